@@ -1,0 +1,203 @@
+"""The command line. Each verb imports what it needs when it is chosen, so that --help answers at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle import __version__
+from treadle.errors import TreadleError, as_user_error
+
+VERBS = {
+    "run": "train a model: start every process, watch them, and report what was learned",
+    "hub": "serve the rollout API (also installed as run-api)",
+    "engine": "serve a model",
+    "env": "run an environment: treadle env NAME serve|evaluate",
+    "train": "run the trainer",
+    "chat": "talk to a model or to the result of a run",
+    "doctor": "check this machine and say what is missing",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return
+    if words[0] in ("-V", "--version"):
+        print(f"treadle {__version__}")
+        return
+    verb, rest = words[0], words[1:]
+    if verb not in _HANDLERS:
+        from treadle.config.load import suggest
+
+        sys.exit(_complain(f"unknown verb '{verb}'; {suggest(verb, VERBS) or 'see treadle --help'}"))
+    _die_with_parent()
+    try:
+        sys.exit(_HANDLERS[verb](rest))
+    except TreadleError as error:
+        sys.exit(_complain(str(error), error.exit_code))
+    except OSError as error:
+        mended = as_user_error(error)
+        if mended is None:
+            raise
+        sys.exit(_complain(str(mended), mended.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run_api() -> None:
+    """The command `run-api`, under which Atropos users know the hub."""
+    main(["hub", *sys.argv[1:]])
+
+
+def _run(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser, add_flags, given
+    from treadle.config.load import load_run
+    from treadle.config.schema import RunConfig
+
+    parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
+    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
+    add_flags(parser, RunConfig)
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.default, _section_type()):
+            add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
+    values = parser.parse_args(words)
+    from treadle.launch import resume, start
+
+    if values._resume is not None:
+        return resume(values._resume, given(values), plain=values._plain)
+    return start(load_run(values._config, given(values)), plain=values._plain)
+
+
+def _hub(words: list[str]) -> int:
+    run = _one_section("hub", words)
+    from treadle.hub import serve
+
+    serve(run.hub)
+    return 0
+
+
+def _engine(words: list[str]) -> int:
+    run = _one_section("engine", words)
+    from treadle.engines import serve
+
+    serve(run.engine)
+    return 0
+
+
+def _train(words: list[str]) -> int:
+    run = _one_section("train", words)
+    from treadle.train import main as train
+
+    train(run.train)
+    return 0
+
+
+def _env(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser, add_flags, given
+    from treadle.config.load import load_run
+    from treadle.config.schema import EnvConfig, ServerConfig
+
+    parser = FlagParser(prog="treadle env", description="Run an environment.")
+    parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic")
+    parser.add_argument("_action", metavar="ACTION", choices=("serve", "evaluate"), help="serve or evaluate")
+    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    add_flags(parser, EnvConfig, prefix="env.", dotted=True)
+    add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
+    values = parser.parse_args(words)
+    run = load_run(values._config, {**given(values), "env.name": values._name})
+    _log_to_stderr()
+    from treadle import envs
+
+    {"serve": envs.serve, "evaluate": envs.evaluate}[values._action](run.env, run.openai)
+    return 0
+
+
+def _chat(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+
+    parser = FlagParser(prog="treadle chat", description="Talk to a model or to the result of a run.")
+    parser.add_argument("model", nargs="?", help="a run folder, a model folder or id; the newest run when absent")
+    parser.add_argument("--message", "-m", help="ask this one question and end")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens")
+    values = parser.parse_args(words)
+    from treadle.launch import chat
+
+    return chat(values.model, message=values.message, temperature=values.temperature, max_tokens=values.max_tokens)
+
+
+def _doctor(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+
+    FlagParser(prog="treadle doctor", description=VERBS["doctor"]).parse_args(words)
+    from treadle.launch import doctor
+
+    return doctor()
+
+
+_HANDLERS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat, "doctor": _doctor,
+}  # fmt: skip
+
+
+def _one_section(name: str, words: list[str]) -> Any:
+    """Parse the plain flags of one process; `--config` may name a file that holds a whole run."""
+    from treadle.config.flags import FlagParser, add_flags, given
+    from treadle.config.load import load_run
+    from treadle.config.schema import RunConfig
+
+    parser = FlagParser(prog=f"treadle {name}", description=VERBS[name])
+    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
+    values = parser.parse_args(words)
+    _log_to_stderr()
+    return load_run(values._config, given(values))
+
+
+def _section_type() -> type:
+    from treadle.config.schema import Section
+
+    return Section
+
+
+def _log_to_stderr() -> None:
+    from treadle.log import set_up_logging
+
+    set_up_logging(os.environ.get("TREADLE_LOG", "INFO"))
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return f"treadle {__version__}: GRPO post-training for language models\n\n{verbs}\n\ntreadle VERB --help says more."
+
+
+def _complain(message: str, code: int = 2) -> int:
+    sys.stderr.write(f"treadle: {message}\n")
+    return code
+
+
+def _die_with_parent() -> None:
+    """A process that our launcher started ends when the launcher is gone, even after kill -9: no orphans."""
+    parent = os.environ.get("TREADLE_PARENT_PID")
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

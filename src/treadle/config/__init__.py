@@ -1,0 +1,26 @@
+"""Configuration: frozen typed values, made from TOML files and flags, checked before anything starts."""
+
+from treadle.config.load import load_run, save_run
+from treadle.config.schema import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    EnvConfig,
+    HubConfig,
+    RunConfig,
+    Section,
+    ServerConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "EngineConfig",
+    "EnvConfig",
+    "HubConfig",
+    "RunConfig",
+    "Section",
+    "ServerConfig",
+    "TrainConfig",
+    "load_run",
+    "save_run",
+]

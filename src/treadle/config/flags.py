@@ -1,0 +1,79 @@
+"""Flags made from the typed configuration: one definition of a setting, two ways to give it.
+
+Sections given with a prefix take dotted flags (`--train.lr 1e-5`, `--env.group_size 4`); the section given without one
+takes plain flags. Dashes and underscores are the same; booleans take a value (`--train.normalize-std false`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from treadle.config.load import suggest
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        values, unknown = self.parse_known_args(given, namespace)
+        for word in unknown:
+            if word.startswith("--"):
+                flag = word.split("=")[0]
+                self.error(f"unknown flag {flag}; {suggest(flag, self._option_string_actions) or 'see --help'}")
+        if unknown:
+            self.error(f"unexpected argument '{unknown[0]}'; see --help")
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message}\n")
+        raise SystemExit(2)
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, prefix: str = "", dotted: bool = False) -> None:
+    """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`."""
+    group = parser.add_argument_group(prefix.rstrip(".") or "options") if dotted else parser
+    for name, field in model.model_fields.items():
+        if _is_section(field):
+            continue
+        spellings = [name, *_extra_spellings(field)]
+        flags = [f"--{prefix if dotted else ''}{s}".replace("_", "-") for s in spellings]
+        default = "" if field.default is None else f" (default: {field.default})"
+        group.add_argument(
+            *flags,
+            dest=prefix + name,
+            default=argparse.SUPPRESS,
+            metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
+            help=(field.description or "").replace("%", "%%") + default,
+        )
+
+
+def given(values: argparse.Namespace) -> dict[str, Any]:
+    """The flags the user really gave: {"train.lr": "1e-5"}; "None" means empty, as Atropos' clients write it."""
+    return {key: (None if value == "None" else value) for key, value in vars(values).items() if not key.startswith("_")}
+
+
+def _dashed(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def _extra_spellings(field: FieldInfo) -> list[str]:
+    extra = field.json_schema_extra
+    return [str(s) for s in extra.get("flags", [])] if isinstance(extra, dict) else []  # type: ignore[union-attr]
+
+
+def _is_section(field: FieldInfo) -> bool:
+    kind = field.annotation
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)

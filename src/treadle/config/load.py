@@ -1,0 +1,88 @@
+"""TOML and flag values -> RunConfig, with errors that name the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from treadle.config.schema import RunConfig
+from treadle.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read a TOML (or saved JSON) file and lay `overrides` ({"train.lr": "1e-5"}) over it.
+
+    >>> load_run(None, {"env.group_size": "4"}).env.group_size
+    4
+    """
+    values = _read(path) if path else {}
+    for dotted, value in (overrides or {}).items():
+        *sections, key = dotted.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return parse(RunConfig, values, source=str(path) if path else "the command line")
+
+
+def save_run(run: RunConfig, path: Path) -> None:
+    """Write the resolved configuration: JSON, so that it reads back to exactly the same value."""
+    path.write_text(json.dumps(run.model_dump(mode="json"), indent=2) + "\n")
+
+
+def parse(model: type[T], values: Mapping[str, Any], *, source: str) -> T:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        message, fix = _first_problem(model, error, source)
+        raise ConfigError(message, fix=fix) from None
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'group_size'?`, or "" when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
+    try:
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)  # type: ignore[no-any-return]
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be parsed: {error}", fix="correct that line") from None
+
+
+def _first_problem(model: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
+    """One problem at a time, in words: (what is wrong, what to do)."""
+    problem = error.errors(include_url=False)[0]
+    place = [str(part) for part in problem["loc"]]
+    dotted = ".".join(place)
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, place[:-1])
+        hint = suggest(place[-1], known)
+        return f"unknown key '{dotted}' in {source}", hint or f"known keys: {', '.join(sorted(known))}"
+    if problem["type"] == "value_error":
+        return f"{source}: {problem['msg'].removeprefix('Value error, ')}", ""
+    flag = "--" + dotted.replace("_", "-")
+    return f"'{dotted}' is {problem['input']!r} in {source}: {problem['msg'].lower()}", f"correct {flag}"
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    for name in path:
+        field = model.model_fields.get(name)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,113 @@
+"""Keys and values of the running sequences, and the attention that reads them.
+
+Plugged into transformers through its public attention interface: the model's own code computes queries, keys and
+rotary positions; what happens between them and the output projection is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "treadle_decode"
+GROWTH = 64  # the cache grows in steps of so many positions
+
+
+class KVCache:
+    """A dense cache: one row a sequence, each with its own length.
+
+    Two kinds of forward: a prefill remembers the keys of whole prompts, `adopt` then gives each completion a row of its
+    own; a decode adds one position to every row.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self._values: list[Tensor] = [torch.empty(0)] * num_layers
+        self._prompt_keys: list[Tensor] = [torch.empty(0)] * num_layers
+        self._prompt_values: list[Tensor] = [torch.empty(0)] * num_layers
+        self._positions_B: Tensor | None = None  # where a decode writes; None during a prefill
+        self._mask: Tensor | None = None
+        self._rows = torch.empty(0)
+        self.num_rows = 0
+
+    def begin_prefill(self) -> None:
+        self._positions_B = None
+
+    def adopt(self, copies: list[int]) -> None:
+        """Give prompt i of the last prefill `copies[i]` rows, behind the rows that are already there."""
+        repeats = torch.tensor(copies)
+        for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
+            self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
+            self._values[layer] = self._append(self._values[layer], values.repeat_interleave(repeats, 0))
+            self._prompt_keys[layer] = self._prompt_values[layer] = torch.empty(0)
+        self.num_rows += sum(copies)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget every row but these."""
+        for layer in range(len(self._keys)):
+            self._keys[layer] = self._keys[layer][rows]
+            self._values[layer] = self._values[layer][rows]
+        self.num_rows = len(rows)
+
+    def clear(self) -> None:
+        self.__init__(len(self._keys))  # type: ignore[misc]
+
+    def begin_decode(self, positions_B: Tensor) -> None:
+        """The next forward adds one position to each row, at `positions_B`."""
+        length = int(positions_B.max()) + 1
+        if length > self._keys[0].shape[2]:
+            for layer in range(len(self._keys)):
+                self._keys[layer] = _grow(self._keys[layer], length)
+                self._values[layer] = _grow(self._values[layer], length)
+        self._positions_B = positions_B
+        self._rows = torch.arange(len(positions_B), device=positions_B.device)
+        ragged = int(positions_B.min()) + 1 < length
+        steps = torch.arange(length, device=positions_B.device)
+        self._mask = (steps[None, :] <= positions_B[:, None])[:, None, None, :] if ragged else None
+        self._length = length
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query [B, heads, T, D], key and value [B, kv heads, T, D] -> [B, T, heads, D]."""
+        if self._positions_B is None:
+            self._prompt_keys[layer], self._prompt_values[layer] = key, value
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+            return out.transpose(1, 2)
+        keys, values = self._keys[layer], self._values[layer]
+        keys[self._rows, :, self._positions_B] = key[:, :, 0]
+        values[self._rows, :, self._positions_B] = value[:, :, 0]
+        seen_keys, seen_values = keys[:, :, : self._length], values[:, :, : self._length]
+        out = F.scaled_dot_product_attention(
+            query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def _append(old: Tensor, new: Tensor) -> Tensor:
+        if old.numel() == 0:
+            return _grow(new, new.shape[2] + 1)
+        length = max(old.shape[2], new.shape[2] + 1)
+        return torch.cat([_grow(old, length), _grow(new, length)])
+
+
+def plug_in(model: Any, cache: KVCache) -> None:
+    """Make `model` attend through `cache`."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return cache.attend(layer, query, key, value, scaling), None
+
+    AttentionInterface.register(ATTENTION, attention)
+    model.set_attn_implementation(ATTENTION)
+
+
+def _grow(tensor: Tensor, length: int) -> Tensor:
+    if tensor.shape[2] >= length:
+        return tensor
+    room = -(-length // GROWTH) * GROWTH
+    return F.pad(tensor, (0, 0, 0, room - tensor.shape[2]))

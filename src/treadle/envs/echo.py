@@ -1,0 +1,27 @@
+"""The smallest task there is: say the digit you are shown. For smoke tests and for learning how an environment is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treadle.envs.base import Environment, Item, Score, environment
+from treadle.envs.engine_client import Completion
+
+
+@environment("echo")
+class Echo(Environment):
+    """Right when the completion begins with the digit; even a model of random weights learns it."""
+
+    def train_item(self, index: int) -> Item:
+        return _ask(index % 10)
+
+    def eval_items(self) -> Sequence[Item]:
+        return [_ask(digit) for digit in range(10)]
+
+    def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
+        is_right = completion_text.strip().startswith(item.answer)
+        return Score(reward=float(is_right), is_right=is_right)
+
+
+def _ask(digit: int) -> Item:
+    return Item.ask(f"Say {digit}", answer=str(digit))

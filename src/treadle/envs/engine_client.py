@@ -1,0 +1,151 @@
+"""The engine as an environment sees it: token ids in; token ids, logprobs and policy version out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import httpx
+import msgspec
+
+from treadle.config.schema import ServerConfig
+from treadle.envs.transport import Patience, Peer
+from treadle.errors import ConfigError, EngineError
+from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model wrote in one call: `logprobs[t]` is the logprob `token_ids[t]` was sampled with."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str  # "stop" or "length"
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The completions of one request and how long the engine took for them."""
+
+    completions: list[Completion]
+    seconds: float
+
+
+class EngineClient:
+    """`await engine.generate([1, 2, 3], n=8, max_tokens=24, temperature=1.0)`."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        patience: Patience | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if config.server_type != "vllm":
+            raise ConfigError(
+                f"server type '{config.server_type}' returns no token ids, which training needs",
+                fix="pass --openai.server-type vllm and the URL of an engine",
+            )
+        self._patience = patience or Patience(give_up_after_s=config.timeout)
+        self._peer = Peer(
+            "engine",
+            config.base_url.rstrip("/").removesuffix("/v1"),
+            error=EngineError,
+            timeout_s=config.timeout,
+            api_key=config.api_key,
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._peer.__aexit__()
+
+    async def health(self) -> EngineHealth:
+        return self._peer.read(await self._peer.send("GET", "/health", patience=self._patience), EngineHealth)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        wave: Wave | None = None,
+    ) -> Generation:
+        """Sample `n` completions of one prompt."""
+        request = GenerateRequest(
+            prompt={"prompt_token_ids": list(prompt_token_ids)},
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,  # the sampled token's own, and no alternatives
+            wave=wave,
+        )
+        body = msgspec.json.encode(request)
+        response = await self._peer.send("POST", "/generate", body=body, patience=self._patience)
+        answer = self._peer.read(response, GenerateAnswer)
+        return Generation(_completions(answer, n), answer.seconds)
+
+    async def generate_wave(
+        self,
+        wave_id: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Send all prompts at once, as one wave. When one of them fails, the others are given up with it."""
+        tasks = [
+            asyncio.ensure_future(
+                self.generate(
+                    prompt,
+                    n=n,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=None if seeds is None else seeds[index],
+                    wave=Wave(id=wave_id, size=len(prompts), index=index),
+                )
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _completions(answer: GenerateAnswer, num_expected: int) -> list[Completion]:
+    logprobs = answer.logprobs or []
+    lengths = {len(answer.token_ids), len(answer.text), len(answer.finish_reasons), len(logprobs)}
+    if lengths != {num_expected}:
+        raise EngineError(
+            f"asked for {num_expected} completions with logprobs, the engine sent {sorted(lengths)}"
+        )
+    return [
+        Completion(
+            token_ids=token_ids,
+            logprobs=_sampled_logprobs(token_ids, logprobs[i]),
+            text=answer.text[i],
+            finish_reason=answer.finish_reasons[i],
+            policy_version=answer.policy_version,
+        )
+        for i, token_ids in enumerate(answer.token_ids)
+    ]
+
+
+def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[str, float]]]) -> list[float]:
+    try:
+        return [entry[0][str(token)] for token, entry in zip(token_ids, positions, strict=True)]
+    except (ValueError, KeyError, IndexError):
+        raise EngineError("the engine's logprobs do not belong to its token ids") from None

@@ -1,0 +1,101 @@
+"""The hub as an environment sees it: register, ask for the step, deliver groups that must never be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from treadle.envs.transport import Patience, Peer, message_of
+from treadle.errors import HubError
+from treadle.log import get_logger
+from treadle.wire.groups import ScoredGroup
+from treadle.wire.hub import RegisteredEnv, RegisterEnv
+
+log = get_logger("env")
+
+_GZIP_FROM_BYTES = 4096
+_REGISTER_POLL_S = 0.25
+_CALL_TIMEOUT_S = 60.0
+_CONFLICT = 409
+
+
+class HubInfo(msgspec.Struct, kw_only=True):
+    batch_size: int  # sequences per optimizer step; -1 while no trainer is registered
+    max_token_len: int  # longest sequence the trainer takes; 0 or less: no limit
+
+
+class HubStatus(msgspec.Struct, kw_only=True):
+    current_step: int  # optimizer steps taken
+    queue_size: int = 0
+
+
+class HubClient:
+    """Calls that only ask give up after `patience`; a delivery is repeated for as long as it takes."""
+
+    def __init__(
+        self, url: str, *, patience: Patience | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._patience = patience or Patience(give_up_after_s=300.0)
+        self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
+        self._peer = Peer("hub", url, error=HubError, timeout_s=_CALL_TIMEOUT_S, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._peer.__aexit__()
+
+    async def register_env(self, registration: RegisterEnv) -> RegisteredEnv:
+        """Register, waiting for the trainer; a name that was here before gets its count of groups back."""
+        body = msgspec.json.encode(registration)
+        told = False
+        while True:
+            response = await self._peer.send(
+                "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, patience=self._patience
+            )
+            answer = self._peer.read(response, RegisteredEnv)
+            if answer.status == "success":
+                return answer
+            if answer.status != "wait for trainer to start":
+                raise HubError(f"the hub did not register '{registration.desired_name}': {answer.status}")
+            if not told:
+                log.info("waiting_for_trainer", hub=self._peer.url)
+                told = True
+            await asyncio.sleep(_REGISTER_POLL_S)
+
+    async def info(self) -> HubInfo:
+        return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), HubInfo)
+
+    async def status(self) -> HubStatus:
+        """A hub that restarts in the middle of a run is waited for, as a delivery would."""
+        return self._peer.read(
+            await self._peer.send("GET", "/status", patience=self._never_give_up), HubStatus
+        )
+
+    async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
+        """Deliver groups as one list, once: the hub knows a repeated delivery by its key."""
+        body = msgspec.json.encode(groups)
+        headers = {"Idempotency-Key": key}
+        if len(body) >= _GZIP_FROM_BYTES:
+            body = gzip.compress(body, compresslevel=1, mtime=0)
+            headers["Content-Encoding"] = "gzip"
+        response = await self._peer.send(
+            "POST", "/scored_data_list", body=body, headers=headers, patience=self._never_give_up
+        )
+        if response.status_code == _CONFLICT:
+            # After a restart the same prompts may get other completions. The first delivery stands.
+            log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response))
+            return
+        self._peer.read(response, dict[str, Any])
+
+    async def disconnect(self, env_id: int) -> None:
+        """Say goodbye, once: the hub must not wait for an environment that is gone."""
+        at_once = Patience(give_up_after_s=0.0)
+        body = msgspec.json.encode({"env_id": env_id})
+        self._peer.read(
+            await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any]
+        )

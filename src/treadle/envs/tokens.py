@@ -1,0 +1,171 @@
+"""Chat messages -> token ids, by the model's own tokenizer and chat template, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from treadle.errors import ModelError
+from treadle.log import get_logger
+
+log = get_logger("env")
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+class ChatTokenizer:
+    """`ChatTokenizer.load(folder).encode_chat([{"role": "user", "content": "Hi"}])` -> token ids."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template | None, special_tokens: Mapping[str, str]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception for a missing and for a broken file
+            raise ModelError(
+                f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --model"
+            ) from None
+        # Some were saved with the padding and truncation of their training; a prompt wants neither.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        settings = {
+            **_read_json(folder / "special_tokens_map.json"),
+            **_read_json(folder / "tokenizer_config.json"),
+        }
+        source = _template_source(folder, settings)
+        if source is None:
+            log.warning(
+                "no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines"
+            )
+        return cls(tokenizer, None if source is None else _compile(source, folder), _special_tokens(settings))
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text that the model sees. Without a template: the contents, joined by newlines."""
+        if self._template is None:
+            return "\n".join(str(message["content"]) for message in messages)
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template refuses these messages: {error}") from None
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of the prompt. A template writes its special tokens; plain text gets the tokenizer's."""
+        text = self.render(messages, add_generation_prompt)
+        return list(self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
+    """Where the tokenizer lies: `name` itself, else the folder the engine loaded, else a download of `name`.
+
+    `engine_model` is what the engine's /health gives as its model.
+    """
+    for candidate in (Path(name), Path(engine_model)):
+        if (candidate / "tokenizer.json").is_file():
+            return candidate
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=list(_TOKENIZER_FILES)))
+    except Exception as error:  # no library, no network, no such model: one remedy for all
+        raise ModelError(
+            f"no tokenizer for '{name}': it is no folder here, the engine's '{engine_model}' cannot be read "
+            f"from this host, and the download failed ({type(error).__name__}: {str(error)[:200]})",
+            fix="copy the model's tokenizer files to this host and pass --openai.model-name FOLDER",
+        ) from None
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; a prompt takes its content."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str, folder: Path) -> Template:
+    """A template comes with a downloaded model, so it runs in a sandbox, set up as transformers does it."""
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
+    )
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = _refuse
+    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return jinja.from_string(source)
+    except TemplateError as error:
+        raise ModelError(f"the chat template of {folder} cannot be parsed: {error}") from None
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several named templates
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """{"bos_token": "<s>", ...}; a token is a string, or an object that holds it as "content"."""
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}", fix="fetch the file again") from None

@@ -1,0 +1,171 @@
+"""HTTP as an environment needs it: one pool of connections to a peer, and patience while the peer is away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import httpx
+import msgspec
+
+from treadle.errors import ConfigError, TreadleError
+from treadle.log import get_logger
+
+log = get_logger("env")
+T = TypeVar("T")
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LONGEST_RETRY_AFTER_S = 60.0
+_TOO_MANY_REQUESTS = 429
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How a call is repeated: after pauses that double, until the time is up (None: never)."""
+
+    give_up_after_s: float | None
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 5.0
+
+    def pause_s(self, num_failures: int) -> float:
+        return min(self.first_pause_s * 2.0 ** min(num_failures - 1, 30), self.longest_pause_s)
+
+
+class Peer:
+    """One server that we call: `Peer("hub", "http://127.0.0.1:8000", error=HubError, timeout_s=30)`.
+
+    Connection errors, 5xx and 429 are repeated with `Patience`; every other answer goes to the caller.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        *,
+        error: type[TreadleError],
+        timeout_s: float,
+        api_key: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.name = name
+        self.url = _checked_url(name, base_url)
+        self._error = error
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            # An engine holds the requests of a wave until all are there, so a bound would be a deadlock.
+            limits=httpx.Limits(max_connections=None),
+            transport=transport,
+            # A proxy meant for the internet must not swallow calls to this machine.
+            trust_env=httpx.URL(self.url).host not in _LOOPBACK,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        patience: Patience,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """The first answer that is worth reading; raises the peer's error when patience runs out."""
+        first_failure_at: float | None = None
+        num_failures = 0
+        while True:
+            problem, wait_s = "", 0.0
+            try:
+                response = await self._client.request(
+                    method, path, content=body, headers=_with_type(headers, body)
+                )
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            else:
+                if response.status_code < 500 and response.status_code != _TOO_MANY_REQUESTS:
+                    return response
+                problem = f"status {response.status_code}: {message_of(response)}"
+                wait_s = _retry_after_s(response)
+            num_failures += 1
+            now = time.monotonic()
+            first_failure_at = now if first_failure_at is None else first_failure_at
+            pause_s = max(patience.pause_s(num_failures), wait_s)
+            if (
+                patience.give_up_after_s is not None
+                and now + pause_s - first_failure_at > patience.give_up_after_s
+            ):
+                raise self._error(
+                    f"{method} {path} at the {self.name} ({self.url}) failed {num_failures} times: {problem}",
+                    fix=f"see whether the {self.name} runs and listens at {self.url}",
+                )
+            log.warning(
+                "call_failed",
+                peer=self.name,
+                path=path,
+                problem=problem,
+                failures=num_failures,
+                again_in_s=pause_s,
+            )
+            await asyncio.sleep(pause_s)
+
+    def read(self, response: httpx.Response, kind: type[T]) -> T:
+        """The body as `kind`; a refusal (4xx) or an unreadable body raises the peer's error."""
+        if response.status_code >= 300:
+            raise self._error(
+                f"the {self.name} refused {response.request.method} {response.request.url.path} "
+                f"with status {response.status_code}: {message_of(response)}"
+            )
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._error(
+                f"the answer of the {self.name} to {response.request.url.path} cannot be read: {error}",
+                fix=f"see whether {self.url} is really a {self.name}",
+            ) from None
+
+
+def message_of(response: httpx.Response) -> str:
+    """What the server says is wrong, whichever of the usual shapes it says it in."""
+    try:
+        body: Any = json.loads(response.content)
+    except ValueError:
+        return response.text[:500]
+    if isinstance(body, dict):
+        for key in ("detail", "error", "message"):
+            if key in body:
+                said = body[key]
+                return (said if isinstance(said, str) else json.dumps(said))[:500]
+    return json.dumps(body)[:500]
+
+
+def _with_type(headers: Mapping[str, str] | None, body: bytes | None) -> dict[str, str]:
+    return {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds of a Retry-After header; a date, or nonsense, counts as no wish."""
+    try:
+        return min(max(float(response.headers.get("Retry-After", "0")), 0.0), _LONGEST_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0
+
+
+def _checked_url(name: str, base_url: str) -> str:
+    """A URL without its last slash. A bad one is refused here: httpx would call it a connection error."""
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"'{base_url}' is not the URL of a {name}", fix="write it as http://HOST:PORT")
+    return base_url.rstrip("/")

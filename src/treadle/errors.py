@@ -1,0 +1,92 @@
+"""Every error a user can meet. Each says what happened and, after it, what to do about it.
+
+    TreadleError
+    ├── UserError           exit code 2: something the user can change
+    │   ├── ConfigError       a key, flag or value that cannot be right
+    │   ├── MissingExtra      an optional dependency is not installed
+    │   ├── ModelError        a model that does not exist or that we refuse to load
+    │   ├── DownloadError     a file that did not arrive, or arrived with the wrong hash
+    │   ├── PortInUse         another program listens there
+    │   └── DiskFull          no room left for the queue, the logs or a checkpoint
+    ├── ProcessDied         exit code 1: a process of the run ended that should not have
+    ├── HubError            the hub refused a call or could not be reached
+    ├── EngineError         the engine refused a call or could not be reached
+    ├── SyncError           new weights did not reach the engine, or cannot be shown to have reached it
+    └── TrainingError       the numbers went bad (NaN) or a batch cannot be trained
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class TreadleError(Exception):
+    """An error with its remedy: `TreadleError("port 8000 is in use", fix="pass --port 8001")`."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  -> {self.fix}" if self.fix else self.message
+
+
+class UserError(TreadleError):
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    pass
+
+
+class MissingExtra(UserError):
+    pass
+
+
+class ModelError(UserError):
+    pass
+
+
+class DownloadError(UserError):
+    pass
+
+
+class PortInUse(UserError):
+    pass
+
+
+class DiskFull(UserError):
+    pass
+
+
+class ProcessDied(TreadleError):
+    pass
+
+
+class HubError(TreadleError):
+    pass
+
+
+class EngineError(TreadleError):
+    pass
+
+
+class SyncError(TreadleError):
+    pass
+
+
+class TrainingError(TreadleError):
+    pass
+
+
+def as_user_error(error: OSError) -> UserError | None:
+    """The operating system's errors that a user can mend, in plain words; None for the others."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return DiskFull(f"the disk is full{where}", fix="free some space, or choose another disk with --output")
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse("the port is in use by another program", fix="choose another with --port")
+    return None

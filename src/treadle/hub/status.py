@@ -1,0 +1,45 @@
+"""What /status-env tells an environment, computed from plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from treadle.store import EnvLoad, EnvRecord, RunState
+
+MIN_ENV_WEIGHT = 0.01
+
+
+def env_status(
+    env: EnvRecord, envs: Sequence[EnvRecord], load: EnvLoad, run: RunState
+) -> dict[str, int | float]:
+    """Atropos' figures, from which its environments decide whether to generate more.
+
+    `queue_size` is in groups of the asking environment: its own sequences, and those of the others as far as
+    they exceed the share of a batch that is set aside for them.
+    """
+    batch_size = max(0, run.trainer.batch_size) if run.trainer else 0
+    group_size = max(1, env.group_size, load.largest_own_group)
+    largest = max(1, load.largest_group)
+    minimum = {e.env_id: min(1.0, max(0.0, e.min_batch_allocation or 0.0)) for e in envs if e.connected}
+    own = load.sequences.get(env.env_id, 0)
+    others = 0
+    for env_id, sequences in load.sequences.items():
+        if env_id != env.env_id:
+            reserved = int(batch_size * minimum.get(env_id, 0.0)) if env_id is not None else 0
+            others += max(0, math.ceil(sequences / largest) * largest - reserved)
+    return {
+        "current_step": run.current_step,
+        "queue_size": (own + others) // group_size,
+        "unallocated_fraction": 1.0 - min(1.0, sum(minimum.values())),
+        "self_queue_size": own // group_size,
+        "max_group_size": largest,
+        "env_weight": _share(env, envs),
+    }
+
+
+def _share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
+    total = sum(other.max_token_length * max(0.0, other.weight) for other in envs if other.connected)
+    if total <= 0 or not math.isfinite(total):
+        return MIN_ENV_WEIGHT
+    return max(MIN_ENV_WEIGHT, env.max_token_length * env.weight / total)

@@ -1,0 +1,134 @@
+"""Talk to a model: an engine on a free port, started for this conversation and stopped with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from treadle.envs.tokens import ChatTokenizer
+from treadle.errors import EngineError, ModelError
+from treadle.launch.machine import find_free_ports, look_at_machine
+from treadle.launch.model import check_extras, ending_on_sigterm, prepare_model
+from treadle.launch.plan import CONFIG_FILE, ProcessSpec, child_environment
+from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+
+Message = dict[str, str]
+_RUNS = Path("runs")
+
+
+def talk(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
+    check_extras()
+    folder = find_model(model, _RUNS)
+    tokenizer = ChatTokenizer.load(folder)
+    try:
+        with running_engine(folder) as url, httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+            partner = Partner(http, tokenizer, temperature, max_tokens)
+            if message is not None:
+                print(partner.answer([{"role": "user", "content": message}]))
+            else:
+                print(f"talking to {folder}\n/new forgets the conversation, Ctrl-D ends it", flush=True)
+                _converse(partner)
+    except Stopped:
+        return 130
+    return 0
+
+
+def find_model(model: str | None, runs: Path) -> Path:
+    """The folder to load: a run's result, a model's folder, or what an id is prepared into."""
+    if model is None:
+        return _newest_result(runs)
+    folder = Path(model).expanduser()
+    if (folder / CONFIG_FILE).is_file() and (folder / "checkpoints").is_dir():
+        result = folder / "checkpoints" / "final_model"
+        if not result.is_dir():
+            raise ModelError(
+                f"the run {model} has no trained model yet", fix=f"finish it: treadle run --resume {model}"
+            )
+        return result.resolve()
+    return Path(prepare_model(model))
+
+
+def _newest_result(runs: Path) -> Path:
+    results = sorted(runs.glob("*/checkpoints/final_model"), key=lambda result: result.stat().st_mtime)
+    if not results:
+        raise ModelError(
+            f"there is no finished run in {runs}/",
+            fix="name a run, a model folder or an id: treadle chat MODEL",
+        )
+    return results[-1].resolve()
+
+
+@contextlib.contextmanager
+def running_engine(model_folder: Path) -> Iterator[str]:
+    """The URL of an engine that serves `model_folder` until the block ends."""
+    facts = look_at_machine({})
+    (port,) = find_free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    log_path = Path(tempfile.gettempdir()) / f"treadle-chat-{os.getpid()}.log"
+    argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
+    environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
+    stop = StopRequest()
+    with Supervisor(stop) as supervisor:
+        sys.stderr.write("starting the engine...\n")
+        with stop.listening():
+            supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])
+        with ending_on_sigterm():
+            yield url
+        log_path.unlink(missing_ok=True)  # kept when something went wrong, because the error names it
+
+
+class Partner:
+    """Answers a conversation through the engine."""
+
+    def __init__(
+        self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int
+    ) -> None:
+        self._http = http
+        self._tokenizer = tokenizer
+        self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0}
+
+    def answer(self, messages: list[Message]) -> str:
+        prompt = {"prompt_token_ids": self._tokenizer.encode_chat(messages)}
+        try:
+            response = self._http.post("/generate", json={"prompt": prompt, **self._sampling})
+        except httpx.HTTPError as error:
+            raise EngineError(f"the engine did not answer: {error!r}") from None
+        if response.status_code != httpx.codes.OK:
+            raise EngineError(f"the engine refused (status {response.status_code}): {response.text[:300]}")
+        body: dict[str, Any] = response.json()
+        return str(body["text"][0]).strip()
+
+
+def _converse(partner: Partner) -> None:
+    messages: list[Message] = []
+    while True:
+        try:
+            said = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if said == "/new":
+            messages = []
+        elif said:
+            messages = _exchange(partner, [*messages, {"role": "user", "content": said}])
+
+
+def _exchange(partner: Partner, messages: list[Message]) -> list[Message]:
+    """One answer; the conversation with it, or as it was before when there is none."""
+    try:
+        answer = partner.answer(messages)
+    except EngineError as error:
+        print(f"({error}; /new starts afresh)")
+        return messages[:-1]
+    except KeyboardInterrupt:
+        print("(interrupted)")
+        return messages[:-1]
+    print(answer)
+    return [*messages, {"role": "assistant", "content": answer}]

@@ -1,0 +1,112 @@
+"""A run's folder: made once, locked while a launcher uses it, refused when there is no room for it.
+
+runs/20260102-030405-arithmetic-addition/
+  config.json   every setting, resolved      request.json  the settings that the user gave
+  metrics.jsonl evals/ checkpoints/ logs/    hub.sqlite    summary.json  reward.png
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from treadle.config.schema import RunConfig
+from treadle.errors import ConfigError, DiskFull
+from treadle.launch.machine import SHARED_MEMORY
+from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.wording import gigabytes
+
+REQUEST_FILE = "request.json"
+_TOO_LITTLE_BYTES, _ENOUGH_BYTES = 2e9, 5e9
+
+
+def create_run_folder(output: Path, name: str) -> Path:
+    """`<output>/<YYYYMMDD-HHMMSS>-<name>`, with a number behind it when two runs start in the same second."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    output.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        folder = output.resolve() / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"{output} holds a thousand runs of this second", fix="choose another --output")
+
+
+def check_disk_space(output: Path) -> str:
+    """A warning when room is short, "" when there is enough; DiskFull when no run can end well."""
+    place = output.expanduser().resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < _TOO_LITTLE_BYTES:
+        raise DiskFull(
+            f"only {gigabytes(free)} are free where {output} is, and a run needs {gigabytes(_ENOUGH_BYTES)}",
+            fix="free some space, or choose another disk with --output",
+        )
+    if free < _ENOUGH_BYTES:
+        return f"only {gigabytes(free)} are free where {output} is; a run may need {gigabytes(_ENOUGH_BYTES)}"
+    return ""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other launchers out; the lock ends with this process, however it ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"the run in {folder} is going on", fix="stop it first, or wait for its end"
+            ) from None
+        yield
+
+
+def check_is_run(folder: Path) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it holds no {CONFIG_FILE}",
+            fix="check the folder after --resume",
+        )
+
+
+def save_request(config: RunConfig, folder: Path) -> None:
+    asked = config.model_dump(mode="json", exclude_unset=True)
+    (folder / REQUEST_FILE).write_text(json.dumps(asked, indent=2) + "\n")
+
+
+def requested_keys(folder: Path) -> frozenset[str]:
+    """The dotted keys that the user gave when the run began; the rest may be settled anew."""
+    try:
+        asked = json.loads((folder / REQUEST_FILE).read_text())
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(_dotted(asked))
+
+
+def remove_stale_weights(folder: Path) -> None:
+    """A launcher that was killed left its weights in memory; whoever holds the run's lock may remove them."""
+    if SHARED_MEMORY.is_dir():
+        for path in SHARED_MEMORY.glob(f"treadle-{glob.escape(folder.name)}-*.weights"):
+            remove_weights(path)
+
+
+def remove_weights(path: Path) -> None:
+    """The file and what lies beside it under its name, such as the layout of the tensors."""
+    for part in path.parent.glob(f"{glob.escape(path.name)}*"):
+        part.unlink(missing_ok=True)
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, value in values.items():
+        keys += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return keys

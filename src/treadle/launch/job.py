@@ -1,0 +1,189 @@
+"""A whole run, from the flags to the report.
+
+check -> prepare the model -> run folder -> plan -> supervise (with a view) -> summary, plot, report
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from treadle.config.load import load_run, save_run
+from treadle.config.schema import RunConfig
+from treadle.errors import ConfigError, TreadleError
+from treadle.launch import folder as run_folders
+from treadle.launch.history import HistoryReader, reader_of
+from treadle.launch.machine import look_at_machine
+from treadle.launch.memory import MemorySampler
+from treadle.launch.model import check_extras, is_local, prepare_model
+from treadle.launch.plan import (
+    CONFIG_FILE,
+    Plan,
+    build_plan,
+    choose_ports,
+    choose_steps,
+    explicit_keys,
+    wished_addresses,
+)
+from treadle.launch.probe import get_json
+from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
+from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.launch.view import RunState, Screen, choose_view, current_phase
+
+STOPPED_BY_USER = 130
+_FIXED_FOR_LIFE = ("model", "seed", "output", "env.name", "env.task")
+
+
+def start_run(config: RunConfig, *, plain: bool) -> int:
+    explicit = explicit_keys(config)
+    check_one_model(config, explicit)
+    choose_steps(config, explicit)
+    # A busy port is cheap to notice and must not cost the user a download first.
+    choose_ports(config, look_at_machine(wished_addresses(config)), explicit)
+    check_extras()
+    warning = run_folders.check_disk_space(config.output)
+    if warning:
+        _say(f"warning: {warning}")
+    model_folder = prepare_model(config.model)
+    folder = run_folders.create_run_folder(config.output, f"{config.env.name}-{config.env.task}")
+    with run_folders.locked(folder):
+        run_folders.save_request(config, folder)
+        return _run(config, folder, model_folder, explicit, plain=plain)
+
+
+def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> int:
+    folder = run_folder.expanduser().resolve()
+    run_folders.check_is_run(folder)
+    for key in _FIXED_FOR_LIFE:
+        if key in overrides:
+            raise ConfigError(f"a run keeps its {key}; --resume cannot change it", fix="start a new run")
+    steps = overrides.get("steps", overrides.get("train.steps"))
+    if steps is not None:
+        overrides = {"steps": steps, "train.steps": steps, **overrides}
+    with run_folders.locked(folder):
+        config = load_run(folder / CONFIG_FILE, overrides)
+        summary = load_summary(folder)
+        if summary is not None and summary.is_complete and summary.steps_taken >= config.steps:
+            _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
+            print_report(summary, Console())
+            return 0
+        check_extras()
+        explicit = run_folders.requested_keys(folder) | frozenset(overrides)
+        prepared = Path(config.engine.model)
+        model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
+        return _run(config, folder, model_folder, explicit, plain=plain)
+
+
+def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
+    """A run trains the model that it samples from; the sections cannot name different ones."""
+    named = {
+        "engine.model": config.engine.model,
+        "train.model": config.train.model,
+        "openai.model_name": config.openai.model_name,
+    }
+    for key, model in named.items():
+        if key in explicit and model != config.model:
+            raise ConfigError(
+                f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}"
+            )
+
+
+def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset[str], *, plain: bool) -> int:
+    """Needs the folder's lock."""
+    run_folders.remove_stale_weights(folder)
+    plan = build_plan(
+        config,
+        look_at_machine(wished_addresses(config)),
+        run_folder=folder,
+        model_folder=model_folder,
+        is_model_local=is_local(config.model),
+        explicit=explicit,
+    )
+    save_run(plan.config, folder / CONFIG_FILE)
+    _say(f"run folder: {folder}")
+    history = reader_of(plan.config, folder)
+    earlier = load_summary(folder)
+    how_to_resume = f"continue with: treadle run --resume {folder}"
+    life = Life(plan, history)
+    try:
+        life.live(plain=plain)
+    except TreadleError:
+        sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
+        raise
+    finally:
+        if plan.config.engine.weights_file is not None and "engine.weights_file" not in explicit:
+            run_folders.remove_weights(plan.config.engine.weights_file)
+        summary = summarize(plan.config, folder, history.read(), life.outcome().after(earlier))
+        save_summary(summary, folder)
+    if not summary.is_complete:
+        _say(f"stopped; {how_to_resume}")
+        return STOPPED_BY_USER
+    problem = draw_plot(history.read(), summary)
+    print_report(summary, Console())
+    if problem:
+        _say(f"no reward plot: {problem}")
+    return 0
+
+
+class Life:
+    """One stretch of a run: from start or resume until it is complete, stopped or broken."""
+
+    def __init__(self, plan: Plan, history: HistoryReader) -> None:
+        self._plan = plan
+        self._history = history
+        self._begun = time.monotonic()
+        self._is_complete = False
+        self._next_question = 0.0
+        self._are_all_started = False
+        self._stop = StopRequest()
+        self._supervisor = Supervisor(self._stop, on_tick=self._tick)
+        self._memory = MemorySampler(lambda: self._supervisor.pids)
+        self._screen: Screen | None = None
+
+    def live(self, *, plain: bool) -> None:
+        state = RunState(self._plan.config, self._plan.run_folder.name)
+        # The trainer waits for the engine by itself and loads its libraries meanwhile.
+        first = [spec for spec in self._plan.processes if spec.serves or spec.name == "trainer"]
+        rest = [spec for spec in self._plan.processes if spec not in first]
+        with self._stop.listening(), self._supervisor, self._memory:
+            try:
+                with Screen(choose_view(plain=plain), state, self._refresh) as self._screen:
+                    self._supervisor.start(first)
+                    self._supervisor.start(rest)
+                    self._are_all_started = True
+                    self._supervisor.watch(lambda: self._history.read().last_step >= self._plan.config.steps)
+                    self._screen.tick()
+                self._is_complete = True
+            except Stopped:
+                _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            self._is_complete,
+            time.monotonic() - self._begun,
+            self._memory.peak_bytes,
+            dict(self._memory.peak_by_process),
+        )
+
+    def _tick(self) -> None:
+        if self._screen is not None:
+            self._screen.tick()
+
+    def _refresh(self, state: RunState) -> None:
+        state.history = self._history.read()
+        state.memory_bytes = self._memory.now_bytes
+        if not self._are_all_started:
+            return
+        state.phase = current_phase(state.history, self._plan.config)
+        if time.monotonic() >= self._next_question:
+            self._next_question = time.monotonic() + 1.0
+            answer = get_json(f"{self._plan.hub_url}/status")
+            state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,82 @@
+"""What the plan must know about this machine, gathered in one place so that the plan itself stays pure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (we want memory, not a temporary file)
+_SHARED_MEMORY_MIN_BYTES = 1e9
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """`busy_ports`: those of the wished ports that somebody uses; `free_ports`: spare ones to hand out."""
+
+    num_cores: int
+    has_shared_memory: bool
+    busy_ports: frozenset[int] = frozenset()
+    free_ports: tuple[int, ...] = ()
+    launcher_pid: int = 0
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def look_at_machine(wished: Mapping[str, tuple[str, int]]) -> MachineFacts:
+    """`wished` names the addresses that will be asked for: {"hub": ("127.0.0.1", 8000)}."""
+    return MachineFacts(
+        num_cores=count_cores(),
+        has_shared_memory=_has_shared_memory(),
+        busy_ports=frozenset(port for host, port in wished.values() if is_port_busy(host, port)),
+        free_ports=find_free_ports(len(wished)),
+        launcher_pid=os.getpid(),
+        environment=dict(os.environ),
+    )
+
+
+def _has_shared_memory() -> bool:
+    """Some containers have a tiny one: writing beyond its size would end the engine without a word."""
+    if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
+        return False
+    return shutil.disk_usage(SHARED_MEMORY).free >= _SHARED_MEMORY_MIN_BYTES
+
+
+def count_cores() -> int:
+    """The cores this process may use: its affinity, and the quota of its container where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def is_port_busy(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as probe:
+        # As servers do: a connection that is merely closing down does not make a port busy.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def find_free_ports(count: int) -> tuple[int, ...]:
+    """Different ports that nobody listens on; all are held open until the last one is known."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(probe.getsockname()[1] for probe in probes)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

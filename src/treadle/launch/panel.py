@@ -1,0 +1,100 @@
+"""The live panel. Pure: one frozen picture of the run in, something that rich can print out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from treadle.config.schema import RunConfig
+from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
+from treadle.launch.wording import duration, gigabytes, percent, sparkline
+
+_UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class Picture:
+    config: RunConfig
+    run_name: str
+    history: History
+    phase: str
+    num_queued: int | None
+    memory_bytes: int
+    elapsed_s: float
+
+
+def draw(picture: Picture) -> RenderableType:
+    history = picture.history
+    figures = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(3):
+        figures.add_column(justify="right", style="dim", no_wrap=True)
+        figures.add_column(justify="left", no_wrap=True, ratio=1)
+    figures.add_row(
+        "reward", _number(history.last("reward/mean"), "{:.3f}"),
+        "accuracy", _accuracy(history.last("rollout/accuracy")),
+        "tokens/s", _number(history.last("perf/tokens_per_s"), "{:,.0f}"),
+    )  # fmt: skip
+    figures.add_row(
+        "queue", _UNKNOWN if picture.num_queued is None else f"{picture.num_queued} groups",
+        "policy age", _number(history.last("age/mean"), "{:.1f}"),
+        "memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN,
+    )  # fmt: skip
+    lines: list[RenderableType] = [_progress(picture), Text(), figures, _seconds(history)]
+    course = history.values("rollout/accuracy")
+    if course:
+        lines.append(Text.assemble(("accuracy per step  ", "dim"), (sparkline(course), "green")))
+    if history.evaluations:
+        lines.append(_held_out(history.evaluations))
+    name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task}")
+    return Panel(
+        Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right"
+    )
+
+
+def time_left_s(history: History, num_steps: int) -> float | None:
+    """From the mean of the last ten steps, because steps become faster as answers become shorter."""
+    recent = history.values("perf/step_s")[-10:]
+    return sum(recent) / len(recent) * max(0, num_steps - history.last_step) if recent else None
+
+
+def _progress(picture: Picture) -> RenderableType:
+    num_steps, done = picture.config.steps, picture.history.last_step
+    left = time_left_s(picture.history, num_steps)
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    times = duration(picture.elapsed_s) + (
+        f", {duration(left)} left" if left is not None and done < num_steps else ""
+    )
+    row.add_row(f"step {done}/{num_steps}", ProgressBar(total=num_steps, completed=done), times)
+    return Group(Text(picture.phase, style="cyan"), row)
+
+
+def _seconds(history: History) -> Text:
+    """Where the last step's time went."""
+    parts = [
+        f"{word} {value:.1f}"
+        for word, key in SECONDS_PER_STEP.items()
+        if (value := history.last(key)) is not None
+    ]
+    return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
+
+
+def _held_out(evaluations: tuple[Evaluation, ...]) -> Text:
+    shown = [evaluations[0], *evaluations[1:][-2:]]
+    course = "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
+    return Text.assemble(("held-out accuracy  ", "dim"), (course, "bold"))
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return _UNKNOWN if value is None else pattern.format(value)
+
+
+def _accuracy(value: float | None) -> str:
+    return _UNKNOWN if value is None else percent(value)

@@ -1,0 +1,195 @@
+"""RunConfig and machine facts -> what to start, with which settings. Pure: it reads and writes nothing.
+
+wave 1   hub, engine        serve until they are stopped; wave 2 waits until both answer
+wave 2   env, trainer       work until they are done; the run is complete when both are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from treadle.config.schema import RunConfig
+from treadle.errors import ConfigError, PortInUse
+from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+
+CONFIG_FILE = "config.json"
+# Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
+_CHILD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: how to start it, and how to know that it is ready (`ready_url` answers 200)."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log_path: Path
+    ready_url: str | None = None
+    ready_timeout_s: float = 120.0
+
+    @property
+    def serves(self) -> bool:
+        """A process that serves runs until it is stopped; any end of its own is too early."""
+        return self.ready_url is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: RunConfig
+    run_folder: Path
+    processes: tuple[ProcessSpec, ...]  # in the order in which they start
+    hub_url: str
+
+
+def build_plan(
+    config: RunConfig,
+    facts: MachineFacts,
+    *,
+    run_folder: Path,
+    model_folder: str,
+    is_model_local: bool,
+    explicit: frozenset[str] | None = None,
+) -> Plan:
+    """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
+    explicit = explicit_keys(config) if explicit is None else explicit
+    ports = choose_ports(config, facts, explicit)
+    hub_url = _url(config.hub.host, ports["hub"])
+    engine_url = _url(config.engine.host, ports["engine"])
+    threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
+    derived = {
+        "hub.database": run_folder / "hub.sqlite",
+        "engine.threads": threads,
+        "engine.weights_file": _weights_file(run_folder, facts),
+        "openai.base_url": f"{engine_url}/v1",
+        "env.seed": config.seed,
+        "env.rollout_server_url": hub_url,
+        "env.data_dir_to_save_evals": run_folder / "evals",
+        "train.seed": config.seed,
+        "train.threads": threads,
+        "train.atropos_url": hub_url,
+        "train.engine_url": engine_url,
+        "train.save_path": run_folder / "checkpoints",
+        "train.metrics_file": run_folder / "metrics.jsonl",
+    }
+    settled: dict[str, Any] = {
+        "hub.port": ports["hub"],
+        "engine.port": ports["engine"],
+        "engine.model": model_folder,
+        "train.model": model_folder,
+        "openai.model_name": model_folder,
+        "steps": choose_steps(config, explicit),
+        "train.steps": choose_steps(config, explicit),
+    }
+    resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
+    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), is_offline=is_model_local)
+    return Plan(resolved, run_folder, specs, hub_url)
+
+
+def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
+    """The dotted keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}."""
+    keys: set[str] = set()
+    for name in config.model_fields_set:
+        value = getattr(config, name)
+        keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
+    return frozenset(keys)
+
+
+def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
+    return {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
+
+
+def choose_ports(config: RunConfig, facts: MachineFacts, explicit: frozenset[str]) -> dict[str, int]:
+    """A default port is a wish and gives way when it is busy; a port that the user chose does not."""
+    ports: dict[str, int] = {}
+    spare = list(facts.free_ports)
+    for name, (_, port) in wished_addresses(config).items():
+        is_taken = port in facts.busy_ports or port in ports.values()
+        if is_taken and f"{name}.port" in explicit:
+            raise PortInUse(
+                f"port {port}, asked for by --{name}.port, is in use", fix=f"choose another --{name}.port"
+            )
+        ports[name] = spare.pop(0) if is_taken else port
+    return ports
+
+
+def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
+    """`--steps` and `--train.steps` are the same number; two different ones are a mistake."""
+    if "train.steps" not in explicit or config.train.steps == config.steps:
+        return config.steps
+    if "steps" in explicit:
+        raise ConfigError(
+            f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps"
+        )
+    return config.train.steps
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy with `values` ({"hub.port": 8100}) laid over it, checked again as a whole."""
+    merged = config.model_dump()
+    for dotted, value in values.items():
+        *sections, key = dotted.split(".")
+        place = merged
+        for section in sections:
+            place = place[section]
+        place[key] = value
+    return RunConfig.model_validate(merged)
+
+
+def _processes(
+    config: RunConfig, facts: MachineFacts, run_folder: Path, urls: tuple[str, str], *, is_offline: bool
+) -> tuple[ProcessSpec, ...]:
+    hub_url, engine_url = urls
+
+    def spec(
+        name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0
+    ) -> ProcessSpec:
+        argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
+        environment = child_environment(facts, threads=threads, is_offline=is_offline)
+        return ProcessSpec(name, argv, environment, run_folder / "logs" / f"{name}.log", ready_url, timeout_s)
+
+    engine_threads = config.engine.threads or facts.num_cores
+    train_threads = config.train.threads or facts.num_cores
+    return (
+        spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
+        # Loading a large model from a cold disk takes minutes.
+        spec("engine", "engine", threads=engine_threads, ready_url=f"{engine_url}/health", timeout_s=900.0),
+        spec("env", "env", config.env.name, "serve", threads=1),
+        spec("trainer", "train", threads=train_threads),
+    )
+
+
+def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:
+    inherited = {k: v for k, v in facts.environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        **inherited,
+        **_CHILD_ENVIRONMENT,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TREADLE_PARENT_PID": str(facts.launcher_pid),
+        **({"HF_HUB_OFFLINE": "1"} if is_offline else {}),
+    }
+
+
+def _weights_file(run_folder: Path, facts: MachineFacts) -> Path:
+    """In memory where there is a file system for it; the launcher's pid keeps two lives of a run apart."""
+    if facts.has_shared_memory:
+        return SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
+    return run_folder / "engine.weights"
+
+
+def _url(host: str, port: int) -> str:
+    """Where to call a server that listens on `host`; one that listens everywhere is called on loopback."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

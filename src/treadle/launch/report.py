@@ -1,0 +1,223 @@
+"""What a run achieved: figures for summary.json, and the same in words at the end of the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from treadle.config.schema import RunConfig
+from treadle.errors import MissingExtra
+from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
+from treadle.launch.wording import duration, gigabytes, one_line, percent
+from treadle.track.plot import plot_reward
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What only the launcher knows of a run; the figures of earlier lives of the run are included."""
+
+    is_complete: bool
+    total_s: float
+    peak_memory_bytes: int = 0
+    peak_memory_by_process: dict[str, int] = field(default_factory=dict)
+
+    def after(self, earlier: Summary | None) -> Outcome:
+        """This life of a run and the ones before it: times add up, peaks do not."""
+        if earlier is None:
+            return self
+        names = {**earlier.peak_memory_by_process, **self.peak_memory_by_process}
+        return Outcome(
+            self.is_complete,
+            self.total_s + earlier.total_s,
+            max(self.peak_memory_bytes, earlier.peak_memory_bytes),
+            {
+                n: max(self.peak_memory_by_process.get(n, 0), earlier.peak_memory_by_process.get(n, 0))
+                for n in names
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of summary.json."""
+
+    run: str
+    is_complete: bool
+    model: str
+    env: str
+    task: str
+    seed: int
+    steps: int  # planned
+    steps_taken: int
+    held_out_before: dict[str, Any] | None
+    held_out_after: dict[str, Any] | None
+    examples: list[dict[str, Any]]
+    total_s: float
+    seconds_per_step: dict[str, float | None]
+    peak_memory_bytes: int
+    peak_memory_by_process: dict[str, int]
+    final_model: str
+    metrics: str
+    plot: str
+    logs: str
+
+
+def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
+    return Summary(
+        run=str(run_folder),
+        is_complete=outcome.is_complete,
+        model=config.model,
+        env=config.env.name,
+        task=config.env.task,
+        seed=config.seed,
+        steps=config.steps,
+        steps_taken=history.last_step,
+        held_out_before=_held_out(history.before),
+        held_out_after=_held_out(history.after),
+        examples=choose_examples(history.before, history.after),
+        total_s=round(outcome.total_s, 1),
+        seconds_per_step={
+            word: _rounded(history.mean(key))
+            for word, key in {"total": "perf/step_s", **SECONDS_PER_STEP}.items()
+        },
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        peak_memory_by_process=outcome.peak_memory_by_process,
+        final_model=str(config.train.save_path / "final_model"),
+        metrics=str(config.train.metrics_file),
+        plot=str(run_folder / "reward.png"),
+        logs=str(run_folder / "logs"),
+    )
+
+
+def choose_examples(
+    before: Evaluation | None, after: Evaluation | None, num: int = 3
+) -> list[dict[str, Any]]:
+    """The same prompts before and after: first those that became right, then those right twice, then any."""
+    if before is None or after is None:
+        return []
+    later = {sample.get("prompt"): sample for sample in after.samples}
+    pairs = [
+        (sample, later[sample.get("prompt")]) for sample in before.samples if sample.get("prompt") in later
+    ]
+    pairs.sort(key=lambda pair: (not pair[1].get("is_right"), bool(pair[0].get("is_right"))))
+    return [
+        {
+            "prompt": old.get("prompt"),
+            "gold": old.get("gold"),
+            "before": old.get("completion"),
+            "before_is_right": bool(old.get("is_right")),
+            "after": new.get("completion"),
+            "after_is_right": bool(new.get("is_right")),
+        }
+        for old, new in pairs[:num]
+    ]
+
+
+def save_summary(summary: Summary, run_folder: Path) -> None:
+    (run_folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
+
+
+def load_summary(run_folder: Path) -> Summary | None:
+    """None when the run was never summarized, or by a version of ours that wrote other figures."""
+    try:
+        return Summary(**json.loads((run_folder / SUMMARY_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def draw_plot(history: History, summary: Summary) -> str:
+    """Draw reward.png; what to tell the user when it could not be drawn, else ""."""
+    title = f"{summary.task}, {summary.model}"
+    try:
+        plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title)
+    except MissingExtra as error:
+        return str(error)
+    return ""
+
+
+def print_report(summary: Summary, console: Console) -> None:
+    def row(name: str, value: str) -> None:
+        console.print(f"  [dim]{name:<18}[/dim] ", end="", highlight=False)
+        console.print(value, highlight=False, markup=False, soft_wrap=True)
+
+    console.print()
+    console.print(f"[bold]{summary.steps_taken} steps in {duration(summary.total_s)}[/bold]", highlight=False)
+    row("held-out accuracy", _change(summary.held_out_before, summary.held_out_after))
+    _print_examples(summary.examples, console)
+    row("seconds per step", _split_in_words(summary.seconds_per_step))
+    row("peak memory", _memory_in_words(summary))
+    row("trained model", _near(summary.final_model))
+    row("metrics", _near(summary.metrics))
+    row("reward plot", _near(summary.plot) if Path(summary.plot).exists() else "none")
+    row("logs", _near(summary.logs))
+    row("talk to it", f"treadle chat {_near(summary.run)}")
+
+
+def _print_examples(examples: list[dict[str, Any]], console: Console) -> None:
+    for example in examples:
+        console.print(
+            f"\n  {one_line(str(example['prompt']), 100)}", highlight=False, markup=False, soft_wrap=True
+        )
+        for when in ("before", "after"):
+            mark = "[green]right[/green]" if example[f"{when}_is_right"] else "[red]wrong[/red]"
+            console.print(f"    [dim]{when:<6}[/dim] {mark} ", end="", highlight=False)
+            console.print(one_line(str(example[when]), 80), highlight=False, markup=False, soft_wrap=True)
+    if examples:
+        console.print()
+
+
+def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    return {
+        "step": evaluation.step,
+        "accuracy": evaluation.accuracy,
+        "interval_95": [evaluation.low, evaluation.high],
+        "num_right": evaluation.num_right,
+        "num_prompts": evaluation.num_prompts,
+    }
+
+
+def _change(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+    def words(held_out: dict[str, Any] | None) -> str:
+        if held_out is None:
+            return "not measured"
+        low, high = held_out["interval_95"]
+        return f"{percent(held_out['accuracy'])} ({100 * low:.1f} to {100 * high:.1f})"
+
+    if before is None and after is None:
+        return "not measured"
+    num_prompts = (after or before or {}).get("num_prompts")
+    return f"{words(before)} -> {words(after)}, 95 % intervals, {num_prompts} prompts"
+
+
+def _split_in_words(split: dict[str, float | None]) -> str:
+    parts = [f"{word} {split[word]:.2f}" for word in SECONDS_PER_STEP if split.get(word) is not None]
+    total = split.get("total")
+    return ("not measured" if total is None else f"{total:.2f}") + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _memory_in_words(summary: Summary) -> str:
+    if not summary.peak_memory_bytes:
+        return "not measured"
+    parts = sorted(summary.peak_memory_by_process.items(), key=lambda item: -item[1])
+    each = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)
+    return f"{gigabytes(summary.peak_memory_bytes)} over all processes (each at its own peak: {each})"
+
+
+def _near(path: str) -> str:
+    """As the user would type it: relative when it is below the current folder."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

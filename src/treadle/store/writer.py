@@ -1,0 +1,145 @@
+"""One thread that writes, and commits what waits together.
+
+An fsync costs milliseconds whatever it carries. So the requests that arrive while one commit is on its way
+share the next: each runs in a savepoint of its own (a refused one undoes only itself), then one commit makes
+all of them durable, and only then are their futures resolved. An answer can never be sent for something that
+is not on disk.
+"""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from treadle.errors import DiskFull, TreadleError
+from treadle.log import get_logger
+from treadle.store.refusals import StorageFailed
+
+T = TypeVar("T")
+MAX_JOBS_PER_COMMIT = 64
+# After a failed fsync the kernel may have dropped the pages and report success the next time. Nothing that is
+# written from then on can be trusted to be on disk.
+NO_LONGER_DURABLE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
+log = get_logger("store")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    run: Callable[[sqlite3.Connection], Any]
+    future: Future[Any]
+
+
+class GroupCommitWriter:
+    """`writer.submit(lambda db: ...)` -> a future that resolves after the commit.
+
+    A job may run twice: when the commit that it shared fails, it is tried again alone. So it must change
+    nothing but the database.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        self.num_commits = 0
+        self.is_broken = False
+        self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:  # nothing may be queued behind the end marker: nobody would answer it
+            if self._closed or self.is_broken:
+                why = "can no longer be trusted with data: restart the hub" if self.is_broken else "is closed"
+                future.set_exception(StorageFailed(f"the store {why}"))
+            else:
+                self._jobs.put(_Job(run, future))
+        return future
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        last = False
+        while not last:
+            drained = [self._jobs.get()]
+            while len(drained) < MAX_JOBS_PER_COMMIT:
+                try:
+                    drained.append(self._jobs.get_nowait())
+                except queue.Empty:
+                    break
+            last = None in drained
+            jobs = [job for job in drained if job is not None and job.future.set_running_or_notify_cancel()]
+            if jobs:
+                self._commit_or_split(jobs)
+
+    def _commit_or_split(self, jobs: Sequence[_Job]) -> None:
+        try:
+            if self.is_broken:  # these were queued before it broke
+                raise StorageFailed("the store can no longer be trusted with data: restart the hub")
+            outcomes = self._commit(jobs)
+        except Exception as error:  # the boundary of the thread: whatever it is, the callers must hear of it
+            self.is_broken |= getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE
+            if len(jobs) == 1 or self.is_broken:
+                for job in jobs:
+                    job.future.set_exception(_in_our_words(error))
+                return
+            for job in jobs:  # one request that does not fit on the disk must not fail its neighbours
+                self._commit_or_split([job])
+            return
+        for job, (result, refusal) in zip(jobs, outcomes, strict=True):
+            if refusal is not None:
+                job.future.set_exception(refusal)
+            else:
+                job.future.set_result(result)
+
+    def _commit(self, jobs: Sequence[_Job]) -> list[tuple[Any, Exception | None]]:
+        outcomes: list[tuple[Any, Exception | None]] = []
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for job in jobs:
+                outcomes.append(self._run_in_savepoint(job))
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
+                self._db.execute("ROLLBACK")
+            raise
+        self.num_commits += 1
+        return outcomes
+
+    def _run_in_savepoint(self, job: _Job) -> tuple[Any, Exception | None]:
+        self._db.execute("SAVEPOINT job")
+        try:
+            result = job.run(self._db)
+        except sqlite3.Error:
+            raise
+        except Exception as refusal:
+            if not isinstance(refusal, TreadleError):
+                log.error("job_failed", exc_info=True)
+            self._db.execute("ROLLBACK TO job")
+            self._db.execute("RELEASE job")
+            return None, refusal
+        self._db.execute("RELEASE job")
+        return result, None
+
+
+def _in_our_words(error: Exception) -> TreadleError:
+    if isinstance(error, TreadleError):
+        return error
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        log.error("disk_full")
+        return DiskFull(
+            "the disk of the queue is full", fix="free some space; nothing that was accepted is lost"
+        )
+    log.error("write_failed", kind=getattr(error, "sqlite_errorname", type(error).__name__))
+    return StorageFailed("the queue could not be written")

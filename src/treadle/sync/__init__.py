@@ -1,0 +1,1 @@
+"""How new weights reach an engine. Each mode is a file with the same verb: `publish(policy, version) -> Receipt`."""

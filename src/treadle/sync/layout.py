@@ -1,0 +1,49 @@
+"""Where each parameter lies in a shared weights file. Pure: names, shapes and offsets, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+ALIGNMENT = 64  # bytes; a cache line, so that every parameter starts where vector loads are fast
+
+BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file. Tied parameters appear once, under the name the model registered first."""
+
+    path: str
+    model: str  # the folder the weights were loaded from
+    dtype: str
+    num_bytes: int
+    parameters: tuple[Placement, ...]
+
+
+def plan_layout(path: str, model: str, dtype: str, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+    """Lay parameters end to end, each on an aligned offset.
+
+    >>> plan_layout("w", "m", "bfloat16", [("a", (3,)), ("b", (2, 2))]).parameters[1].offset
+    64
+    """
+    offset = 0
+    placements = []
+    for name, shape in shapes:
+        placements.append(Placement(name=name, shape=shape, offset=offset))
+        size = math.prod(shape) * BYTES_PER_ELEMENT[dtype]
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return Layout(path=path, model=model, dtype=dtype, num_bytes=offset, parameters=tuple(placements))

@@ -1,0 +1,196 @@
+"""One copy of the weights in memory, mapped by engine and trainer.
+
+    engine:  share_parameters(model, file)   moves its parameters into the file and serves from there
+    trainer: bind_parameters(model, layout)  builds its model on the same bytes
+             SharedMemorySync.publish()      holds the engine between requests while it writes a new version
+
+The engine answers no request while weights are written: `publish` pauses it (running requests finish first, new ones
+wait), writes, and resumes it under the new version. So no answer can mix two versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import msgspec
+import torch
+from torch import nn
+
+from treadle.errors import DiskFull, SyncError
+from treadle.log import get_logger
+from treadle.sync.layout import Layout, plan_layout
+
+log = get_logger("sync")
+
+
+class Publishable(Protocol):
+    """What a sync mode needs of the trainer's policy."""
+
+    def write_live_weights(self) -> None:
+        """Round the fp32 masters into the live weights."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Proof of a publish: the version that the engine says it serves now, and what it cost."""
+
+    version: int
+    wait_s: float  # until the engine's running requests had finished
+    write_s: float
+
+    def metrics(self) -> dict[str, float]:
+        return {"perf/publish_s": self.wait_s + self.write_s, "perf/publish_wait_s": self.wait_s}
+
+
+class OfflineSync:
+    """No engine to feed: the trainer's own live weights are all there is."""
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        started = time.monotonic()
+        policy.write_live_weights()
+        return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
+
+
+class SharedMemorySync:
+    """Publish into memory that the engine serves from."""
+
+    def __init__(self, engine_url: str, timeout_s: float = 180.0) -> None:
+        self._engine = httpx.Client(base_url=engine_url.rstrip("/").removesuffix("/v1"), timeout=timeout_s)
+
+    def fetch_layout(self, wait_s: float = 120.0) -> Layout:
+        """Ask the engine where its weights are; waits for an engine that is still starting."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._read_layout()
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise SyncError(
+                        f"no engine answers at {self._engine.base_url}: {error}", fix="start one, or check --engine-url"
+                    ) from None
+                time.sleep(0.2)
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        started = time.monotonic()
+        self._call("pause", {})
+        paused = time.monotonic()
+        policy.write_live_weights()
+        written = time.monotonic()
+        answer = self._call("resume", {"policy_version": version})
+        if answer.get("policy_version") != version:
+            raise SyncError(f"the engine serves version {answer.get('policy_version')} after a publish of {version}")
+        return Receipt(version=version, wait_s=paused - started, write_s=written - paused)
+
+    def _read_layout(self) -> Layout:
+        answer = self._engine.get("/bridge/state_dict_info")
+        if answer.status_code != 200:
+            raise SyncError(
+                f"the engine shares no weights: {answer.text}", fix="start it with --weights-file /dev/shm/NAME.weights"
+            )
+        return msgspec.json.decode(answer.content, type=Layout)
+
+    def _call(self, verb: str, body: dict[str, int]) -> dict[str, object]:
+        try:
+            answer = self._engine.post(f"/bridge/{verb}", json=body)
+        except httpx.TransportError as error:
+            raise SyncError(
+                f"the engine did not answer '{verb}' during a publish: {error!r}", fix="its log says why"
+            ) from None
+        if answer.status_code != 200:
+            raise SyncError(f"the engine refused '{verb}' during a publish: {answer.text}", fix="its log says why")
+        result: dict[str, object] = answer.json()
+        return result
+
+
+def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
+    """Move every parameter of `model` into a new shared file at `path`; the file's layout lies beside it as JSON."""
+    named = dict(model.named_parameters())  # a tied parameter comes once
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in named.values()}
+    if len(dtypes) != 1:
+        raise SyncError(f"a shared weights file holds one number format, this model has {sorted(dtypes)}")
+    layout = plan_layout(
+        str(path.resolve()), model_folder, dtypes.pop(), ((name, tuple(p.shape)) for name, p in named.items())
+    )
+    _create(path, layout.num_bytes)
+    views = _views(layout)
+    for name, parameter in named.items():
+        views[name].copy_(parameter.data)
+        parameter.data = views[name]
+    _write_beside(path, layout)
+    log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
+    return layout
+
+
+def bind_parameters(model: nn.Module, layout: Layout) -> None:
+    """Make `model` (built without weights) stand on the bytes of `layout`; anything that does not map is refused."""
+    views = _views(layout)
+    missing = []
+    for name, parameter in list(model.named_parameters()):
+        view = views.pop(name, None)
+        if view is None or view.shape != parameter.shape:
+            missing.append(name)
+            continue
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(view))
+    if missing or views:
+        raise SyncError(
+            f"the engine's weights do not fit this model: not found {missing[:3]}, unused {list(views)[:3]}",
+            fix="give engine and trainer the same model",
+        )
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+
+
+def remove_shared_file(path: Path) -> None:
+    for file in (path, _beside(path)):
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+
+
+def _views(layout: Layout) -> dict[str, torch.Tensor]:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    try:
+        whole = torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise SyncError(
+            f"cannot map the shared weights {layout.path}: {error}", fix="engine and trainer must be on one machine"
+        ) from None
+    return {
+        p.name: whole[p.offset : p.offset + p.num_elements * dtype.itemsize].view(dtype).view(p.shape)
+        for p in layout.parameters
+    }
+
+
+def _create(path: Path, num_bytes: int) -> None:
+    """A new file of its full size; room is checked first, because a write to a full memory disk is a bus error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_shared_file(path)
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise DiskFull(
+            f"{path.parent} has {free >> 20} MB free, the shared weights need {num_bytes >> 20} MB",
+            fix="free some space there, or name another place with --weights-file",
+        )
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(handle, num_bytes)
+    finally:
+        os.close(handle)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _write_beside(path: Path, layout: Layout) -> None:
+    staging = path.with_name(path.name + ".json.tmp")
+    staging.write_bytes(msgspec.json.encode(layout))
+    staging.replace(_beside(path))

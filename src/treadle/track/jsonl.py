@@ -1,0 +1,86 @@
+"""The metrics file: one JSON object per optimizer step, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTracker:
+    """Append one line per step.
+
+    >>> tracker = JsonlTracker(Path("metrics.jsonl"))
+    >>> tracker.log(3, {"reward/mean": 0.25, "loss/policy": float("nan")})
+    # {"step": 3, "reward/mean": 0.25, "loss/policy": null}
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _end_last_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        line = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()  # a reader sees the step at once; durability is the checkpoint's business
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and lines that a crash cut short; the file changes in one move."""
+        self._file.close()
+        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _is_kept(line, step)]
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(beside, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file, in order; a missing file is an empty one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    steps = (_parsed(line) for line in text.splitlines())
+    return [step for step in steps if step is not None]
+
+
+def _is_kept(line: str, last_step: int) -> bool:
+    values = _parsed(line)
+    return values is not None and int(values["step"]) <= last_step
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A line's values; None for one that is not whole (a crash, or a write that is still under way)."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+
+
+def _jsonable(value: float | int | str) -> float | int | str | None:
+    if isinstance(value, (str, int)):
+        return value
+    number = float(value)  # numpy's and torch's scalars too
+    return number if math.isfinite(number) else None
+
+
+def _end_last_line(path: Path) -> None:
+    """A line that a crash cut short must not swallow the first line that we append."""
+    try:
+        with path.open("rb+") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    except FileNotFoundError:
+        return

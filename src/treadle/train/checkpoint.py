@@ -1,0 +1,121 @@
+"""Checkpoints: an ordinary model folder, with the trainer's state beside the weights.
+
+    step_25/   model.safetensors config.json tokenizer...   loads anywhere
+               masters.safetensors optimizer.safetensors    fp32 masters and moments
+               trainer.json                                 step, and the sha256 of each state file
+    final_model/                                            the same without the trainer's state
+
+A checkpoint is written beside, synced, and renamed: at every moment the newest complete one is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from treadle.errors import TrainingError
+from treadle.log import get_logger
+from treadle.train.optim import Optimizer
+from treadle.train.policy import Policy
+
+log = get_logger("checkpoint")
+
+STATE_FILES = ("masters.safetensors", "optimizer.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+                   "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
+KEPT = 1  # older checkpoints are deleted after a newer one is durable
+
+
+class Checkpoints:
+    def __init__(self, root: Path, model_folder: Path) -> None:
+        self._root = root
+        self._model_folder = model_folder
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
+        staging = self._staging(f"step_{step}")
+        self._write_model(staging, policy)
+        masters = {name: m.detach() for name, m in policy.masters.items()}
+        for file, tensors in zip(STATE_FILES, (masters, optimizer.state()), strict=True):
+            save_file({name: t.contiguous() for name, t in tensors.items()}, staging / file)
+        hashes = {file: _sha256(staging / file) for file in STATE_FILES}
+        (staging / "trainer.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=2) + "\n")
+        self._land(staging, f"step_{step}")
+        for old in self._steps()[:-KEPT]:
+            shutil.rmtree(self._root / f"step_{old}")
+        log.info("saved", step=step, folder=str(self._root / f"step_{step}"))
+
+    def save_final(self, policy: Policy) -> Path:
+        staging = self._staging("final_model")
+        self._write_model(staging, policy)
+        return self._land(staging, "final_model")
+
+    def restore(self, policy: Policy, optimizer: Optimizer) -> int:
+        """Load the newest checkpoint and return its step; 0 when there is none."""
+        steps = self._steps()
+        if not steps:
+            return 0
+        folder = self._root / f"step_{steps[-1]}"
+        recorded: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+        for file, expected in recorded["sha256"].items():
+            if _sha256(folder / file) != expected:
+                raise TrainingError(f"{folder / file} is damaged (its sha256 is wrong)", fix=f"delete {folder} to begin anew")
+        masters = load_file(folder / STATE_FILES[0])
+        with torch.no_grad():
+            for name, master in policy.masters.items():
+                master.copy_(masters[name])
+        optimizer.load_state(load_file(folder / STATE_FILES[1]))
+        log.info("restored", step=recorded["step"], folder=str(folder))
+        return int(recorded["step"])
+
+    def _steps(self) -> list[int]:
+        found = [p.name.removeprefix("step_") for p in self._root.glob("step_*") if (p / "trainer.json").is_file()]
+        return sorted(int(s) for s in found if s.isdigit())
+
+    def _staging(self, name: str) -> Path:
+        staging = self._root / f".{name}.partial"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        return staging
+
+    def _write_model(self, folder: Path, policy: Policy) -> None:
+        """Weights as they are served, and everything needed to load them elsewhere."""
+        weights = {name: p.detach().cpu().contiguous() for name, p in policy.live.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(self._model_folder / "config.json", folder / "config.json")
+        for name in ("generation_config.json", *TOKENIZER_FILES):
+            if (self._model_folder / name).is_file():
+                shutil.copyfile(self._model_folder / name, folder / name)
+
+    def _land(self, staging: Path, name: str) -> Path:
+        for file in staging.iterdir():
+            _sync(file)
+        _sync(staging)
+        target = self._root / name
+        old = self._root / f".{name}.old"
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        _sync(self._root)
+        shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,77 @@
+"""Where batches come from: the hub, under a lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from treadle.errors import HubError
+from treadle.log import get_logger
+from treadle.wire.groups import LeasedBatch
+from treadle.wire.hub import LeaseAnswer, LeaseRequest, LeaseUpdate, RegisterTrainer
+
+log = get_logger("feed")
+
+HOLDER = "trainer"
+POLL_S = 2.0  # how long one call waits at the hub: short enough to notice a request to stop
+PATIENCE_S = 120.0  # a hub that is away for longer is gone
+
+
+class Feed(Protocol):
+    def lease(self, step: int) -> LeasedBatch: ...
+
+    def ack(self, batch: LeasedBatch) -> None: ...
+
+
+class HubFeed:
+    """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
+
+    def __init__(self, url: str, check_stop: Callable[[], None]) -> None:
+        self._hub = httpx.Client(base_url=url, timeout=60.0, headers={"Treadle-Holder": HOLDER})
+        self._check_stop = check_stop
+
+    def register(self, registration: RegisterTrainer) -> None:
+        self._post("/register", registration)
+
+    def lease(self, step: int) -> LeasedBatch:
+        """Wait for the batch of `step`; says in the log why there is none when it takes long."""
+        reason = ""
+        request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
+        while True:
+            self._check_stop()
+            answer = msgspec.json.decode(self._post("/v1/lease", request), type=LeaseAnswer)
+            if answer.batch is not None:
+                return answer.batch
+            if answer.reason != reason:
+                reason = answer.reason
+                log.info("waiting_for_batch", step=step, reason=reason)
+
+    def ack(self, batch: LeasedBatch) -> None:
+        self._post(f"/v1/batches/{batch.step}/ack", LeaseUpdate(token=batch.token))
+
+    def nack(self, batch: LeasedBatch, reason: str) -> None:
+        self._post(f"/v1/batches/{batch.step}/nack", LeaseUpdate(token=batch.token, reason=reason))
+
+    def _post(self, path: str, body: msgspec.Struct) -> bytes:
+        """Every call here may be repeated without harm, so a hub that restarts is waited for."""
+        deadline = time.monotonic() + PATIENCE_S
+        content = msgspec.json.encode(body)
+        while True:
+            try:
+                answer = self._hub.post(path, content=content, headers={"Content-Type": "application/json"})
+                if answer.status_code < 500:
+                    break
+                problem = f"{answer.status_code} {answer.text[:200]}"
+            except httpx.TransportError as error:
+                problem = repr(error)
+            if time.monotonic() > deadline:
+                raise HubError(f"the hub at {self._hub.base_url} does not serve {path}: {problem}", fix="see its log")
+            self._check_stop()
+            time.sleep(0.5)
+        if answer.status_code != 200:
+            raise HubError(f"the hub refused {path}: {answer.status_code} {answer.text[:500]}")
+        return answer.content

@@ -1,0 +1,66 @@
+"""POST /generate: Atropos' wire (its vLLM server's shape) with our additions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Wave(msgspec.Struct, kw_only=True):
+    """Requests that are to be generated side by side, whatever order they arrive in.
+
+    The engine holds the requests of a wave until all `size` of them are there. The same wave then always makes the
+    same batches, so the same seed gives the same tokens to the last bit.
+    """
+
+    id: str
+    size: int
+    index: int
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Unknown sampling fields are refused by name, never ignored."""
+
+    prompt: str | dict[str, Any]  # text, or {"prompt_token_ids": [...]}
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool = False
+    wave: Wave | None = None
+
+
+class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`logprobs[i][t]` is a one-element list holding {token id: logprob}, as Atropos' clients read it.
+
+    Logprobs are those of the distribution that was really sampled from (temperature and truncation included).
+    """
+
+    text: list[str]
+    prompt: str
+    finish_reasons: list[str]  # "stop" or "length"
+    token_ids: list[list[int]]
+    prompt_token_ids: list[int]
+    policy_version: int
+    logprobs: list[list[list[dict[str, float]]]] | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class EngineHealth(msgspec.Struct, kw_only=True):
+    status: str  # "ok" or "paused"
+    model: str
+    policy_version: int
+    num_running: int = 0
+    num_waiting: int = 0
+    generated_tokens: int = 0
+    generating_s: float = 0.0

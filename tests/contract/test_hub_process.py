@@ -1,0 +1,190 @@
+"""The hub as users run it: a process of its own, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+READY_S = 20.0  # a loaded machine may be slow to import; the promise of 2 s is asserted where it is made
+
+
+class HubProcess:
+    """`python -m treadle hub` on a free port over one database file; may be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.database = folder / "hub.sqlite"
+        self.log_file = folder / "hub.log"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Seconds from the start of the process until it answers."""
+        began = time.monotonic()
+        command = [
+            sys.executable,
+            "-m",
+            "treadle",
+            "hub",
+            "--port",
+            str(self.port),
+            "--database",
+            self.database,
+        ]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+        while time.monotonic() - began < READY_S:
+            assert self.process.poll() is None, self.log_file.read_text()[-2000:]
+            try:
+                if httpx.get(f"{self.url}/healthz", timeout=2.0).status_code == 200:
+                    return time.monotonic() - began
+            except httpx.TransportError:
+                time.sleep(0.02)
+        raise AssertionError(f"the hub is not ready after {READY_S} s:\n{self.log_file.read_text()[-2000:]}")
+
+    def end(self, number: signal.Signals) -> tuple[int, float]:
+        """Exit code, and the seconds it took."""
+        assert self.process is not None
+        began = time.monotonic()
+        os.kill(self.process.pid, number)
+        return self.process.wait(timeout=20), time.monotonic() - began
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
+    started = HubProcess(tmp_path)
+    yield started
+    if started.process is not None and started.process.poll() is None:
+        started.end(signal.SIGKILL)
+
+
+def group(tag: int) -> dict[str, Any]:
+    return {"tokens": [[tag, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "env_id": 0}
+
+
+def register(client: httpx.Client, starting_step: int = 0) -> None:
+    body = {
+        "wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128,
+        "checkpoint_dir": "c", "save_checkpoint_interval": 5, "starting_step": starting_step, "num_steps": 10,
+    }  # fmt: skip
+    assert client.post("/register", json=body).status_code == 200
+
+
+def test_kill_9_loses_nothing_that_was_answered_and_the_hub_is_back_within_two_seconds(hub: HubProcess):
+    """Eight clients post until the hub is shot in mid-work. All that it answered must be there after."""
+    hub.start()
+    accepted: list[int] = []
+
+    def post_until_shot(worker: int) -> None:
+        with httpx.Client(base_url=hub.url, timeout=10.0) as client:
+            for tag in range(worker * 10_000, worker * 10_000 + 1000):
+                key = {"Idempotency-Key": f"k{tag}"}
+                try:
+                    answer = client.post("/scored_data", json=group(tag), headers=key)
+                except httpx.TransportError:
+                    return
+                assert answer.status_code == 200
+                accepted.append(tag)
+
+    with httpx.Client(base_url=hub.url, timeout=10.0) as client:
+        register(client, starting_step=7)
+        client.post("/scored_data_list", json=[group(-1), group(-2)])
+        batch = client.post("/v1/lease", json={"step": 8, "holder": "t"}).json()["batch"]
+        assert client.post("/v1/batches/8/ack", json={"token": batch["token"]}).status_code == 200
+        env = {"max_token_length": 9, "desired_name": "math", "weight": 1.0, "group_size": 2}
+        assert client.post("/register-env", json=env).json()["env_id"] == 0
+    with ThreadPoolExecutor(8) as pool:
+        workers = [pool.submit(post_until_shot, worker) for worker in range(8)]
+        deadline = time.monotonic() + 20
+        while len(accepted) < 100 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        hub.end(signal.SIGKILL)
+        for worker in workers:
+            worker.result()
+    assert len(accepted) >= 100
+
+    ready_s = min(hub.start(), _restart(hub))  # the better of two: the machine may be busy, the hub may not
+    assert ready_s < 2.0
+
+    with httpx.Client(base_url=hub.url, timeout=10.0) as client:
+        status = client.get("/v1/status").json()
+        assert status["step"] == 8
+        assert status["trained_groups"] == 2
+        assert status["queued_groups"] >= len(accepted)
+        assert status["envs"][0]["groups_accepted"] == status["queued_groups"]
+        again = client.post("/v1/lease", json={"step": 8, "holder": "t"}).json()["batch"]
+        assert again["groups"] == batch["groups"]
+        for tag in accepted[-20:]:
+            answer = client.post("/scored_data", json=group(tag), headers={"Idempotency-Key": f"k{tag}"})
+            assert answer.json() == {"status": "duplicate"}
+        stored = set()
+        while taken := client.get("/batch").json()["batch"]:
+            stored |= {each["tokens"][0][0] for each in taken}
+        left = client.get("/status").json()["queue_size"]
+    assert len(set(accepted) - stored) <= left < 2  # what fills no whole batch is still in the queue
+
+
+def _restart(hub: HubProcess) -> float:
+    hub.end(signal.SIGKILL)
+    return hub.start()
+
+
+def test_sigterm_answers_who_waits_and_ends_with_code_0_in_time(hub: HubProcess):
+    hub.start()
+    with httpx.Client(base_url=hub.url, timeout=10.0) as client, ThreadPoolExecutor(1) as pool:
+        register(client)
+        body = {"step": 1, "holder": "t", "wait_s": 60}
+        waiting = pool.submit(client.post, "/v1/lease", json=body)
+        time.sleep(0.3)
+        code, seconds = hub.end(signal.SIGTERM)
+        assert waiting.result().json()["batch"] is None
+    assert (code, seconds < 2.0) == (0, True), seconds
+    assert not Path(f"{hub.database}-wal").exists()
+
+
+def test_answers_are_not_held_back_by_the_network_stack(hub: HubProcess):
+    """A socket without TCP_NODELAY adds 40 ms to every call."""
+    hub.start()
+    with httpx.Client(base_url=hub.url, timeout=10.0) as client:
+        seconds = []
+        for _ in range(20):
+            began = time.monotonic()
+            client.get("/healthz")
+            seconds.append(time.monotonic() - began)
+    assert min(seconds) < 0.03
+
+
+def test_a_port_in_use_is_told_by_number_with_exit_code_2(hub: HubProcess):
+    hub.start()
+    command = [sys.executable, "-m", "treadle", "hub", "--port", str(hub.port), "--database", "other.sqlite"]
+    second = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, check=False, cwd=hub.database.parent
+    )
+    assert second.returncode == 2
+    assert f"port {hub.port} on 127.0.0.1 is in use" in second.stderr
+    assert "--port" in second.stderr
+    assert not (hub.database.parent / "other.sqlite").exists()
+
+
+def test_the_hub_listens_on_loopback_only_and_loads_no_torch(hub: HubProcess):
+    hub.start()
+    listening = Path("/proc/net/tcp").read_text().splitlines()
+    port = f":{hub.port:04X}"
+    assert [line.split()[1] for line in listening if port in line.split()[1] and line.split()[3] == "0A"] == [
+        f"0100007F{port}"
+    ]
+    code = "import sys, treadle.hub; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,75 @@
+"""TOML and flags become one frozen value; what is wrong is told in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from treadle.config import RunConfig, load_run, save_run
+from treadle.config.flags import FlagParser, add_flags, given
+from treadle.config.schema import TrainConfig
+from treadle.errors import ConfigError
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 7\n[train]\nlr = 1e-4\nclip_low = 0.1\n")
+    run = load_run(file, {"train.lr": "3e-5"})
+    assert (run.steps, run.train.lr, run.train.clip_low) == (7, 3e-5, 0.1)
+
+
+def test_a_saved_run_reads_back_to_the_same_value(tmp_path: Path) -> None:
+    run = load_run(None, {"train.clip_eps": "0.3", "engine.weights_file": "/tmp/w", "output": "elsewhere"})
+    save_run(run, tmp_path / "config.json")
+    assert load_run(tmp_path / "config.json") == run
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig().steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says", "fix"),
+    [
+        ({"env.group_siez": "4"}, "unknown key 'env.group_siez'", "did you mean 'group_size'?"),
+        ({"hub.port": "70000"}, "'hub.port' is '70000'", "correct --hub.port"),
+        ({"train.lr": "fast"}, "'train.lr' is 'fast'", "correct --train.lr"),
+        ({"env.group_size": "7"}, "not a multiple of env.group_size = 7", ""),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(overrides: dict[str, str], says: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(None, overrides)
+    assert says in caught.value.message
+    assert caught.value.fix == fix
+
+
+def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load_run(tmp_path / "nowhere.toml")
+    (tmp_path / "broken.toml").write_text("steps = = 3\n")
+    with pytest.raises(ConfigError, match="cannot be parsed"):
+        load_run(tmp_path / "broken.toml")
+
+
+def test_clip_eps_sets_both_sides_unless_one_is_given() -> None:
+    assert (load_run(None, {"train.clip_eps": "0.3"}).train.clip_high) == 0.3
+    both = load_run(None, {"train.clip_eps": "0.3", "train.clip_low": "0.1"}).train
+    assert (both.clip_low, both.clip_high) == (0.1, 0.3)
+
+
+def test_underscores_dashes_and_old_spellings_are_one_flag() -> None:
+    parser = FlagParser(prog="treadle train")
+    add_flags(parser, TrainConfig, prefix="train.")
+    for spelling in ("--learning-rate", "--learning_rate", "--lr"):
+        assert given(parser.parse_args([spelling, "1e-5"])) == {"train.lr": "1e-5"}
+    assert given(parser.parse_args(["--model-name=a_b/c_d"])) == {"train.model": "a_b/c_d"}
+
+
+def test_none_means_empty() -> None:
+    parser = FlagParser(prog="treadle train")
+    add_flags(parser, TrainConfig, prefix="train.")
+    assert given(parser.parse_args(["--metrics-file", "None"])) == {"train.metrics_file": None}

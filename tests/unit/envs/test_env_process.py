@@ -1,0 +1,89 @@
+"""The entry points, over real sockets and in a real process."""
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import uvicorn
+from env_doubles import EngineDouble, HubDouble, save_tokenizer
+
+from treadle import envs
+from treadle.config.schema import EnvConfig, ServerConfig
+from treadle.errors import ConfigError
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Serve `app` on a free port; gives its URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def add(prompt, request):
+    a, b = map(int, re.findall(r"\d+", prompt)[:2])
+    return [str(a + b)] * request.n
+
+
+def test_evaluate_prints_accuracy_and_samples_in_words(tmp_path, capsys):
+    engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    engine.policy_version = lambda: 12
+    with listening(engine.app) as url:
+        env = EnvConfig(num_eval=5, data_dir_to_save_evals=tmp_path / "evals")
+        envs.evaluate(env, ServerConfig(base_url=f"{url}/v1"))
+    printed = capsys.readouterr().out
+    assert (
+        "arithmetic/addition at policy version 12: 5 of 5 right = 100.0% (95 % interval 56.6% to 100.0%)"
+        in printed
+    )
+    assert printed.count("(right)") == 3
+    assert (tmp_path / "evals" / "eval_step_000012.json").is_file()
+
+
+def test_serve_delivers_a_run_and_returns(tmp_path):
+    engine, hub = EngineDouble(save_tokenizer(tmp_path / "model"), add), HubDouble(num_steps=2)
+    with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
+        env = EnvConfig(group_size=2, num_eval=3, rollout_server_url=hub_url, data_dir_to_save_evals=tmp_path)
+        envs.serve(env, ServerConfig(base_url=engine_url))
+    assert [len(groups) for _, groups in hub.deliveries] == [4, 4]
+    assert (tmp_path / "eval_step_000002.json").is_file()
+
+
+def test_nothing_to_evaluate_is_told():
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        envs.evaluate(EnvConfig(num_eval=0), ServerConfig())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_well_and_soon(tmp_path, number):
+    engine, hub = EngineDouble(save_tokenizer(tmp_path / "model"), add), HubDouble()
+    hub.steps_at_once = False
+    with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
+        command = [sys.executable, "-m", "treadle", "env", "arithmetic", "serve", "--env.num-eval", "0"]
+        urls = ["--openai.base-url", engine_url, "--env.rollout-server-url", hub_url]
+        process = subprocess.Popen([*command, *urls], stderr=subprocess.PIPE)
+        try:
+            deadline = time.monotonic() + 30
+            while len(hub.deliveries) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            started = time.monotonic()
+            process.send_signal(number)
+            _, log = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert process.returncode == 0, log.decode()
+    assert time.monotonic() - started < 2 + 1  # two seconds, and one for a busy machine
+    assert hub.disconnected == [7]

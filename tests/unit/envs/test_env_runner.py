@@ -1,0 +1,295 @@
+import asyncio
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
+from starlette.responses import JSONResponse, Response
+
+from treadle.config.schema import EnvConfig, ServerConfig
+from treadle.envs.base import load_environment
+from treadle.envs.engine_client import EngineClient
+from treadle.envs.hub_client import HubClient
+from treadle.envs.rollout import Desk
+from treadle.envs.runner import run
+from treadle.envs.seeds import stable_seed
+from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.transport import Patience
+from treadle.errors import ConfigError, HubError
+
+QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+
+
+def add(prompt, request):
+    """A policy that knows addition in evaluation, and in every other completion of training."""
+    a, b = map(int, re.findall(r"\d+", prompt)[:2])
+    return [str(a + b) if i % 2 == 0 else "I do not know" for i in range(request.n)]
+
+
+class Scene:
+    """A hub, an engine and one environment process between them."""
+
+    def __init__(self, tmp_path, **settings):
+        self.evals = tmp_path / "evals"
+        self.config = EnvConfig(
+            **{"group_size": 4, "num_eval": 70, "seed": 5, "data_dir_to_save_evals": self.evals, **settings}
+        )
+        self.hub = HubDouble()
+        self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+        self.engine.policy_version = lambda: self.hub.current_step
+        self.hub_losses: dict[str, int] = {}
+        self.engine_losses: dict[str, int] = {}
+
+    async def serve(self):
+        engine_network = FlakyNetwork(self.engine.app, self.engine_losses)
+        hub_network = FlakyNetwork(self.hub.app, self.hub_losses)
+        async with (
+            EngineClient(ServerConfig(), patience=QUICK, transport=engine_network) as engine,
+            HubClient("http://hub", patience=QUICK, transport=hub_network) as hub,
+        ):
+            tokenizer = ChatTokenizer.load(self.engine.folder)
+            await asyncio.wait_for(
+                run(Desk(self.config, load_environment(self.config), engine, tokenizer), hub), 20
+            )
+
+    def serve_to_the_end(self):
+        asyncio.run(self.serve())
+
+    @property
+    def waves(self):
+        """Names of the waves in the order of their first request."""
+        return list(dict.fromkeys(request.wave.id for request in self.engine.requests))
+
+    def result(self, step):
+        return json.loads((self.evals / f"eval_step_{step:06d}.json").read_text())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+def test_waves_are_delivered_in_order_between_two_evaluations(tmp_path):
+    scene = Scene(tmp_path)
+    scene.serve_to_the_end()
+    evals = ["arithmetic-eval-{}-0", "arithmetic-eval-{}-1"]
+    assert scene.waves == [
+        *[name.format(0) for name in evals],
+        *[f"arithmetic-train-{wave}" for wave in (1, 2, 3)],
+        *[name.format(3) for name in evals],
+    ]
+    assert [key for key, _ in scene.hub.deliveries] == [f"arithmetic-5-wave-{wave}" for wave in (1, 2, 3)]
+    assert [[group.item for group in groups] for _, groups in scene.hub.deliveries] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    assert scene.hub.disconnected == [7]
+    body, resume = scene.hub.registrations[0]
+    assert (body["desired_name"], body["group_size"], resume) == ("arithmetic", 4, "1")
+
+
+def test_a_training_request_carries_its_place_and_a_seed_of_its_own(tmp_path):
+    scene = Scene(tmp_path)
+    scene.serve_to_the_end()
+    second = [request for request in scene.engine.requests if request.wave.id == "arithmetic-train-2"]
+    assert sorted((request.wave.index, request.wave.size, request.seed) for request in second) == [
+        (0, 2, stable_seed(5, "train", 2, 0)),
+        (1, 2, stable_seed(5, "train", 2, 1)),
+    ]
+    assert {(request.n, request.temperature, request.max_tokens, request.logprobs) for request in second} == {
+        (4, 1.0, 24, 0)
+    }
+
+
+def test_a_group_holds_what_the_trainer_needs(tmp_path):
+    scene = Scene(tmp_path)
+    scene.serve_to_the_end()
+    environment = load_environment(scene.config)
+    tokenizer = ChatTokenizer.load(scene.engine.folder)
+    item = environment.train_item(3)
+    prompt = tokenizer.encode_chat(item.messages)
+    group = scene.hub.deliveries[1][1][1]
+    right, wrong = (
+        scene.engine.tokenizer.encode(item.answer).ids,
+        scene.engine.tokenizer.encode("I do not know").ids,
+    )
+    assert group.tokens == [prompt + right, prompt + wrong] * 2
+    assert group.masks == [[-100] * len(prompt) + right, [-100] * len(prompt) + wrong] * 2
+    assert group.inference_logprobs == [
+        [1.0] * len(prompt) + [-0.5] * len(ids) for ids in (right, wrong, right, wrong)
+    ]
+    assert group.scores == [1.0, 0.0, 1.0, 0.0]
+    assert (group.policy_version, group.env_id, group.item) == (1, 7, 3)
+    assert group.generation_params == {"temperature": 1.0}
+    num_tokens = 2 * len(right) + 2 * len(wrong)
+    assert group.metrics == {
+        "accuracy": 0.5,
+        "generation_s": 0.25,
+        "generated_tokens": num_tokens,
+        "truncated": 0.0,
+    }
+    assert group.messages[0] == [*item.messages, {"role": "assistant", "content": item.answer}]
+
+
+def test_an_evaluation_is_greedy_and_its_file_complete(tmp_path):
+    scene = Scene(tmp_path)
+    scene.engine.write = lambda prompt, request: (
+        add(prompt, request) if request.wave.index % 2 else ["?"] * request.n
+    )
+    scene.serve_to_the_end()
+    asked = [request for request in scene.engine.requests if "eval-3" in request.wave.id]
+    assert {(request.n, request.temperature) for request in asked} == {(1, 0.0)}
+    assert sorted((r.wave.id, r.wave.index, r.wave.size) for r in asked) == [
+        *[("arithmetic-eval-3-0", i, 64) for i in range(64)],
+        *[("arithmetic-eval-3-1", i, 6) for i in range(6)],
+    ]
+    result = scene.result(3)
+    assert (result["env"], result["task"]) == ("arithmetic", "addition")
+    assert (result["step"], result["policy_version"], result["num_prompts"], result["num_right"]) == (
+        3,
+        3,
+        70,
+        35,
+    )
+    assert result["accuracy"] == 0.5
+    assert result["interval_95"] == pytest.approx([0.386, 0.614], abs=5e-4)
+    assert 1 < result["mean_completion_tokens"] < 3
+    assert len(result["samples"]) == 70
+    assert result["samples"][0] | {"completion": "?", "is_right": False} == result["samples"][0]
+    assert result["samples"][1]["completion"] == result["samples"][1]["gold"]
+    assert sorted(path.name for path in scene.evals.iterdir()) == [
+        "eval_step_000000.json",
+        "eval_step_000003.json",
+    ]
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_sampling_runs_at_most_max_age_ahead_of_training(tmp_path, max_age):
+    scene = Scene(tmp_path, max_age=max_age, num_eval=0)
+    scene.hub.num_steps, scene.hub.steps_at_once = 4, False
+
+    async def scenario():
+        serving = asyncio.create_task(scene.serve())
+        for step in range(4):
+            scene.hub.current_step = step
+            allowed = min(step + 1 + max_age, 4)
+            await until(lambda allowed=allowed: len(scene.hub.deliveries) >= allowed)
+            await asyncio.sleep(0.15)  # three polls: time enough to run ahead
+            assert len(scene.hub.deliveries) == allowed
+        await serving
+
+    asyncio.run(scenario())
+
+
+def test_the_last_evaluation_waits_for_the_last_step(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.steps_at_once = False
+
+    async def scenario():
+        serving = asyncio.create_task(scene.serve())
+        for step in (1, 2):
+            await until(lambda step=step: len(scene.hub.deliveries) > step)
+            scene.hub.current_step = step
+        await asyncio.sleep(0.15)
+        assert not (scene.evals / "eval_step_000003.json").exists()
+        scene.hub.current_step = 3
+        await serving
+
+    asyncio.run(scenario())
+    assert scene.result(3)["policy_version"] == 3
+
+
+def test_evaluations_between_are_of_exactly_their_step(tmp_path):
+    scene = Scene(tmp_path, steps_per_eval=2, max_age=1, num_eval=4)
+    scene.hub.num_steps = 5
+    scene.serve_to_the_end()
+    steps = [0, 2, 4, 5]
+    assert [(r["step"], r["policy_version"]) for r in map(scene.result, steps)] == [(s, s) for s in steps]
+
+
+def test_a_restarted_environment_goes_on_where_the_hub_stands(tmp_path):
+    whole, resumed = Scene(tmp_path / "whole"), Scene(tmp_path / "resumed")
+    whole.serve_to_the_end()
+    resumed.hub.groups_accepted, resumed.hub.current_step = 4, 2
+    resumed.serve_to_the_end()
+    assert resumed.hub.deliveries == whole.hub.deliveries[2:]
+    assert not (resumed.evals / "eval_step_000000.json").exists()
+    assert resumed.result(3)["accuracy"] == 1.0
+
+
+def test_an_evaluation_that_exists_is_not_made_again(tmp_path):
+    scene = Scene(tmp_path)
+    scene.evals.mkdir()
+    (scene.evals / "eval_step_000000.json").write_text("{}")
+    scene.serve_to_the_end()
+    assert scene.waves[0] == "arithmetic-train-1"
+    assert scene.result(0) == {}
+
+
+def test_a_run_survives_lost_connections_and_a_full_queue(tmp_path):
+    calm, stormy = Scene(tmp_path / "calm"), Scene(tmp_path / "stormy")
+    stormy.hub_losses = {"/register-env": 1, "/info": 1, "/status": 2, "/scored_data_list": 2}
+    stormy.engine_losses = {"/generate": 3}
+    stormy.hub.failures = [Response(status_code=503, headers={"Retry-After": "0.05"})]
+    calm.serve_to_the_end()
+    stormy.serve_to_the_end()
+    assert stormy.hub.deliveries == calm.hub.deliveries
+
+
+def test_a_wave_the_hub_has_with_other_content_counts_as_delivered(tmp_path):
+    scene = Scene(tmp_path, max_age=3)
+    scene.hub.failures = [JSONResponse({"detail": "key used with other content"}, 409)]
+    scene.hub.current_step = 1
+    scene.serve_to_the_end()
+    assert [key for key, _ in scene.hub.deliveries] == ["arithmetic-5-wave-2", "arithmetic-5-wave-3"]
+
+
+def test_a_refused_wave_ends_the_process_and_disconnects(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
+    with pytest.raises(HubError, match="mask has the wrong length"):
+        scene.serve_to_the_end()
+    assert scene.hub.disconnected == [7]
+
+
+def test_a_batch_of_no_whole_groups_is_refused(tmp_path):
+    scene = Scene(tmp_path, group_size=3)
+    with pytest.raises(ConfigError, match="no multiple of group_size 3"):
+        scene.serve_to_the_end()
+
+
+def test_sequences_longer_than_the_trainer_takes_are_refused_before_sampling(tmp_path):
+    scene = Scene(tmp_path, num_eval=0)
+    scene.hub.info["max_token_len"] = 40
+    with pytest.raises(ConfigError, match="sequences of 40 tokens"):
+        scene.serve_to_the_end()
+    assert scene.engine.requests == []
+
+
+def test_scoring_errors_are_counted_in_the_group(tmp_path):
+    scene = Scene(tmp_path, num_eval=0)
+
+    class Fragile(type(load_environment(scene.config))):
+        def score(self, item, completion_text, completion):
+            if completion_text == "I do not know":
+                raise RuntimeError("nothing to score")
+            return super().score(item, completion_text, completion)
+
+    async def scenario():
+        async with (
+            EngineClient(ServerConfig(), transport=FlakyNetwork(scene.engine.app)) as engine,
+            HubClient("http://hub", transport=FlakyNetwork(scene.hub.app)) as hub,
+        ):
+            await run(
+                Desk(scene.config, Fragile(scene.config), engine, ChatTokenizer.load(scene.engine.folder)),
+                hub,
+            )
+
+    asyncio.run(scenario())
+    group = scene.hub.deliveries[0][1][0]
+    assert (group.scores, group.metrics["score_errors"]) == ([1.0, 0.0, 1.0, 0.0], 2.0)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+
+import pytest
+
+from treadle.hub import body as limits
+
+JSON = {"Content-Type": "application/json"}
+PACKED = JSON | {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    ("change", "loc"),
+    [
+        ({"tokens": [], "masks": [], "scores": []}, ["tokens"]),
+        ({"scores": [1.0]}, ["scores"]),
+        ({"masks": [[1, 2]]}, ["masks"]),
+        ({"masks": [[1, 2], [1]]}, ["masks", 1]),
+        ({"tokens": [[1, 2], []], "masks": [[1, 2], []]}, ["tokens", 1]),
+        ({"inference_logprobs": [[0.0, 0.0]]}, ["inference_logprobs"]),
+        ({"inference_logprobs": [[0.0, 0.0], [0.0]]}, ["inference_logprobs", 1]),
+        ({"scores": [1.0, float("nan")]}, ["scores", 1]),
+        ({"scores": [1.0, "inf"]}, ["scores", 1]),
+        ({"scores": [1.0, None]}, ["scores", 1]),
+        ({"scores": "many"}, ["scores"]),
+        ({"inference_logprobs": [[0.0, float("-inf")], [0.0, 0.0]]}, ["inference_logprobs", 0, 1]),
+        ({"distill_logprobs": [[[0.0], ["nan"]]]}, ["distill_logprobs", 0, 1, 0]),
+        ({"metrics": {"accuracy": "nan"}}, ["metrics", "accuracy"]),
+        ({"tokens": [[1, 1.5], [1, 2]]}, ["tokens", 0, 1]),
+        ({"messages": [[{"role": "user"}]]}, ["messages", 0, 0]),
+        ({"messages": [None]}, ["messages", 0]),
+        ({"env_id": 2**70}, ["env_id"]),
+        ({"policy_version": -(2**70)}, ["policy_version"]),
+        ({"generation_params": {"temperature": float("nan")}}, []),
+    ],
+)
+def test_a_bad_group_is_refused_with_the_field_named(client, desk, change, loc):
+    answer = client.post("/scored_data", content=json.dumps(desk.group() | change), headers=JSON)
+    assert answer.status_code == 422, answer.text
+    detail = answer.json()["detail"][0]
+    assert set(detail) == {"type", "loc", "msg", "input"}
+    assert detail["loc"] == ["body", *loc]
+    assert client.get("/status").json()["queue_size"] == 0
+
+
+def test_a_missing_field_is_named(client, desk):
+    group = desk.group()
+    del group["scores"]
+    detail = client.post("/scored_data", json=group).json()["detail"]
+    assert detail == [{"type": "missing", "loc": ["body", "scores"], "msg": "Field required", "input": None}]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"advantages": [[1.0], [1.0, 2.0, 3.0], [0.5]]},
+        {"messages": []},
+        {"masks": [[0, 1], [1, 1]]},
+        {"unknown": {"deep": [1]}},
+        {"env_id": 99},
+        {"env_id": -1},
+        {"scores": [True, False]},
+        {"scores": ["1.5", 2]},
+        {"tokens": [[1.0, "2"], [10**30, 2]]},
+        {"messages": [[{"role": "user", "content": [{"type": "text"}], "reward": None, "extra": 1}]]},
+        {"overrides": [{"set_advantage_to_zero": True}, {}], "group_overrides": {"group_size": 2}},
+        {"images": [None, ["aGk="]]},
+    ],
+)
+def test_what_real_clients_send_is_taken_and_comes_back(client, desk, change):
+    desk.register()
+    sent = desk.group() | change
+    assert client.post("/scored_data", json=sent).json() == {"status": "received"}
+    desk.post(1)
+    stored = client.get("/batch").json()["batch"][0]
+    for key in change.keys() & stored.keys() - {"tokens", "scores"}:
+        assert stored[key] == sent[key]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"nonsense", b'{"tokens": NaN', b"\xff\xfe", b"[]", b"null", b"3", b'"\\ud800"',
+     b'{"images":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[" * 100_000],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "route", ["/scored_data", "/register", "/register-env", "/disconnect-env", "/v1/lease"]
+)
+def test_a_body_that_is_no_message_is_422(client, route, content):
+    answer = client.post(route, content=content, headers=JSON)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["detail"][0]["loc"][0] == "body"
+
+
+def test_the_content_type_must_be_json(client, desk):
+    answer = client.post(
+        "/scored_data", content=json.dumps(desk.group()), headers={"Content-Type": "text/plain"}
+    )
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["type"] == "model_attributes_type"
+
+
+def test_gzip_bodies_are_inflated_also_in_chunks_and_in_members(client, desk):
+    body = json.dumps(desk.group()).encode()
+    packed = gzip.compress(body)
+    chunks = iter([packed[:7], packed[7:30], packed[30:]])
+    assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
+    assert client.post("/scored_data", content=chunks, headers=PACKED).status_code == 200
+    members = gzip.compress(body[:20]) + gzip.compress(body[20:])
+    assert client.post("/scored_data", content=members, headers=PACKED).status_code == 200
+
+
+def test_a_key_stands_for_the_inflated_body(client, desk):
+    body = json.dumps(desk.group()).encode()
+    headers = PACKED | {"Idempotency-Key": "k"}
+    answers = [
+        client.post("/scored_data", content=gzip.compress(body, level), headers=headers).json()["status"]
+        for level in (1, 9)
+    ]
+    assert answers == ["received", "duplicate"]
+
+
+@pytest.mark.parametrize("harm", ["plain", "truncated", "flipped", "trailing", "deflate"])
+def test_broken_gzip_is_400(client, desk, harm):
+    packed = gzip.compress(json.dumps(desk.group()).encode())
+    broken = {
+        "plain": b"not gzip at all",
+        "truncated": packed[:-12],
+        "flipped": packed[:20] + bytes([packed[20] ^ 0xFF]) + packed[21:],
+        "trailing": packed + b"more",
+        "deflate": zlib.compress(b"{}"),
+    }[harm]
+    answer = client.post("/scored_data", content=broken, headers=PACKED)
+    assert (answer.status_code, answer.json()) == (400, {"detail": "Invalid gzip payload"})
+
+
+def test_an_empty_gzip_body_is_an_empty_body(client):
+    assert client.post("/scored_data", content=gzip.compress(b""), headers=PACKED).status_code == 422
+    assert client.post("/scored_data", content=b"", headers=PACKED).status_code == 422
+
+
+def test_a_gzip_bomb_is_413(client):
+    bomb = gzip.compress(b" " * (limits.MAX_BODY_BYTES + 1), 9)
+    assert len(bomb) < 100_000
+    assert client.post("/scored_data", content=bomb, headers=PACKED).status_code == 413
+
+
+def test_bodies_over_the_limit_are_413_announced_or_not(client):
+    announced = JSON | {"Content-Length": str(limits.MAX_BODY_BYTES + 1)}
+    assert client.post("/scored_data", content=b"{}", headers=announced).status_code == 413
+    packed = PACKED | {"Content-Length": str(limits.MAX_PACKED_BYTES + 1)}
+    assert client.post("/scored_data", content=b"{}", headers=packed).status_code == 413
+    chunks = (b" " * 2**22 for _ in range(17))
+    assert client.post("/scored_data", content=chunks, headers=JSON).status_code == 413
+
+
+def test_answers_are_compressed_when_asked_for_and_large_enough(client, desk):
+    client.post("/scored_data", json=desk.group(size=200))
+    asked = client.get("/latest_example", headers={"Accept-Encoding": "gzip"})
+    assert asked.headers["content-encoding"] == "gzip"
+    assert asked.headers["vary"] == "Accept-Encoding"
+    assert len(asked.json()["tokens"]) == 200
+    plain = client.get("/latest_example", headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    small = client.get("/status", headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in small.headers

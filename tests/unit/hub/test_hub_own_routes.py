@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import msgspec
+import pytest
+
+from treadle.hub.app import build_app
+from treadle.wire.groups import ScoredGroup
+from treadle.wire.hub import HubStatus, LeaseAnswer
+
+
+def test_a_lease_is_a_typed_answer_that_carries_our_fields(client, desk):
+    desk.register()
+    desk.post(1, policy_version=3, item=9, metrics={"accuracy": 0.5}, env_id=4)
+    desk.post(2)
+    raw = client.post("/v1/lease", json={"step": 1, "holder": "a"}).content
+    batch = msgspec.json.decode(raw, type=LeaseAnswer).batch
+    assert batch is not None
+    assert (batch.step, batch.lease_s) == (1, 60.0)
+    first = msgspec.convert(desk.group(tag=1), ScoredGroup)
+    first.policy_version, first.item, first.metrics, first.env_id = 3, 9, {"accuracy": 0.5}, 4
+    assert batch.groups == [first, msgspec.convert(desk.group(tag=2), ScoredGroup)]
+
+
+def test_no_batch_is_answered_with_the_reason(client, desk):
+    assert desk.lease(1) == {
+        "batch": None,
+        "reason": "no trainer has registered, so the size of a batch is not known",
+    }
+    desk.register(batch_size=64)
+    desk.post(1, 2, 3)
+    told = "3 of 32 groups wait (6 of 64 sequences); 0 environments registered"
+    assert desk.lease(1) == {"batch": None, "reason": told}
+    assert client.get("/v1/explain").json() == {"reason": told}
+    desk.register()
+    assert "a batch can be formed" in client.get("/v1/explain").json()["reason"]
+
+
+def test_the_first_lease_opens_the_registration_of_envs(desk):
+    desk.register()
+    desk.lease(1)
+    assert desk.register_env()["status"] == "success"
+
+
+def test_the_life_of_a_batch_over_http(client, desk, clock):
+    desk.register()
+    desk.post(0, 1, 2, 3)
+    leased = desk.lease(1)["batch"]
+    update = {"token": leased["token"]}
+    assert client.post("/v1/lease", json={"step": 1, "holder": "b"}).status_code == 409
+    assert client.post("/v1/batches/1/renew", json=update).json()["lease_s"] == 60.0
+    assert client.post("/v1/batches/1/ack", json={"token": "wrong"}).status_code == 409
+    assert client.post("/v1/batches/1/ack", json=update).json() == {
+        "status": "acknowledged",
+        "current_step": 1,
+    }
+    assert client.get("/status").json() == {"current_step": 1, "queue_size": 2}
+    assert client.post("/v1/batches/1/renew", json=update).status_code == 409
+
+    again = desk.lease(1)["batch"]
+    assert again["groups"] == leased["groups"]
+    assert again["token"] != leased["token"]
+    assert client.post("/v1/batches/1/ack", json=update).status_code == 409
+
+    clock.now_s += 61
+    assert desk.lease(1, holder="b")["batch"]["groups"] == leased["groups"]
+    assert client.post("/v1/batches/9/ack", json=update).status_code == 409
+    assert client.post("/v1/batches/nine/ack", json=update).status_code == 404
+
+
+def test_a_batch_given_back_too_often_is_listed_with_its_reason(client, desk):
+    desk.register()
+    desk.post(0, 1, 2, 3)
+    for status in ("returned", "dead-lettered"):
+        batch = desk.lease(1)["batch"]
+        assert desk.tags(batch["groups"]) == [0, 1]
+        body = {"token": batch["token"], "reason": "it raises"}
+        assert client.post("/v1/batches/1/nack", json=body).json() == {"status": status}
+    letters = client.get("/v1/dead-letters").json()["dead_letters"]
+    assert [(letter["id"], letter["step"], letter["reason"]) for letter in letters] == [
+        (2, 1, "it raises"),
+        (1, 1, "it raises"),
+    ]
+    assert desk.tags(desk.lease(1)["batch"]["groups"]) == [2, 3]
+
+
+def test_a_trainer_that_comes_back_repeats_its_steps_on_the_same_data(client, desk):
+    desk.register()
+    desk.post(*range(8))
+    first_life = {}
+    for step in (1, 2, 3):
+        batch = desk.lease(step)["batch"]
+        first_life[step] = batch["groups"]
+        if step < 3:
+            client.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]})
+    desk.register(starting_step=1, headers={"Treadle-Holder": "a"})
+    assert client.get("/status").json()["current_step"] == 1
+    assert desk.lease(2, holder="b")["batch"]["groups"] == first_life[2]
+    assert desk.lease(3, holder="b")["batch"]["groups"] == first_life[3]
+    assert desk.tags(desk.lease(4, holder="b")["batch"]["groups"]) == [6, 7]
+
+
+def test_status_adds_up(client, desk, clock):
+    desk.register()
+    client.get("/batch")
+    desk.register_env()
+    desk.post(*range(7), env_id=0)
+    client.post("/v1/batches/1/ack", json={"token": desk.lease(1)["batch"]["token"]})
+    desk.lease(2)
+    clock.now_s += 2
+    status = msgspec.json.decode(client.get("/v1/status").content, type=HubStatus)
+    assert (status.step, status.started, status.batch_size) == (1, True, 4)
+    assert (status.queued_groups, status.queued_sequences) == (3, 6)
+    assert (status.leased_groups, status.trained_groups, status.dead_groups) == (2, 2, 0)
+    assert status.accepted_groups == 7
+    assert [(env.name, env.groups_accepted, env.idle_s) for env in status.envs] == [("math_0", 7, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"step": -1, "holder": "a"}, {"step": 1, "holder": ""}, {"step": 2**70, "holder": "a"}, {"step": 1},
+     {"step": 1, "holder": "a", "wait_s": "nan"}],
+)  # fmt: skip
+def test_a_nonsensical_lease_is_422(client, body):
+    assert client.post("/v1/lease", json=body).status_code == 422
+
+
+def test_a_waiting_lease_is_answered_when_the_batch_is_complete(store, config, desk):
+    """In one event loop: the call waits, two groups arrive, it is answered at once."""
+    desk.register()
+
+    async def scene() -> tuple[httpx.Response, float]:
+        transport = httpx.ASGITransport(build_app(store, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+            body = {"step": 1, "holder": "a", "wait_s": 30}
+            waiting = asyncio.create_task(client.post("/v1/lease", json=body))
+            for _ in range(2):
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                await client.post("/scored_data", json=desk.group())
+            began = asyncio.get_running_loop().time()
+            return await waiting, asyncio.get_running_loop().time() - began
+
+    answer, seconds = asyncio.run(scene())
+    assert len(answer.json()["batch"]["groups"]) == 2
+    assert seconds < 1.0
+
+
+def test_a_waiting_lease_gives_up_in_time(store, config, desk):
+    desk.register()
+
+    async def scene() -> tuple[httpx.Response, float]:
+        transport = httpx.ASGITransport(build_app(store, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+            began = asyncio.get_running_loop().time()
+            answer = await client.post("/v1/lease", json={"step": 1, "holder": "a", "wait_s": 0.2})
+            return answer, asyncio.get_running_loop().time() - began
+
+    answer, seconds = asyncio.run(scene())
+    assert answer.json()["batch"] is None
+    assert 0.2 <= seconds < 2.0
+
+
+def test_concurrent_posts_share_commits_and_keys_hold(store, config, desk):
+    """200 posts while a commit is under way, each key twice: 100 groups stored, in a few commits."""
+    config = config.model_copy(update={"queue_limit_groups": 1000})
+    commit_ends = threading.Event()
+
+    async def scene() -> list[str]:
+        transport = httpx.ASGITransport(build_app(store, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+            calls = [
+                asyncio.create_task(
+                    client.post("/scored_data", json=desk.group(tag=i), headers={"Idempotency-Key": f"k{i}"})
+                )
+                for i in [*range(100), *range(100)]
+            ]
+            async with asyncio.timeout(20):
+                while store._writer._jobs.qsize() < len(calls):  # noqa: ASYNC110 - the queue has no event
+                    await asyncio.sleep(0.01)
+            assert not any(call.done() for call in calls)
+            commit_ends.set()
+            return [answer.json()["status"] for answer in await asyncio.gather(*calls)]
+
+    store._writer.submit(lambda _: commit_ends.wait(20))
+    before = store.num_commits
+    statuses = asyncio.run(scene())
+    assert statuses == ["received"] * 100 + ["duplicate"] * 100
+    assert store.counts().accepted_groups == 100
+    assert store.num_commits - before <= 6

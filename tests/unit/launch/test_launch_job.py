@@ -1,0 +1,190 @@
+"""A whole run with stand-ins for its processes, and what is around it: lock, resume, disk, model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from written_run import evaluation, step_values, write_run
+
+from treadle.config import RunConfig, load_run, save_run
+from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied
+from treadle.launch import folder as run_folders
+from treadle.launch import resume
+from treadle.launch.chat import find_model
+from treadle.launch.history import History, reader_of
+from treadle.launch.job import Life, check_one_model
+from treadle.launch.machine import find_free_ports
+from treadle.launch.memory import MemorySampler
+from treadle.launch.plan import Plan, explicit_keys
+from treadle.launch.report import Outcome, save_summary, summarize
+
+
+@pytest.fixture
+def plan(tmp_path: Path, make_spec, server_code) -> Plan:
+    """Two steps by a trainer that writes metrics, beside an environment that writes evaluations."""
+    hub, engine = find_free_ports(2)
+    write = "import pathlib; pathlib.Path({!r}).{}"
+    lines = "".join(json.dumps(step_values(step)) + "\n" for step in (1, 2))
+    before = json.dumps(evaluation(0, {"a": False}, 0.0))
+    (tmp_path / "evals").mkdir()
+    config = load_run(
+        None,
+        {
+            "steps": "2",
+            "train.metrics_file": tmp_path / "metrics.jsonl",
+            "env.data_dir_to_save_evals": tmp_path / "evals",
+        },
+    )
+    return Plan(
+        config,
+        tmp_path,
+        (
+            make_spec("hub", server_code(hub), ready_url=f"http://127.0.0.1:{hub}/healthz"),
+            make_spec("engine", server_code(engine), ready_url=f"http://127.0.0.1:{engine}/health"),
+            make_spec("env", write.format(str(tmp_path / "evals" / "0.json"), f"write_text({before!r})")),
+            make_spec("trainer", write.format(str(tmp_path / "metrics.jsonl"), f"write_text({lines!r})")),
+        ),
+        f"http://127.0.0.1:{hub}",
+    )
+
+
+def test_a_run_lives_to_its_end(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    life = Life(plan, reader_of(plan.config, plan.run_folder))
+    life.live(plain=True)
+    assert life.outcome().is_complete
+    out = capsys.readouterr().out
+    assert out.startswith("starting hub and engine...")
+    assert "step   2/2" in out
+
+
+def test_a_trainer_that_stops_short_is_no_success(plan: Plan) -> None:
+    (plan.run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    short = Plan(plan.config.model_copy(update={"steps": 9}), plan.run_folder, plan.processes, plan.hub_url)
+    life = Life(short, reader_of(short.config, short.run_folder))
+    with pytest.raises(ProcessDied, match="trainer ended before its last step"):
+        life.live(plain=True)
+    assert not life.outcome().is_complete
+
+
+def test_ctrl_c_ends_a_run_in_order(plan: Plan, make_spec, capsys: pytest.CaptureFixture[str]) -> None:
+    patient = make_spec("trainer", "import time; time.sleep(60)")
+    endless = Plan(plan.config, plan.run_folder, (*plan.processes[:3], patient), plan.hub_url)
+    life = Life(endless, reader_of(endless.config, endless.run_folder))
+    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    life.live(plain=True)
+    assert not life.outcome().is_complete
+    assert life.outcome().total_s < 12
+    assert "stopping" in capsys.readouterr().out
+
+
+def test_a_run_folder_has_one_launcher_at_a_time(tmp_path: Path) -> None:
+    with (
+        run_folders.locked(tmp_path),
+        pytest.raises(ConfigError, match="is going on"),
+        run_folders.locked(tmp_path),
+    ):
+        pass
+    with run_folders.locked(tmp_path):
+        pass
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
+    folders = {run_folders.create_run_folder(tmp_path / "runs", "arithmetic-addition") for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.is_dir() for folder in folders)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "not" / "yet" / "there"
+    for free, says in ((1e9, None), (3e9, "only 3.00 GB are free"), (9e9, "")):
+        monkeypatch.setattr(run_folders.shutil, "disk_usage", lambda _, free=free: Usage(1e10, 0, free))
+        if says is None:
+            with pytest.raises(DiskFull, match=r"only 1\.00 GB"):
+                run_folders.check_disk_space(output)
+        else:
+            assert run_folders.check_disk_space(output).startswith(says)
+
+
+def test_weights_are_removed_with_what_describes_them(tmp_path: Path) -> None:
+    for name in ("run-1.weights", "run-1.weights.json", "run-10.weights"):
+        (tmp_path / name).touch()
+    run_folders.remove_weights(tmp_path / "run-1.weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["run-10.weights"]
+
+
+def test_what_the_user_gave_is_known_again_on_resume(tmp_path: Path) -> None:
+    config = load_run(None, {"hub.port": "8100", "engine.threads": "3"})
+    run_folders.save_request(config, tmp_path)
+    assert run_folders.requested_keys(tmp_path) == {"hub.port", "engine.threads"}
+    assert run_folders.requested_keys(tmp_path / "nowhere") == frozenset()
+
+
+def test_resume_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        resume(tmp_path, {}, plain=True)
+
+
+def test_resume_cannot_change_what_a_run_is_about(tmp_path: Path) -> None:
+    save_run(RunConfig(), tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"keeps its env\.task"):
+        resume(tmp_path, {"env.task": "larger"}, plain=True)
+
+
+def test_resuming_a_complete_run_shows_its_report_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path)
+    save_run(config, tmp_path / "config.json")
+    history: History = reader_of(config, tmp_path).read()
+    save_summary(summarize(config, tmp_path, history, Outcome(True, 200.0)), tmp_path)
+    assert resume(tmp_path, {}, plain=True) == 0
+    out = capsys.readouterr().out
+    assert "this run is complete" in out
+    assert "73.0 %" in out
+
+
+def test_a_run_has_one_model() -> None:
+    config = load_run(None, {"engine.model": "other"})
+    with pytest.raises(ConfigError, match="run's model is 'smollm2-135m-instruct'") as caught:
+        check_one_model(config, explicit_keys(config))
+    assert caught.value.fix == "--model other"
+
+
+def test_chat_finds_the_result_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "one"
+    (run / "checkpoints").mkdir(parents=True)
+    save_run(RunConfig(), run / "config.json")
+    with pytest.raises(ModelError, match="has no trained model yet"):
+        find_model(str(run), tmp_path)
+    with pytest.raises(ModelError, match="no finished run"):
+        find_model(None, tmp_path / "runs")
+    (run / "checkpoints" / "final_model").mkdir()
+    assert find_model(str(run), tmp_path) == run / "checkpoints" / "final_model"
+    assert find_model(None, tmp_path / "runs") == run / "checkpoints" / "final_model"
+
+
+def test_memory_counts_the_launcher_and_each_child_by_name(make_spec) -> None:
+    from treadle.launch.supervisor import StopRequest, Supervisor
+
+    hoard = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
+    spec = make_spec("trainer", hoard)
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([spec])
+        sampler = MemorySampler(lambda: supervisor.pids)
+        while "full" not in spec.log_path.read_text():
+            pass
+        sampler.sample()
+    assert sampler.peak_by_process["trainer"] > 80_000_000
+    assert sampler.peak_bytes >= sampler.peak_by_process["trainer"] + sampler.peak_by_process["launcher"]
+    assert "torch" not in sys.modules, "the launcher stays light"

@@ -1,0 +1,149 @@
+"""The plan is pure: a configuration and facts in, settled settings and processes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from treadle.config import load_run
+from treadle.config.schema import DEFAULT_MODEL
+from treadle.errors import ConfigError, PortInUse
+from treadle.launch.machine import MachineFacts
+from treadle.launch.plan import Plan, build_plan, explicit_keys
+
+RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
+FACTS = MachineFacts(
+    num_cores=8,
+    has_shared_memory=True,
+    free_ports=(51001, 51002),
+    launcher_pid=4711,
+    python="/venv/bin/python",
+    environment={"HOME": "/home/ada", "PYTHONDONTWRITEBYTECODE": "1"},
+)
+
+
+def plan_for(flags: dict[str, object] | None = None, **facts: object) -> Plan:
+    known = MachineFacts(**{**vars(FACTS), **facts})  # type: ignore[arg-type]
+    return build_plan(
+        load_run(None, flags or {}), known, run_folder=RUN, model_folder="/cache/smol", is_model_local=True
+    )
+
+
+def test_model_steps_and_seed_flow_into_the_sections() -> None:
+    config = plan_for({"steps": "7", "seed": "3"}).config
+    assert (config.steps, config.train.steps) == (7, 7)
+    assert (config.env.seed, config.train.seed) == (3, 3)
+    assert config.model == DEFAULT_MODEL
+    assert config.engine.model == config.train.model == config.openai.model_name == "/cache/smol"
+
+
+def test_everything_a_run_writes_lies_in_its_folder() -> None:
+    config = plan_for().config
+    assert config.hub.database == RUN / "hub.sqlite"
+    assert config.env.data_dir_to_save_evals == RUN / "evals"
+    assert config.train.save_path == RUN / "checkpoints"
+    assert config.train.metrics_file == RUN / "metrics.jsonl"
+    assert config.engine.weights_file == Path(f"/dev/shm/treadle-{RUN.name}-4711.weights")
+
+
+def test_without_shared_memory_the_weights_lie_in_the_run_folder() -> None:
+    weights_file = plan_for(has_shared_memory=False).config.engine.weights_file
+    assert weights_file is not None
+    assert weights_file.parent == RUN
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "max_age", "threads"), [(8, 1, 4), (2, 1, 1), (1, 1, 1), (3, 2, 1), (8, 0, 8), (1, 0, 1)]
+)
+def test_threads_are_halved_only_when_engine_and_trainer_overlap(
+    num_cores: int, max_age: int, threads: int
+) -> None:
+    plan = plan_for({"env.max_age": max_age}, num_cores=num_cores)
+    assert (plan.config.engine.threads, plan.config.train.threads) == (threads, threads)
+    environments = {spec.name: spec.env for spec in plan.processes}
+    assert (
+        environments["engine"]["OMP_NUM_THREADS"] == environments["engine"]["MKL_NUM_THREADS"] == str(threads)
+    )
+    assert environments["hub"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_explicit_settings_are_kept() -> None:
+    config = plan_for(
+        {"engine.threads": "3", "train.seed": "9", "train.save_path": "/big/disk", "env.seed": "1"}
+    ).config
+    assert (config.engine.threads, config.train.threads) == (3, 4)
+    assert (config.train.seed, config.env.seed) == (9, 1)
+    assert config.train.save_path == Path("/big/disk")
+
+
+def test_free_default_ports_are_taken_and_urls_follow() -> None:
+    plan = plan_for()
+    assert (plan.config.hub.port, plan.config.engine.port) == (8000, 9001)
+    assert plan.config.train.atropos_url == plan.config.env.rollout_server_url == "http://127.0.0.1:8000"
+    assert plan.config.train.engine_url == "http://127.0.0.1:9001"
+    assert plan.config.openai.base_url == "http://127.0.0.1:9001/v1"
+
+
+def test_a_busy_default_port_gives_way_to_a_free_one() -> None:
+    plan = plan_for(busy_ports=frozenset({8000}))
+    assert (plan.config.hub.port, plan.config.engine.port) == (51001, 9001)
+    assert plan.config.train.atropos_url == plan.hub_url == "http://127.0.0.1:51001"
+    assert plan.processes[0].ready_url == "http://127.0.0.1:51001/healthz"
+
+
+def test_a_busy_port_that_the_user_chose_is_an_error_that_names_it() -> None:
+    with pytest.raises(PortInUse, match=r"port 8123.*--hub\.port") as caught:
+        plan_for({"hub.port": "8123"}, busy_ports=frozenset({8123}))
+    assert caught.value.exit_code == 2
+
+
+def test_the_default_port_counts_as_chosen_when_the_user_wrote_it() -> None:
+    with pytest.raises(PortInUse, match="port 9001"):
+        plan_for({"engine.port": "9001"}, busy_ports=frozenset({9001}))
+
+
+def test_two_processes_cannot_have_one_port() -> None:
+    with pytest.raises(PortInUse, match="port 8100"):
+        plan_for({"hub.port": "8100", "engine.port": "8100"})
+
+
+def test_a_server_that_listens_everywhere_is_called_on_loopback() -> None:
+    assert plan_for({"hub.host": "0.0.0.0"}).hub_url == "http://127.0.0.1:8000"
+
+
+def test_steps_of_the_trainer_are_the_steps_of_the_run() -> None:
+    config = plan_for({"train.steps": "9"}).config
+    assert (config.steps, config.train.steps) == (9, 9)
+    with pytest.raises(ConfigError, match=r"steps = 5 and train\.steps = 9"):
+        plan_for({"steps": "5", "train.steps": "9"})
+
+
+def test_processes_come_in_starting_order_with_their_commands() -> None:
+    plan = plan_for()
+    config_file = str(RUN / "config.json")
+    assert [spec.name for spec in plan.processes] == ["hub", "engine", "env", "trainer"]
+    assert [spec.argv[3:] for spec in plan.processes] == [
+        ("hub", "--config", config_file),
+        ("engine", "--config", config_file),
+        ("env", "arithmetic", "serve", "--config", config_file),
+        ("train", "--config", config_file),
+    ]
+    assert all(spec.argv[:3] == ("/venv/bin/python", "-m", "treadle") for spec in plan.processes)
+    assert [spec.serves for spec in plan.processes] == [True, True, False, False]
+    assert plan.processes[1].log_path == RUN / "logs" / "engine.log"
+
+
+def test_children_do_not_spin_and_know_their_parent() -> None:
+    environment = plan_for().processes[3].env
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["GOMP_SPINCOUNT"] == "0"
+    assert environment["TREADLE_PARENT_PID"] == "4711"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["HOME"] == "/home/ada"
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
+
+
+def test_explicit_keys_are_those_that_were_given() -> None:
+    assert explicit_keys(load_run(None, {"hub.port": "8100", "steps": "9"})) == {"hub.port", "steps"}
+    assert explicit_keys(load_run(None)) == frozenset()

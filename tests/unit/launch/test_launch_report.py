@@ -1,0 +1,112 @@
+"""The report's figures are the run's figures."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from written_run import history_of, write_run
+
+from treadle.launch.history import History
+from treadle.launch.report import (
+    Outcome,
+    choose_examples,
+    draw_plot,
+    load_summary,
+    print_report,
+    save_summary,
+    summarize,
+)
+
+
+def printed(summary) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_report(summary, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_summary_holds_the_figures_of_the_run(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    outcome = Outcome(True, 254.04, 4_210_000_000, {"trainer": 2_500_000_000, "engine": 1_200_000_000})
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), outcome)
+    save_summary(summary, tmp_path)
+    figures = json.loads((tmp_path / "summary.json").read_text())
+    assert figures["held_out_before"]["accuracy"] == 0.016
+    assert figures["held_out_after"]["accuracy"] == 0.73
+    assert figures["held_out_after"]["interval_95"] == pytest.approx([0.72, 0.75])
+    assert figures["seconds_per_step"] == {"total": 5.0, "generation": 3.0, "training": 4.0, "waiting": 0.5}
+    assert (figures["steps_taken"], figures["total_s"], figures["peak_memory_bytes"]) == (
+        50,
+        254.0,
+        4_210_000_000,
+    )
+    assert load_summary(tmp_path) == summary
+
+
+def test_report_says_it_in_words(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    outcome = Outcome(True, 254.0, 4_210_000_000, {"trainer": 2_500_000_000})
+    text = printed(summarize(config, tmp_path, history_of(config, tmp_path), outcome))
+    assert "50 steps in 4 min 14 s" in text
+    assert "1.6 % (0.6 to 3.6) -> 73.0 % (72.0 to 75.0), 95 % intervals, 256 prompts" in text
+    assert "5.00 (generation 3.00, training 4.00, waiting 0.50)" in text
+    assert "4.21 GB over all processes" in text
+    assert f"treadle chat {tmp_path}" in text
+    for place in ("metrics.jsonl", "final_model", "logs"):
+        assert place in text
+
+
+def test_examples_that_became_right_come_first(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    history = history_of(config, tmp_path)
+    examples = choose_examples(history.before, history.after)
+    assert [example["prompt"] for example in examples] == ["c", "d", "b"]
+    assert examples[0]["before"] == "answer 0\n to c"
+    assert examples[0]["after"] == "answer 50\n to c"
+    assert (examples[0]["before_is_right"], examples[0]["after_is_right"]) == (False, True)
+    assert choose_examples(history.before, None) == []
+
+
+def test_a_run_that_wrote_nothing_has_a_report_too(tmp_path: Path) -> None:
+    config = write_run(tmp_path / "other")
+    text = printed(summarize(config, tmp_path, History(), Outcome(False, 2.0)))
+    assert "0 steps in 2 s" in text
+    assert "not measured" in text
+
+
+def test_an_evaluation_of_an_earlier_end_is_not_the_result(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 51}\n')
+    history = history_of(config, tmp_path)
+    assert history.before is not None
+    assert history.after is None
+
+
+def test_times_of_several_lives_add_up_and_peaks_do_not(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    earlier = summarize(config, tmp_path, History(), Outcome(False, 100.0, 500, {"hub": 50, "env": 70}))
+    whole = Outcome(True, 20.0, 400, {"hub": 60}).after(earlier)
+    assert whole == Outcome(True, 120.0, 500, {"hub": 60, "env": 70})
+
+
+def test_markup_in_a_completion_is_shown_as_it_is(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    path = tmp_path / "evals" / "step-50.json"
+    values = json.loads(path.read_text())
+    for sample in values["samples"]:
+        sample["completion"] = "[bold]42[/nonsense]"
+    path.write_text(json.dumps(values))
+    text = printed(summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0)))
+    assert "[bold]42[/nonsense]" in text
+
+
+def test_plot_is_drawn_beside_the_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    config = write_run(tmp_path)
+    history = history_of(config, tmp_path)
+    assert draw_plot(history, summarize(config, tmp_path, history, Outcome(True, 1.0))) == ""
+    assert (tmp_path / "reward.png").stat().st_size > 10_000

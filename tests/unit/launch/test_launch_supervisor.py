@@ -1,0 +1,252 @@
+"""The supervisor with real processes: readiness, death, order of stopping, no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from treadle.errors import ProcessDied, UserError
+from treadle.launch.machine import find_free_ports
+from treadle.launch.plan import ProcessSpec
+from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+
+SLEEP = "import time; time.sleep(60)"
+# Writes when it was asked to stop, then ends well: what the trainer does with its checkpoint.
+ORDERLY = """
+import pathlib, signal, sys, time
+def end(*_):
+    with pathlib.Path({file!r}).open("a") as file:
+        file.write({name!r} + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("listening", flush=True)
+time.sleep(60)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)
+"""
+
+
+def start_and_watch(supervisor: Supervisor, *specs: ProcessSpec, is_trained: bool = True) -> None:
+    supervisor.start(specs)
+    supervisor.watch(lambda: is_trained)
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_start_returns_when_the_server_answers(make_spec, server_code) -> None:
+    (port,) = find_free_ports(1)
+    url = f"http://127.0.0.1:{port}/healthz"
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([make_spec("hub", server_code(port), ready_url=url)])
+        pid = supervisor.pids["hub"]
+        assert is_running(pid)
+    assert not is_running(pid)
+
+
+def test_a_process_that_does_not_start_is_named_with_code_and_tail(make_spec) -> None:
+    code = "import sys\nfor i in range(30): print('line', i)\nsys.exit(3)"
+    spec = make_spec("engine", code, ready_url="http://127.0.0.1:9/health")
+    with Supervisor(StopRequest()) as supervisor, pytest.raises(ProcessDied) as caught:
+        supervisor.start([spec])
+    text = str(caught.value)
+    assert "engine died (exit code 3)" in text
+    assert "| line 29" in text
+    assert "| line 10\n" in text
+    assert "line 9\n" not in text, "only the last twenty lines"
+    assert str(spec.log_path) in text
+
+
+def test_a_process_that_is_never_ready_is_given_up_at_its_deadline(make_spec) -> None:
+    spec = make_spec("engine", SLEEP, ready_url="http://127.0.0.1:9/health", ready_timeout_s=0.5)
+    with (
+        Supervisor(StopRequest()) as supervisor,
+        pytest.raises(ProcessDied, match="engine was not ready after"),
+    ):
+        supervisor.start([spec])
+
+
+def test_a_users_mistake_in_a_child_becomes_the_launchers_own_sentence(make_spec) -> None:
+    code = (
+        "import sys\nprint('loading')\n"
+        "sys.stderr.write('treadle: there is no model smol\\n  -> check --model\\n')\nsys.exit(2)"
+    )
+    with Supervisor(StopRequest()) as supervisor, pytest.raises(UserError) as caught:
+        supervisor.start([make_spec("engine", code, ready_url="http://127.0.0.1:9/health")])
+    assert caught.value.exit_code == 2
+    assert (caught.value.message, caught.value.fix) == ("there is no model smol", "check --model")
+
+
+def test_an_earlier_life_does_not_speak_in_the_tail(make_spec) -> None:
+    spec = make_spec("env", "import sys; print('second life'); sys.exit(1)")
+    spec.log_path.parent.mkdir(parents=True)
+    spec.log_path.write_text("first life\n")
+    with Supervisor(StopRequest()) as supervisor, pytest.raises(ProcessDied) as caught:
+        start_and_watch(supervisor, spec)
+    assert "second life" in str(caught.value)
+    assert "first life" not in str(caught.value)
+    assert spec.log_path.read_text().startswith("first life"), "logs are appended to"
+
+
+def test_the_run_is_complete_when_every_worker_ended_well(make_spec, server_code) -> None:
+    (port,) = find_free_ports(1)
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([make_spec("hub", server_code(port), ready_url=f"http://127.0.0.1:{port}/")])
+        supervisor.start([make_spec("env", "pass"), make_spec("trainer", "pass")])
+        supervisor.watch()
+        hub = supervisor.pids["hub"]
+        assert is_running(hub)
+    assert not is_running(hub)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(0, "ended before its last step"), (5, r"trainer died \(exit code 5\)")]
+)
+def test_a_trainer_that_ends_too_early_takes_the_run_down(make_spec, code: int, says: str) -> None:
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([make_spec("env", SLEEP)])
+        env = supervisor.pids["env"]
+        with pytest.raises(ProcessDied, match=says):
+            start_and_watch(
+                supervisor, make_spec("trainer", f"import sys; sys.exit({code})"), is_trained=False
+            )
+    assert not is_running(env)
+
+
+def test_a_server_may_not_end_by_itself(make_spec, server_code) -> None:
+    (port,) = find_free_ports(1)
+    code = server_code(port).replace("serve_forever()", "handle_request()")
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([make_spec("hub", code, ready_url=f"http://127.0.0.1:{port}/")])
+        with pytest.raises(ProcessDied, match=r"hub ended before its time \(exit code 0\)"):
+            start_and_watch(supervisor, make_spec("env", SLEEP))
+
+
+def test_an_environment_that_leaves_the_trainer_waiting_ends_the_run(make_spec) -> None:
+    with Supervisor(StopRequest(), grace_s=0.3) as supervisor:
+        supervisor.start([make_spec("env", "pass"), make_spec("trainer", SLEEP)])
+        with pytest.raises(ProcessDied, match="env ended while the trainer still needed it"):
+            supervisor.watch()
+
+
+def test_stopping_asks_trainer_then_env_then_engine_then_hub(make_spec, tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    names = ["hub", "engine", "env", "trainer"]
+    specs = [make_spec(name, ORDERLY.format(file=str(order), name=name)) for name in names]
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start(specs)
+        for spec in specs:
+            wait_for(lambda spec=spec: "listening" in spec.log_path.read_text(), spec.name)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 10
+    assert order.read_text().split() == ["trainer", "env", "engine", "hub"]
+
+
+def test_whoever_does_not_listen_is_killed_in_time(make_spec) -> None:
+    deadlines = (("trainer", 0.4), ("env", 0.6))
+    specs = [make_spec("trainer", STUBBORN), make_spec("env", STUBBORN)]
+    with Supervisor(StopRequest(), stop_order=deadlines) as supervisor:
+        supervisor.start(specs)
+        for spec in specs:
+            wait_for(lambda spec=spec: "deaf" in spec.log_path.read_text(), spec.name)
+        pids = list(supervisor.pids.values())
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_stopping_everybody_is_planned_to_take_less_than_ten_seconds() -> None:
+    from treadle.launch.supervisor import STOP_ORDER
+
+    deadlines = [deadline_s for _, deadline_s in STOP_ORDER]
+    assert deadlines == sorted(deadlines)
+    assert deadlines[-1] < 10
+
+
+def test_the_first_ctrl_c_stops_and_the_second_kills_at_once(make_spec) -> None:
+    stop = StopRequest()
+    spec = make_spec("trainer", STUBBORN)
+    with stop.listening(), Supervisor(stop) as supervisor:
+        supervisor.start([spec])
+        wait_for(lambda: "deaf" in spec.log_path.read_text(), "trainer")
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped):
+            supervisor.watch()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        begun = time.monotonic()
+        supervisor.shut_down()
+        took = time.monotonic() - begun
+        signal.signal(signal.SIGALRM, before)
+    assert took < 3
+    assert stop.count == 2
+
+
+def test_what_a_child_started_ends_with_it(make_spec, tmp_path: Path) -> None:
+    file = tmp_path / "grandchild"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(child.pid))\nsys.exit(1)\n"
+    )
+    with Supervisor(StopRequest()) as supervisor, pytest.raises(ProcessDied):
+        start_and_watch(supervisor, make_spec("env", code))
+    wait_for(lambda: not is_running(int(file.read_text())), "end of the grandchild")
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from treadle.launch.machine import MachineFacts
+from treadle.launch.plan import ProcessSpec, child_environment
+from treadle.launch.supervisor import StopRequest, Supervisor
+import os
+environment = child_environment(MachineFacts(1, False, launcher_pid=os.getpid(), environment=os.environ), threads=1, is_offline=True)
+folder = Path(sys.argv[1])
+child = "from treadle.cli import _die_with_parent; _die_with_parent(); import time; print('up', flush=True); time.sleep(60)"
+specs = [ProcessSpec(name, (sys.executable, "-c", child), environment, folder / (name + ".log")) for name in ("env", "trainer")]
+supervisor = Supervisor(StopRequest())
+supervisor.start(specs)
+print(*supervisor.pids.values(), flush=True)
+supervisor.watch()
+"""  # noqa: E501
+
+
+def test_no_orphan_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    try:
+        pids = [int(word) for word in launcher.stdout.readline().split()]
+        assert len(pids) == 2
+        for name in ("env", "trainer"):
+            wait_for(lambda name=name: "up" in (tmp_path / f"{name}.log").read_text(), name)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        launcher.stdout.close()
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "end of the orphans", seconds=8)

@@ -1,0 +1,161 @@
+"""What the user sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from written_run import history_of, write_run
+
+from treadle.config import load_run
+from treadle.launch.history import History, HistoryReader
+from treadle.launch.panel import draw, time_left_s
+from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
+from treadle.launch.wording import duration, one_line, sparkline
+
+
+def state_of(folder: Path, num_steps: int) -> RunState:
+    config = write_run(folder, num_steps=num_steps, is_evaluated=False)
+    return RunState(
+        config,
+        "20260102-030405-arithmetic-addition",
+        history=history_of(config, folder),
+        phase="training",
+        num_queued=8,
+        memory_bytes=4_200_000_000,
+        begun=0.0,
+        clock=lambda: 75.0,
+    )
+
+
+def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(draw(state_of(tmp_path, 25).picture()))
+    text = console.export_text()
+    for figure in (
+        "20260102-030405-arithmetic-addition",
+        "smollm2-135m-instruct",
+        "addition",
+        "step 25/50",
+        "0.450",
+        "40.0 %",
+        "412",
+        "8 groups",
+        "1.0",
+        "4.20 GB",
+        "generation 3.0",
+        "training 4.0",
+        "waiting 0.5",
+        "1 min 15 s",
+        "2 min 05 s left",
+        "▁",
+        "1.6 % at step 0",
+        "training",
+    ):
+        assert figure in text, figure
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -> None:
+    console = Console(file=io.StringIO(), record=True, width=width)
+    console.print(draw(RunState(load_run(None), "run").picture()))
+    text = console.export_text()
+    assert "step 0/50" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_name_with_brackets_is_no_markup() -> None:
+    console = Console(file=io.StringIO(), record=True, width=80)
+    console.print(draw(RunState(load_run(None, {"model": "my[/x]model"}), "run").picture()))
+    assert "my[/x]model" in console.export_text()
+
+
+def test_plain_lines_tell_each_step_and_phase_once(tmp_path: Path) -> None:
+    state = state_of(tmp_path, 2)
+    whole, state.history = state.history, History()
+    out = io.StringIO()
+    view = PlainView(out)
+    state.phase = "starting hub and engine"
+    view.update(state)
+    state.history, state.phase = whole, "training"
+    view.update(state)
+    view.update(state)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "starting hub and engine..."
+    assert lines[1] == "held-out accuracy at step 0: 1.6 % (0.6 % to 3.6 %)"
+    assert lines[2].startswith("step   1/50  reward 0.066  accuracy 1.6 %  412 tokens/s  5.0 s  age 1.0")
+    assert lines[2].endswith("4 min 05 s left")
+    assert lines[3].startswith("step   2/50")
+    assert lines[4:] == ["training..."]
+
+
+def test_a_resumed_run_does_not_tell_its_past_again(tmp_path: Path) -> None:
+    out = io.StringIO()
+    PlainView(out).update(state_of(tmp_path, 25))
+    assert out.getvalue() == "training...\n"
+
+
+def test_steps_that_are_taken_again_are_told_again(tmp_path: Path) -> None:
+    state = state_of(tmp_path, 3)
+    whole = state.history
+    out = io.StringIO()
+    view = PlainView(out)
+    for num_steps in (3, 1, 2):
+        state.history = History(whole.steps[:num_steps])
+        view.update(state)
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step")] == ["2/50"]
+
+
+def test_a_live_view_draws_and_gives_the_terminal_back(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    state = state_of(tmp_path, 25)
+    with Screen(LiveView(console, interval_s=0), state, lambda _: None) as screen:
+        screen.tick()
+        screen.tick()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 25/50" in text
+    assert text.rstrip().endswith("\x1b[?25h") or "\x1b[?25h" in text.rsplit("step 25/50", 1)[1]
+
+
+def test_a_broken_view_never_ends_a_run() -> None:
+    def break_down(_state: RunState) -> None:
+        raise ZeroDivisionError
+
+    with Screen(LiveView(Console(file=io.StringIO())), RunState(load_run(None), "run"), break_down) as screen:
+        screen.tick()
+        screen.tick()
+
+
+def test_phases_are_told_from_what_was_written(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    whole = history_of(config, tmp_path)
+    assert current_phase(History(), config) == "measuring held-out accuracy before training"
+    assert current_phase(History((), whole.evaluations[:1]), config) == "collecting the first batch"
+    assert current_phase(History(whole.steps[:9], whole.evaluations[:1]), config) == "training"
+    unmeasured = History(whole.steps, whole.evaluations[:1])
+    assert current_phase(unmeasured, config) == "measuring held-out accuracy after training"
+    assert current_phase(whole, config) == "finishing"
+    assert current_phase(History(), load_run(None, {"env.num_eval": "0"})) == "collecting the first batch"
+
+
+def test_half_written_files_are_read_when_they_are_whole(tmp_path: Path) -> None:
+    reader = HistoryReader(tmp_path / "metrics.jsonl", tmp_path / "evals")
+    assert reader.read() == History()
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals" / "a.json").write_text('{"step": 0, "acc')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    assert (reader.read().last_step, reader.read().evaluations) == (1, ())
+    (tmp_path / "evals" / "a.json").write_text('{"step": 0, "accuracy": 0.5, "interval_95": [0.4, 0.6]}')
+    assert [found.accuracy for found in reader.read().evaluations] == [0.5]
+
+
+def test_words() -> None:
+    assert [duration(s) for s in (0.4, 75, 3723)] == ["0 s", "1 min 15 s", "1 h 02 min"]
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([]) == ""
+    assert len(sparkline([0.1] * 500)) == 40
+    assert one_line("a\n b\x1b[31m " + "c" * 99, 10) == "a b[31m c…"
+    assert time_left_s(History(), 50) is None

@@ -1,0 +1,69 @@
+"""A run as it would have written itself: fifty steps that learn, measured before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from treadle.config import RunConfig, load_run
+from treadle.launch.history import History, reader_of
+
+
+def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:
+    accuracy = step / num_steps * 0.8
+    return {
+        "step": step,
+        "time_s": 6.0 * step,
+        "reward/mean": accuracy + 0.05,
+        "rollout/accuracy": accuracy,
+        "rollout/generation_s": 3.0,
+        "age/mean": 1.0,
+        "perf/step_s": 5.0,
+        "perf/wait_s": 0.5,
+        "perf/train_s": 4.0,
+        "perf/tokens_per_s": 412.4,
+        "loss/policy": None,
+    }
+
+
+def evaluation(step: int, right: dict[str, bool], accuracy: float) -> dict[str, Any]:
+    return {
+        "env": "arithmetic",
+        "task": "addition",
+        "step": step,
+        "policy_version": step,
+        "num_prompts": 256,
+        "num_right": round(256 * accuracy),
+        "accuracy": accuracy,
+        "interval_95": [accuracy - 0.01, accuracy + 0.02],
+        "seconds": 9.0,
+        "samples": [
+            {
+                "prompt": prompt,
+                "completion": f"answer {step}\n to {prompt}",
+                "gold": "7",
+                "is_right": is_right,
+            }
+            for prompt, is_right in right.items()
+        ],
+    }
+
+
+def write_run(folder: Path, *, num_steps: int = 50, is_evaluated: bool = True) -> RunConfig:
+    (folder / "evals").mkdir(parents=True)
+    lines = [json.dumps(step_values(step)) for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    before = {"a": False, "b": True, "c": False, "d": False, "e": False}
+    after = {"a": False, "b": True, "c": True, "d": True, "e": False}
+    (folder / "evals" / "step-0.json").write_text(json.dumps(evaluation(0, before, 0.016)))
+    if is_evaluated:
+        (folder / "evals" / "step-50.json").write_text(json.dumps(evaluation(num_steps, after, 0.73)))
+    return load_run(
+        None,
+        {"train.metrics_file": folder / "metrics.jsonl", "env.data_dir_to_save_evals": folder / "evals"},
+    )
+
+
+def history_of(config: RunConfig, folder: Path) -> History:
+    return reader_of(config, folder).read()

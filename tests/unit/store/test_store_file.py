@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import sqlite3
+import threading
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from treadle.errors import ConfigError, DiskFull
+from treadle.store import KeyReused, NewGroup, Post, QueueFull, StorageFailed, Store
+from treadle.store.writer import GroupCommitWriter
+from treadle.wire.hub import RegisterEnv
+
+
+def group(size: int = 1, num_bytes: int = 2, env_id: int | None = None) -> NewGroup:
+    return NewGroup(payload=b"{" + b" " * (num_bytes - 2) + b"}", size=size, num_tokens=size, env_id=env_id)
+
+
+def test_the_file_is_only_the_owners(tmp_path: Path):
+    path = tmp_path / "deep" / "hub.sqlite"
+    with Store.open(path) as store:
+        store.append(Post([group()]), limit_groups=9).result()
+        modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+
+
+def test_a_newer_schema_is_refused_with_a_sentence(tmp_path: Path):
+    path = tmp_path / "hub.sqlite"
+    Store.open(path).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ConfigError, match="schema version 99; this program knows versions up to 1"):
+        Store.open(path)
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path):
+    path = tmp_path / "other.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE theirs (x)")
+    db.commit()
+    db.close()
+    with pytest.raises(ConfigError, match="another program"):
+        Store.open(path)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path):
+    path = tmp_path / "hub.sqlite"
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(ConfigError, match="cannot be read as a queue"):
+        Store.open(path)
+
+
+def test_a_second_hub_on_the_same_file_is_refused(store):
+    with pytest.raises(ConfigError, match="in use by another hub"):
+        Store.open(store.path)
+
+
+def test_everything_is_there_after_reopening(tmp_path: Path, trainer):
+    path = tmp_path / "hub.sqlite"
+    with Store.open(path) as store:
+        store.register_trainer(trainer).result()
+        store.append(Post([group(2), group(3)], key="k", body_hash=b"h"), limit_groups=9).result()
+    with Store.open(path) as store:
+        assert store.run_state().trainer == trainer
+        assert (store.counts().queued.groups, store.counts().queued.sequences) == (2, 5)
+        assert store.append(Post([group()], key="k", body_hash=b"h"), limit_groups=9).result().duplicate
+
+
+def test_a_key_stands_for_one_body(store):
+    assert not store.append(Post([group()], key="k", body_hash=b"1"), limit_groups=9).result().duplicate
+    repeated = store.append(Post([group()], key="k", body_hash=b"1"), limit_groups=9).result()
+    assert (repeated.duplicate, repeated.num_groups) == (True, 1)
+    with pytest.raises(KeyReused):
+        store.append(Post([group()], key="k", body_hash=b"2"), limit_groups=9).result()
+    assert store.counts().accepted_groups == 1
+
+
+def test_the_queue_limit_holds_and_a_list_is_stored_whole_or_not_at_all(store):
+    store.append(Post([group(), group()]), limit_groups=3).result()
+    with pytest.raises(QueueFull, match="2 groups wait"):
+        store.append(Post([group(), group()], key="later"), limit_groups=3).result()
+    assert store.counts().accepted_groups == 2
+    store.append(Post([group()], key="later"), limit_groups=3).result()
+    assert store.append(Post([group()], key="later"), limit_groups=3).result().duplicate
+
+
+def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
+    with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
+        store.append(Post([group()]), limit_groups=99).result()
+        with pytest.raises(DiskFull):
+            store.append(Post([group(num_bytes=500_000)]), limit_groups=99).result()
+        store.append(Post([group()]), limit_groups=99).result()
+        assert store.counts().accepted_groups == 2
+
+
+def test_a_post_too_large_for_the_disk_does_not_fail_those_it_shares_a_commit_with(tmp_path: Path):
+    with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
+        gate = threading.Event()
+        store._writer.submit(lambda _: gate.wait(5))  # holds the writer, so that the next three wait together
+        posts = [Post([group()]), Post([group(num_bytes=500_000)]), Post([group()])]
+        futures = [store.append(post, limit_groups=99) for post in posts]
+        gate.set()
+        wait(futures, timeout=10)
+        assert [type(future.exception()) for future in futures] == [type(None), DiskFull, type(None)]
+        assert store.counts().accepted_groups == 2
+
+
+def test_posts_that_wait_together_share_one_commit(store):
+    gate = threading.Event()
+    store._writer.submit(lambda _: gate.wait(5))
+    futures = [store.append(Post([group()], key=f"k{i % 20}"), limit_groups=99) for i in range(40)]
+    before = store.num_commits
+    gate.set()
+    appended = [future.result(timeout=10) for future in futures]
+    assert sum(not each.duplicate for each in appended) == 20
+    assert store.counts().accepted_groups == 20
+    assert store.num_commits - before <= 3
+
+
+def test_a_refused_job_undoes_only_itself(tmp_path: Path):
+    db = sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None, check_same_thread=False)
+    db.execute("CREATE TABLE t (x)")
+    writer = GroupCommitWriter(db)
+    gate = threading.Event()
+
+    def spoil(connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO t VALUES ('spoilt')")
+        raise KeyReused("no")
+
+    writer.submit(lambda _: gate.wait(5))
+    kept = writer.submit(lambda connection: connection.execute("INSERT INTO t VALUES ('kept')").rowcount)
+    refused = writer.submit(spoil)
+    gate.set()
+    assert kept.result(timeout=5) == 1
+    assert isinstance(refused.exception(timeout=5), KeyReused)
+    writer.close()
+    assert db.execute("SELECT x FROM t").fetchall() == [("kept",)]
+
+
+def test_after_a_failed_fsync_nothing_more_is_promised(store):
+    def fail(_: sqlite3.Connection) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+        raise error
+
+    assert not store.is_broken
+    assert isinstance(store._writer.submit(fail).exception(timeout=5), StorageFailed)
+    with pytest.raises(StorageFailed, match="restart the hub"):
+        store.append(Post([group()]), limit_groups=9).result(timeout=5)
+    assert store.is_broken
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Store.open(tmp_path)
+
+
+def test_a_closed_store_refuses_instead_of_hanging(tmp_path: Path):
+    store = Store.open(tmp_path / "hub.sqlite")
+    store.close()
+    with pytest.raises(StorageFailed):
+        store.append(Post([group()]), limit_groups=9).result(timeout=1)
+
+
+def test_envs_get_numbered_names_and_their_own_back(store):
+    def register(resume: bool = False, idle_s: float = 0.0):
+        env = RegisterEnv(max_token_length=8, desired_name="math", weight=None, group_size=2)
+        return store.register_env(env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0).result()
+
+    assert [register().name, register().name] == ["math_0", "math_1"]
+    store.append(Post([group(env_id=0), group(env_id=0), group(env_id=7)]), limit_groups=9).result()
+    back = register(idle_s=11.0)
+    assert (back.env_id, back.name, back.groups_accepted) == (0, "math_0", 2)
+    assert register(resume=True).env_id == 0
+
+
+def test_a_reset_forgets_everything_but_uses_no_id_again(store, trainer, terms):
+    store.register_trainer(trainer).result()
+    store.append(Post([group(4)], key="k"), limit_groups=9).result()
+    store.lease(1, "a", terms).result()
+    store.reset().result()
+    assert store.counts().accepted_groups == 0
+    assert store.run_state().trainer is None
+    assert not store.append(Post([group(4)], key="k"), limit_groups=9).result().duplicate
+    assert store.waiting(4)[0].id == 2

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from treadle.store import HeldByAnother, NewGroup, Post, StaleToken, Store
+
+
+@pytest.fixture
+def full(store, trainer):
+    """A registered trainer (batches of 4) and six groups of two sequences, tagged 0 to 5."""
+    store.register_trainer(trainer).result()
+    fill(store, 6)
+    return store
+
+
+def fill(store: Store, count: int) -> None:
+    for tag in range(count):
+        group = NewGroup(payload=b'{"tag":%d}' % tag, size=2, num_tokens=8)
+        store.append(Post([group]), limit_groups=100).result()
+
+
+def tags(batch) -> list[int]:
+    return [msgspec.json.decode(group.payload)["tag"] for group in batch.groups]
+
+
+def test_batches_come_in_the_order_of_arrival(full, terms):
+    assert [tags(full.lease(step, "a", terms).result()) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert full.lease(4, "a", terms).result() is None
+
+
+def test_ack_counts_the_step_and_the_groups(full, terms):
+    batch = full.lease(1, "a", terms).result()
+    full.ack(1, batch.token).result()
+    counts = full.counts()
+    assert full.run_state().current_step == 1
+    assert (counts.queued.groups, counts.leased.groups, counts.trained.groups) == (4, 0, 2)
+    assert counts.accepted_groups == 6
+
+
+def test_a_repeated_ack_is_answered_and_changes_nothing(full, terms):
+    first = full.lease(1, "a", terms).result()
+    full.ack(1, first.token).result()
+    second = full.lease(2, "a", terms).result()
+    full.ack(2, second.token).result()
+    full.ack(1, first.token).result()
+    assert full.run_state().current_step == 2
+
+
+def test_a_step_that_was_trained_is_given_out_again_bit_for_bit_under_a_new_token(full, terms):
+    first = full.lease(1, "a", terms).result()
+    full.ack(1, first.token).result()
+    again = full.lease(1, "a", terms).result()
+    assert again.groups == first.groups
+    assert again.token != first.token
+    with pytest.raises(StaleToken):
+        full.ack(1, first.token).result()
+    full.ack(1, again.token).result()
+    assert full.counts().trained.groups == 2
+
+
+def test_a_live_lease_is_not_given_to_another_holder(full, terms):
+    full.lease(1, "a", terms).result()
+    with pytest.raises(HeldByAnother, match="leased by 'a'"):
+        full.lease(1, "b", terms).result()
+
+
+def test_a_lease_that_ran_out_goes_to_another_and_fences_the_first_off(full, terms, clock):
+    late = full.lease(1, "a", terms).result()
+    clock.now_s += 61
+    taken = full.lease(1, "b", terms).result()
+    assert tags(taken) == tags(late)
+    for verb in (lambda: full.ack(1, late.token), lambda: full.renew(1, late.token, 60.0)):
+        with pytest.raises(StaleToken):
+            verb().result()
+    full.ack(1, taken.token).result()
+
+
+def test_renewing_keeps_a_lease(full, terms, clock):
+    batch = full.lease(1, "a", terms).result()
+    clock.now_s += 50
+    full.renew(1, batch.token, 60.0).result()
+    clock.now_s += 50
+    with pytest.raises(HeldByAnother):
+        full.lease(1, "b", terms).result()
+
+
+def test_a_lease_that_ran_out_but_was_not_taken_can_be_acknowledged(full, terms, clock):
+    batch = full.lease(1, "a", terms).result()
+    clock.now_s += 1000
+    full.ack(1, batch.token).result()
+    assert full.run_state().current_step == 1
+
+
+def test_a_batch_given_back_comes_again_until_it_is_dead_lettered(full, terms):
+    for delivery in (1, 2, 3):
+        batch = full.lease(1, "a", terms).result()
+        assert (tags(batch), batch.deliveries) == ([0, 1], delivery)
+        is_dead = full.nack(1, batch.token, reason="loss is NaN", max_deliveries=3).result()
+        assert is_dead == (delivery == 3)
+    dead = full.dead_groups()
+    assert [(group.id, group.step, group.reason) for group in dead] == [
+        (2, 1, "loss is NaN"),
+        (1, 1, "loss is NaN"),
+    ]
+    assert tags(full.lease(1, "a", terms).result()) == [2, 3]
+    assert full.counts().accepted_groups == 6
+
+
+def test_a_batch_that_kills_its_trainer_is_dead_lettered_too(full, terms, trainer):
+    for _ in range(3):
+        assert tags(full.lease(1, "a", terms).result()) == [0, 1]
+        full.register_trainer(trainer, holder="a").result()
+    assert tags(full.lease(1, "a", terms).result()) == [2, 3]
+    assert "never acknowledged" in full.dead_groups()[0].reason
+
+
+def test_giving_back_a_batch_that_was_trained_only_releases_it(full, terms):
+    for _ in range(5):
+        batch = full.lease(1, "a", terms).result()
+        full.ack(1, batch.token).result()
+    batch = full.lease(1, "a", terms).result()
+    assert full.nack(1, batch.token, reason="", max_deliveries=3).result() is False
+    assert full.counts().trained.groups == 2
+    assert tags(full.lease(1, "b", terms).result()) == [0, 1]
+
+
+def test_registering_releases_the_leases_of_that_holder_only(full, terms, trainer):
+    mine = full.lease(1, "a", terms).result()
+    full.lease(2, "b", terms).result()
+    full.register_trainer(trainer, holder="a").result()
+    full.lease(1, "c", terms).result()
+    with pytest.raises(HeldByAnother):
+        full.lease(2, "c", terms).result()
+    with pytest.raises(StaleToken):
+        full.ack(1, mine.token).result()
+
+
+def test_a_restarted_hub_gives_out_the_leases_of_its_earlier_process(tmp_path: Path, clock, terms, trainer):
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        store.register_trainer(trainer).result()
+        fill(store, 4)
+        held = store.lease(1, "a", terms).result()
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        assert tags(store.lease(1, "b", terms).result()) == tags(held)
+        with pytest.raises(StaleToken):
+            store.ack(1, held.token).result()
+
+
+def test_a_trainer_keeps_its_lease_over_a_restart_when_nobody_takes_it(tmp_path: Path, clock, terms, trainer):
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        store.register_trainer(trainer).result()
+        fill(store, 4)
+        held = store.lease(1, "a", terms).result()
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        store.renew(1, held.token, 60.0).result()
+        store.ack(1, held.token).result()
+        assert store.run_state().current_step == 1
+
+
+def test_taking_gives_each_batch_once_and_counts_the_step(full, terms):
+    assert [tags(full.take(terms).result()) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert full.take(terms).result() is None
+    assert full.run_state().current_step == 3
+
+
+def test_taking_after_a_registration_from_zero_gives_new_data(full, terms, trainer):
+    full.take(terms).result()
+    full.register_trainer(trainer).result()
+    assert tags(full.take(terms).result()) == [2, 3]
+    assert full.run_state().current_step == 1
+
+
+def test_taking_delivers_first_what_was_given_back(full, terms):
+    batch = full.lease(1, "a", terms).result()
+    assert full.take(terms).result() is None
+    full.nack(1, batch.token, reason="", max_deliveries=3).result()
+    assert tags(full.take(terms).result()) == [0, 1]
+
+
+def test_a_group_is_never_in_two_batches(full, terms, clock):
+    seen: list[int] = []
+    for step in (1, 2, 3):
+        for holder in ("a", "b"):
+            batch = full.lease(step, holder, terms).result()
+            clock.now_s += 61
+        seen += tags(batch)
+    assert seen == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,110 @@
+"""The command line as a user meets it: a real process, its words and its exit code."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from treadle.cli import VERBS
+
+
+def treadle(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "treadle", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)])
+def test_help_answers_at_once(words: tuple[str, ...]) -> None:
+    begun = time.monotonic()
+    done = treadle(*words, "--help")
+    took = time.monotonic() - begun
+    print(f"treadle {' '.join(words)} --help: {took:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "treadle" in done.stdout
+    assert took < 2.0, "one second on an idle machine; the second one is for a busy one"
+
+
+@pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("doctor", "--help")])
+def test_help_never_loads_torch(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "treadle", *words],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "treadle.cli" in loaded
+    assert not loaded & {"torch", "transformers", "matplotlib"}
+
+
+def test_a_misspelt_verb_is_answered_with_the_right_one() -> None:
+    done = treadle("trian")
+    assert done.returncode == 2
+    assert "unknown verb 'trian'; did you mean 'train'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (("run", "--train.lrr", "1e-5"), "--train.lr"),
+        (("run", "--step", "3"), "--steps"),
+        (("hub", "--prot", "8000"), "--port"),
+        (("chat", "--mesage", "hi"), "--message"),
+    ],
+)
+def test_a_misspelt_flag_is_answered_with_the_right_one(words: tuple[str, ...], suggestion: str) -> None:
+    done = treadle(*words)
+    assert done.returncode == 2
+    assert f"unknown flag {words[1]}; did you mean '{suggestion}'?" in done.stderr
+
+
+def test_a_misspelt_key_in_a_file_is_answered_with_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlearning_rat = 1e-5\n[env]\ngroup_size = 8\n")
+    done = treadle("run", "--config", "run.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unknown key 'train.learning_rat' in run.toml" in done.stderr
+    (tmp_path / "run.toml").write_text("[env]\ngroup_siez = 8\n")
+    done = treadle("run", "--config", "run.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean 'group_size'?" in done.stderr
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_a_value_that_cannot_be_right_names_its_flag() -> None:
+    done = treadle("run", "--steps", "many")
+    assert done.returncode == 2
+    assert "'steps' is 'many'" in done.stderr
+    assert "--steps" in done.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = treadle("run", "--hub.port", str(port), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr
+    assert "--hub.port" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
+    done = treadle("run", "--resume", str(tmp_path))
+    assert done.returncode == 2
+    assert "not the folder of a run" in done.stderr
+
+
+def test_chat_without_a_run_says_what_to_do(tmp_path: Path) -> None:
+    done = treadle("chat", "--message", "hi", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no finished run" in done.stderr
