@@ -10,7 +10,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CHARACTERS = "0123456789 +-=.,?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n<>|_:'"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>' }}{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>' }}{% endif %}"
+)
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, hidden_size: int = 160, num_layers: int = 3) -> Path:

@@ -60,7 +60,7 @@ def run_api() -> None:
 def _run(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, add_flags, given
     from treadle.config.load import load_run
-    from treadle.config.schema import RunConfig
+    from treadle.config.schema import RunConfig, Section
 
     parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
     parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
@@ -68,7 +68,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     add_flags(parser, RunConfig)
     for name, field in RunConfig.model_fields.items():
-        if isinstance(field.default, _section_type()):
+        if isinstance(field.default, Section):
             add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
     values = parser.parse_args(words)
     from treadle.launch import resume, start
@@ -162,12 +162,6 @@ def _one_section(name: str, words: list[str]) -> Any:
     values = parser.parse_args(words)
     _log_to_stderr()
     return load_run(values._config, given(values))
-
-
-def _section_type() -> type:
-    from treadle.config.schema import Section
-
-    return Section
 
 
 def _log_to_stderr() -> None:

@@ -1,18 +1,18 @@
 """Every error a user can meet. Each says what happened and, after it, what to do about it.
 
-    TreadleError
-    ├── UserError           exit code 2: something the user can change
-    │   ├── ConfigError       a key, flag or value that cannot be right
-    │   ├── MissingExtra      an optional dependency is not installed
-    │   ├── ModelError        a model that does not exist or that we refuse to load
-    │   ├── DownloadError     a file that did not arrive, or arrived with the wrong hash
-    │   ├── PortInUse         another program listens there
-    │   └── DiskFull          no room left for the queue, the logs or a checkpoint
-    ├── ProcessDied         exit code 1: a process of the run ended that should not have
-    ├── HubError            the hub refused a call or could not be reached
-    ├── EngineError         the engine refused a call or could not be reached
-    ├── SyncError           new weights did not reach the engine, or cannot be shown to have reached it
-    └── TrainingError       the numbers went bad (NaN) or a batch cannot be trained
+TreadleError
+├── UserError           exit code 2: something the user can change
+│   ├── ConfigError       a key, flag or value that cannot be right
+│   ├── MissingExtra      an optional dependency is not installed
+│   ├── ModelError        a model that does not exist or that we refuse to load
+│   ├── DownloadError     a file that did not arrive, or arrived with the wrong hash
+│   ├── PortInUse         another program listens there
+│   └── DiskFull          no room left for the queue, the logs or a checkpoint
+├── ProcessDied         exit code 1: a process of the run ended that should not have
+├── HubError            the hub refused a call or could not be reached
+├── EngineError         the engine refused a call or could not be reached
+├── SyncError           new weights did not reach the engine, or cannot be shown to have reached it
+└── TrainingError       the numbers went bad (NaN) or a batch cannot be trained
 """
 
 from __future__ import annotations

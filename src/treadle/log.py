@@ -1,8 +1,8 @@
 """Structured logs: an event name and fields, one line each.
 
-    log = get_logger("engine")
-    log.info("published", version=3, seconds=0.21)
-    # 2026-01-02T03:04:05.678 INFO  engine published version=3 seconds=0.21
+log = get_logger("engine")
+log.info("published", version=3, seconds=0.21)
+# 2026-01-02T03:04:05.678 INFO  engine published version=3 seconds=0.21
 """
 
 from __future__ import annotations

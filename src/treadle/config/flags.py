@@ -39,7 +39,9 @@ class FlagParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, prefix: str = "", dotted: bool = False) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, model: type[BaseModel], *, prefix: str = "", dotted: bool = False
+) -> None:
     """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`."""
     group = parser.add_argument_group(prefix.rstrip(".") or "options") if dotted else parser
     for name, field in model.model_fields.items():

@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
     try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)  # type: ignore[no-any-return]
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} cannot be parsed: {error}", fix="correct that line") from None
 

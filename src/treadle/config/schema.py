@@ -71,7 +71,9 @@ class EnvConfig(Section):
     """An environment process (Atropos' `--env.*` flags)."""
 
     name: str = option("arithmetic", "a built-in environment")
-    task: str = option("addition", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
+    task: str = option(
+        "addition", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)"
+    )
     group_size: PositiveInt = option(8, "completions per prompt")
     max_token_length: PositiveInt = option(24, "longest completion, in tokens")
     temperature: Annotated[float, Field(ge=0)] = option(1.0, "sampling temperature in training")

@@ -51,6 +51,8 @@ def build_app(engine: TransformersEngine, scheduler: Scheduler, *, pause_timeout
     async def generate(http: HttpRequest) -> Response:
         body = await _decode(http, GenerateRequest)
         request = _check(body, engine)
+        if request.n > scheduler.max_num_seqs:
+            raise BadRequest(f"n={request.n} is over --max-num-seqs {scheduler.max_num_seqs}")
         finished = await asyncio.wrap_future(scheduler.submit(request, body.wave))
         return _json(_answer(body, request, finished, engine))
 
@@ -132,7 +134,7 @@ def _check(body: GenerateRequest, engine: TransformersEngine) -> Request:
     longest = len(prompt_ids) + body.max_tokens
     if longest > engine.max_model_len:
         raise BadRequest(
-            f"{len(prompt_ids)} prompt tokens + max_tokens {body.max_tokens} is over --max-model-len {engine.max_model_len}"
+            f"{len(prompt_ids)} prompt and {body.max_tokens} new tokens exceed --max-model-len {engine.max_model_len}"
         )
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
     if len(stop) > MAX_STOP_STRINGS or any(not word for word in stop):

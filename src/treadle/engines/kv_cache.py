@@ -20,22 +20,29 @@ GROWTH = 64  # the cache grows in steps of so many positions
 class KVCache:
     """A dense cache: one row a sequence, each with its own length.
 
-    Two kinds of forward: a prefill remembers the keys of whole prompts, `adopt` then gives each completion a row of its
-    own; a decode adds one position to every row.
+    Two kinds of forward: a prefill remembers the keys of prompts (a second one continues the first, for prompts that
+    begin alike), `adopt` then gives each completion a row of its own; a decode adds one position to every row.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self._keys: list[Tensor] = [torch.empty(0)] * num_layers
-        self._values: list[Tensor] = [torch.empty(0)] * num_layers
-        self._prompt_keys: list[Tensor] = [torch.empty(0)] * num_layers
-        self._prompt_values: list[Tensor] = [torch.empty(0)] * num_layers
+        self._num_layers = num_layers
+        self.clear()
+
+    def clear(self) -> None:
+        self._keys = [torch.empty(0)] * self._num_layers
+        self._values = [torch.empty(0)] * self._num_layers
         self._positions_B: Tensor | None = None  # where a decode writes; None during a prefill
         self._mask: Tensor | None = None
-        self._rows = torch.empty(0)
-        self.num_rows = 0
+        self._forget_prompts()
 
     def begin_prefill(self) -> None:
         self._positions_B = None
+        self._forget_prompts()
+
+    def continue_prefill(self, num_before: int, num_more: int, device: torch.device) -> None:
+        """The next forward goes on where the last prefill (one row) ended, in several rows."""
+        mask = torch.ones(num_more, num_before + num_more, dtype=torch.bool, device=device)
+        self._mask = mask.tril(diagonal=num_before)
 
     def adopt(self, copies: list[int]) -> None:
         """Give prompt i of the last prefill `copies[i]` rows, behind the rows that are already there."""
@@ -43,18 +50,13 @@ class KVCache:
         for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
             self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
             self._values[layer] = self._append(self._values[layer], values.repeat_interleave(repeats, 0))
-            self._prompt_keys[layer] = self._prompt_values[layer] = torch.empty(0)
-        self.num_rows += sum(copies)
+        self._forget_prompts()
 
     def keep(self, rows: Tensor) -> None:
         """Forget every row but these."""
         for layer in range(len(self._keys)):
             self._keys[layer] = self._keys[layer][rows]
             self._values[layer] = self._values[layer][rows]
-        self.num_rows = len(rows)
-
-    def clear(self) -> None:
-        self.__init__(len(self._keys))  # type: ignore[misc]
 
     def begin_decode(self, positions_B: Tensor) -> None:
         """The next forward adds one position to each row, at `positions_B`."""
@@ -73,9 +75,7 @@ class KVCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [B, heads, T, D], key and value [B, kv heads, T, D] -> [B, T, heads, D]."""
         if self._positions_B is None:
-            self._prompt_keys[layer], self._prompt_values[layer] = key, value
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-            return out.transpose(1, 2)
+            return self._attend_to_prompts(layer, query, key, value, scaling)
         keys, values = self._keys[layer], self._values[layer]
         keys[self._rows, :, self._positions_B] = key[:, :, 0]
         values[self._rows, :, self._positions_B] = value[:, :, 0]
@@ -84,6 +84,22 @@ class KVCache:
             query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
+
+    def _attend_to_prompts(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if self._prompt_keys[layer].numel():
+            shared = (len(key), -1, -1, -1)
+            key = torch.cat([self._prompt_keys[layer].expand(shared), key], 2)
+            value = torch.cat([self._prompt_values[layer].expand(shared), value], 2)
+        self._prompt_keys[layer], self._prompt_values[layer] = key, value
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=self._mask, is_causal=self._mask is None, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    def _forget_prompts(self) -> None:
+        self._prompt_keys = [torch.empty(0)] * self._num_layers
+        self._prompt_values = [torch.empty(0)] * self._num_layers
+        self._mask = None
 
     @staticmethod
     def _append(old: Tensor, new: Tensor) -> Tensor:

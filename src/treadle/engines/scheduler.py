@@ -44,7 +44,7 @@ class _Job:
 class Scheduler:
     def __init__(self, engine: TransformersEngine, max_num_seqs: int) -> None:
         self._engine = engine
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._changed = threading.Condition()
         self._waiting: list[_Job] = []
         self._running: list[_Job] = []
@@ -71,13 +71,9 @@ class Scheduler:
         return self._paused
 
     def submit(self, request: Request, wave: Wave | None) -> Future[Finished]:
-        if request.n > self._max_num_seqs:
-            raise EngineError(
-                f"n={request.n} is more than the {self._max_num_seqs} sequences that run side by side",
-                fix="ask for fewer, or start the engine with a larger --max-num-seqs",
-            )
         job = _Job(request, wave, time.monotonic(), Future(), [])
         with self._changed:
+            self._refuse_when_dead()
             self._drop_replaced(job)
             self._waiting.append(job)
             self._changed.notify_all()
@@ -87,10 +83,11 @@ class Scheduler:
         """Admit nothing more; returns when nothing runs. On a time-out the engine goes on as before."""
         with self._changed:
             self._paused = True
-            if not self._changed.wait_for(lambda: not self._running or self.failure, timeout_s):
+            if not self._changed.wait_for(lambda: not self._running, timeout_s):
                 self._paused = False
                 self._changed.notify_all()
                 raise EngineError(f"{len(self._running)} requests were still running after {timeout_s:.0f} s")
+            self._refuse_when_dead()
 
     def resume(self, policy_version: int | None) -> None:
         with self._changed:
@@ -99,10 +96,13 @@ class Scheduler:
             self._paused = False
             self._changed.notify_all()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End after the token that is being computed; whoever waits is told."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def join(self) -> None:
         self._thread.join(timeout=5)
 
     def _loop(self) -> None:
@@ -110,7 +110,7 @@ class Scheduler:
             with self._changed:
                 admitted = self._wait_for_work()
             if self._closed:
-                self._fail_all(EngineError("the engine is shutting down"))
+                self._fail_all("the engine is shutting down")
                 return
             started = time.monotonic()
             try:
@@ -121,11 +121,8 @@ class Scheduler:
                 self._engine.step()
             except Exception as error:
                 log.error("generation_failed", exc_info=True)
-                self._engine.drop_all()
-                with self._changed:
-                    self.failure = type(error).__name__
-                    self._fail_all(EngineError(f"generation failed: {type(error).__name__}", fix="see the engine's log"))
-                    self._changed.notify_all()
+                self.failure = type(error).__name__
+                self._fail_all(f"generation failed ({self.failure}); the engine's log says more")
                 return
             self.generating_s += time.monotonic() - started
             self._answer_finished()
@@ -156,7 +153,7 @@ class Scheduler:
         def order(job: _Job) -> tuple[float, int]:
             return (arrival[job.wave.id], job.wave.index) if job.wave else (job.submitted, 0)
 
-        room = self._max_num_seqs - self._engine.num_running
+        room = self.max_num_seqs - self._engine.num_running
         chosen: list[_Job] = []
         for job in sorted(self._waiting, key=order) if room else []:
             if not self._may_start(job):
@@ -202,9 +199,14 @@ class Scheduler:
             self.generated_tokens += sum(len(s.token_ids) for s in job.sequences)
             job.future.set_result(Finished(job.sequences, job.policy_version, time.monotonic() - job.admitted))
 
-    def _fail_all(self, error: EngineError) -> None:
-        for job in self._running + self._waiting:
-            if not job.future.done():
-                job.future.set_exception(error)
-        self._running, self._waiting = [], []
+    def _refuse_when_dead(self) -> None:
+        if self._closed or self.failure is not None:
+            raise EngineError(f"generation has ended ({self.failure or 'shutting down'})", fix="restart the engine")
 
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            failed = self._running + self._waiting
+            self._running, self._waiting = [], []
+            self._changed.notify_all()
+        for job in failed:
+            job.future.set_exception(EngineError(reason))

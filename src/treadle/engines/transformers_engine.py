@@ -24,6 +24,7 @@ from treadle.engines.sampling import SamplingParams, sample, uniforms
 from treadle.errors import ModelError
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import share_parameters
+from treadle.wire.groups import common_prefix
 
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
 
@@ -83,20 +84,12 @@ class TransformersEngine:
     def admit(self, requests: list[Request]) -> list[list[Sequence]]:
         """Begin to generate; the sequences of each request fill up during later steps."""
         self._compact()
-        lengths = torch.tensor([len(r.prompt_ids) for r in requests])
-        width = int(lengths.max())
-        padded = torch.tensor([r.prompt_ids + [0] * (width - len(r.prompt_ids)) for r in requests], device=self.device)
-        positions = torch.arange(width, device=self.device).expand(len(requests), -1)
-        self._cache.begin_prefill()
-        hidden = self._forward(padded, positions)
+        last = self._prefill([r.prompt_ids for r in requests])
         copies = [r.n for r in requests]
         self._cache.adopt(copies)
-        last = hidden[torch.arange(len(requests)), (lengths - 1).to(self.device)]
         begun = last.repeat_interleave(torch.tensor(copies, device=self.device), 0)
         self._next_hidden = torch.cat([self._next_hidden, begun]) if self._rows else begun
-        groups = [
-            [Sequence(r, uniforms(r.seed, index, r.max_tokens)) for index in range(r.n)] for r in requests
-        ]
+        groups = [[Sequence(r, uniforms(r.seed, index, r.max_tokens)) for index in range(r.n)] for r in requests]
         self._rows += [sequence for group in groups for sequence in group]
         return groups
 
@@ -106,9 +99,7 @@ class TransformersEngine:
         rows = self._rows
         uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in rows]
         logits = self.model.get_output_embeddings()(self._next_hidden)
-        tokens, logprobs = sample(
-            logits, [s.request.sampling for s in rows], torch.tensor(uniform, device=self.device)
-        )
+        tokens, logprobs = sample(logits, [s.request.sampling for s in rows], torch.tensor(uniform, device=self.device))
         for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if s.finish_reason is None:
                 s.token_ids.append(token)
@@ -132,6 +123,25 @@ class TransformersEngine:
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _prefill(self, prompts: list[list[int]]) -> Tensor:
+        """Forward the prompts, what they begin with in common only once; the last hidden state of each."""
+        shared = common_prefix(prompts) if len(prompts) > 1 else 0
+        shared = min(shared, min(map(len, prompts)) - 1)  # every prompt needs a last token of its own
+        self._cache.begin_prefill()
+        if shared:
+            self._forward(torch.tensor([prompts[0][:shared]], device=self.device), self._positions(0, shared))
+        rest = [prompt[shared:] for prompt in prompts]
+        width = max(map(len, rest))
+        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rest], device=self.device)
+        if shared:
+            self._cache.continue_prefill(shared, width, self.device)
+        hidden = self._forward(padded, self._positions(shared, shared + width).expand(len(rest), -1))
+        ends = torch.tensor([len(ids) - 1 for ids in rest], device=self.device)
+        return hidden[torch.arange(len(rest), device=self.device), ends]
+
+    def _positions(self, start: int, end: int) -> Tensor:
+        return torch.arange(start, end, device=self.device)[None]
 
     def _finished(self, s: Sequence, token: int) -> str | None:
         if token in s.request.stop_ids:

@@ -1,4 +1,4 @@
-"""The smallest task there is: say the digit you are shown. For smoke tests and for learning how an environment is written."""
+"""The smallest task there is: say the digit you are shown. For smoke tests, and as the shortest example."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ def _completions(answer: GenerateAnswer, num_expected: int) -> list[Completion]:
     logprobs = answer.logprobs or []
     lengths = {len(answer.token_ids), len(answer.text), len(answer.finish_reasons), len(logprobs)}
     if lengths != {num_expected}:
-        raise EngineError(
-            f"asked for {num_expected} completions with logprobs, the engine sent {sorted(lengths)}"
-        )
+        raise EngineError(f"asked for {num_expected} completions with logprobs, the engine sent {sorted(lengths)}")
     return [
         Completion(
             token_ids=token_ids,

@@ -60,9 +60,7 @@ async def evaluate_policy(desk: Desk, step: int, *, wave_prefix: str) -> EvalRes
             completion = generation.completions[0]
             is_right = score_safely(desk.environment, item, completion).is_right
             samples.append(
-                EvalSample(
-                    prompt=item.prompt, completion=completion.text, gold=item.answer, is_right=is_right
-                )
+                EvalSample(prompt=item.prompt, completion=completion.text, gold=item.answer, is_right=is_right)
             )
             num_tokens += len(completion.token_ids)
             versions.add(completion.policy_version)

@@ -72,9 +72,7 @@ class HubClient:
 
     async def status(self) -> HubStatus:
         """A hub that restarts in the middle of a run is waited for, as a delivery would."""
-        return self._peer.read(
-            await self._peer.send("GET", "/status", patience=self._never_give_up), HubStatus
-        )
+        return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), HubStatus)
 
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
         """Deliver groups as one list, once: the hub knows a repeated delivery by its key."""
@@ -96,6 +94,4 @@ class HubClient:
         """Say goodbye, once: the hub must not wait for an environment that is gone."""
         at_once = Patience(give_up_after_s=0.0)
         body = msgspec.json.encode({"env_id": env_id})
-        self._peer.read(
-            await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any]
-        )
+        self._peer.read(await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any])

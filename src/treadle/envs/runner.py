@@ -82,9 +82,7 @@ async def run(desk: Desk, hub: HubClient) -> None:
         )
     )
     course = plan_course(config, registered, await hub.info())
-    log.info(
-        "registered", name=desk.name, env_id=course.env_id, next_wave=course.next_wave, waves=course.num_waves
-    )
+    log.info("registered", name=desk.name, env_id=course.env_id, next_wave=course.next_wave, waves=course.num_waves)
     try:
         for wave in range(course.next_wave, course.num_waves + 1):
             await _evaluate_if_due(desk, hub, wave - 1, course.num_waves)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-_Z_95 = (
-    1.959963984540054  # 95 % of a normal distribution lies within this many standard deviations of its mean
-)
+_Z_95 = 1.959963984540054  # 95 % of a normal distribution lies within this many standard deviations of its mean
 
 
 def wilson_interval(num_right: int, num_trials: int, z: float = _Z_95) -> tuple[float, float]:

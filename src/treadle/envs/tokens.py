@@ -30,9 +30,7 @@ _TOKENIZER_FILES = (
 class ChatTokenizer:
     """`ChatTokenizer.load(folder).encode_chat([{"role": "user", "content": "Hi"}])` -> token ids."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: Template | None, special_tokens: Mapping[str, str]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Template | None, special_tokens: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
@@ -42,9 +40,7 @@ class ChatTokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises plain Exception for a missing and for a broken file
-            raise ModelError(
-                f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --model"
-            ) from None
+            raise ModelError(f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --model") from None
         # Some were saved with the padding and truncation of their training; a prompt wants neither.
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -54,9 +50,7 @@ class ChatTokenizer:
         }
         source = _template_source(folder, settings)
         if source is None:
-            log.warning(
-                "no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines"
-            )
+            log.warning("no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines")
         return cls(tokenizer, None if source is None else _compile(source, folder), _special_tokens(settings))
 
     @property
@@ -78,9 +72,7 @@ class ChatTokenizer:
         except TemplateError as error:
             raise ModelError(f"the model's chat template refuses these messages: {error}") from None
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of the prompt. A template writes its special tokens; plain text gets the tokenizer's."""
         text = self.render(messages, add_generation_prompt)
         return list(self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)

@@ -86,9 +86,7 @@ class Peer:
         while True:
             problem, wait_s = "", 0.0
             try:
-                response = await self._client.request(
-                    method, path, content=body, headers=_with_type(headers, body)
-                )
+                response = await self._client.request(method, path, content=body, headers=_with_type(headers, body))
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
@@ -100,10 +98,7 @@ class Peer:
             now = time.monotonic()
             first_failure_at = now if first_failure_at is None else first_failure_at
             pause_s = max(patience.pause_s(num_failures), wait_s)
-            if (
-                patience.give_up_after_s is not None
-                and now + pause_s - first_failure_at > patience.give_up_after_s
-            ):
+            if patience.give_up_after_s is not None and now + pause_s - first_failure_at > patience.give_up_after_s:
                 raise self._error(
                     f"{method} {path} at the {self.name} ({self.url}) failed {num_failures} times: {problem}",
                     fix=f"see whether the {self.name} runs and listens at {self.url}",

@@ -73,9 +73,7 @@ def answering(handler: Handler) -> Handler:
             return Response(status_code=400)  # nobody is there to read it
         except sqlite3.Error:
             log.error("read_failed", exc_info=True, path=request.url.path)
-            response = json_answer(
-                {"detail": "the queue cannot be read"}, 503, {"Retry-After": RETRY_AFTER_S}
-            )
+            response = json_answer({"detail": "the queue cannot be read"}, 503, {"Retry-After": RETRY_AFTER_S})
         except Exception:
             incident = uuid4().hex[:12]  # ties the answer to the trace in the log, and tells nothing else
             log.error("internal_error", exc_info=True, path=request.url.path, incident=incident)

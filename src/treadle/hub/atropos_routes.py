@@ -78,9 +78,7 @@ class AtroposRoutes:
         holder = request.headers.get("treadle-holder")
         await asyncio.wrap_future(self._hub.store.register_trainer(trainer, holder))
         self._hub.bell.ring()
-        log.info(
-            "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size, holder=holder
-        )
+        log.info("trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size, holder=holder)
         return raw_json(b'{"uuid":%d}' % uuid4().int)  # Atropos' 128-bit number, too large for most encoders
 
     async def register_env(self, request: Request) -> Response:
@@ -93,9 +91,7 @@ class AtroposRoutes:
         resume = request.headers.get("treadle-resume") == "1"
         async with hub.registering:
             registered = await asyncio.wrap_future(
-                hub.store.register_env(
-                    env, resume=resume, idle_s=hub.presence.idle_s, gone_after_s=GONE_AFTER_S
-                )
+                hub.store.register_env(env, resume=resume, idle_s=hub.presence.idle_s, gone_after_s=GONE_AFTER_S)
             )
             hub.presence.mark(registered.env_id)
         log.info("env_registered", name=registered.name, groups_accepted=registered.groups_accepted)
@@ -153,9 +149,7 @@ class AtroposRoutes:
             if hub.store.env(env_id) is not None:  # unknown ids are stored, but not kept in memory
                 hub.presence.mark(env_id)
         new = Post(groups, key, body_hash)
-        appended = await asyncio.wrap_future(
-            hub.store.append(new, limit_groups=hub.config.queue_limit_groups)
-        )
+        appended = await asyncio.wrap_future(hub.store.append(new, limit_groups=hub.config.queue_limit_groups))
         hub.bell.ring()
         return appended
 

@@ -38,9 +38,7 @@ async def read_body(request: Request) -> bytes:
     """The whole JSON body, inflated. 413 when it is too large, 400 when its gzip is broken."""
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json":
-        raise unprocessable(
-            "model_attributes_type", (), "the body must be sent as Content-Type: application/json"
-        )
+        raise unprocessable("model_attributes_type", (), "the body must be sent as Content-Type: application/json")
     is_packed = "gzip" in request.headers.get("content-encoding", "").lower()
     limit = MAX_PACKED_BYTES if is_packed else MAX_BODY_BYTES
     announced = request.headers.get("content-length", "0")
@@ -138,9 +136,7 @@ def _named(complaint: str, body: bytes) -> Refused:
         return unprocessable("value_error", loc, "this value is not acceptable here", _echo(body, loc))
     wanted, got = expected["wanted"].split(" | ")[0], expected["got"]
     kinds = {"int": "int_type", "float": "float_type", "str": "string_type", "array": "list_type"}
-    kind = (
-        "int_from_float" if (wanted, got) == ("int", "float") else kinds.get(wanted, "model_attributes_type")
-    )
+    kind = "int_from_float" if (wanted, got) == ("int", "float") else kinds.get(wanted, "model_attributes_type")
     return unprocessable(kind, loc, f"expected {wanted}, got {got}", _echo(body, loc))
 
 

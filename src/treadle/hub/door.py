@@ -109,9 +109,7 @@ def _problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
     for i, conversation in enumerate(group.messages or ()):
         for j, message in enumerate(conversation):
             if "role" not in message or "content" not in message:
-                yield problem(
-                    "value_error", (*loc, "messages", i, j), "Message must have 'role' and 'content' fields"
-                )
+                yield problem("value_error", (*loc, "messages", i, j), "Message must have 'role' and 'content' fields")
 
 
 def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:

@@ -10,9 +10,7 @@ from treadle.store import EnvLoad, EnvRecord, RunState
 MIN_ENV_WEIGHT = 0.01
 
 
-def env_status(
-    env: EnvRecord, envs: Sequence[EnvRecord], load: EnvLoad, run: RunState
-) -> dict[str, int | float]:
+def env_status(env: EnvRecord, envs: Sequence[EnvRecord], load: EnvLoad, run: RunState) -> dict[str, int | float]:
     """Atropos' figures, from which its environments decide whether to generate more.
 
     `queue_size` is in groups of the asking environment: its own sequences, and those of the others as far as

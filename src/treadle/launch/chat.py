@@ -87,9 +87,7 @@ def running_engine(model_folder: Path) -> Iterator[str]:
 class Partner:
     """Answers a conversation through the engine."""
 
-    def __init__(
-        self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int
-    ) -> None:
+    def __init__(self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
         self._http = http
         self._tokenizer = tokenizer
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0}

@@ -129,9 +129,7 @@ def _ask_torch() -> dict[str, Any]:
 
 def _check_gpu(answers: dict[str, Any]) -> Check:
     if "torch_error" in answers:
-        return Check(
-            "GPU", "problem", f"torch does not load: {answers['torch_error']}", "install torch again"
-        )
+        return Check("GPU", "problem", f"torch does not load: {answers['torch_error']}", "install torch again")
     gpus = answers.get("gpus") or []
     return Check("GPU", "ok", ", ".join(gpus) if gpus else "none: the CPU is used")
 
@@ -161,9 +159,7 @@ def _check_disk(name: str, place: Path) -> Check:
 
 def _check_shared_memory() -> Check:
     if not SHARED_MEMORY.is_dir():
-        return Check(
-            "shared memory", "warning", "none", "the weights are shared through the run folder instead"
-        )
+        return Check("shared memory", "warning", "none", "the weights are shared through the run folder instead")
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < _ONE_GB:
         remedy = "enlarge it (docker: --shm-size 4g), or set --engine.weights-file to a file on a fast disk"

@@ -64,9 +64,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"the run in {folder} is going on", fix="stop it first, or wait for its end"
-            ) from None
+            raise ConfigError(f"the run in {folder} is going on", fix="stop it first, or wait for its end") from None
         yield
 
 

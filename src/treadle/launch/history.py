@@ -87,9 +87,7 @@ class HistoryReader:
         seen = tuple(_fingerprint(path) for path in [self.metrics_file, *eval_files])
         if seen != self._seen:
             evaluations = [found for path in eval_files if (found := read_evaluation(path)) is not None]
-            steps = {
-                int(step["step"]): step for step in read_steps(self.metrics_file)
-            }  # a repeated step counts once
+            steps = {int(step["step"]): step for step in read_steps(self.metrics_file)}  # a repeated step counts once
             self._history = History(
                 tuple(steps[number] for number in sorted(steps)),
                 tuple(sorted(evaluations, key=lambda evaluation: evaluation.step)),

@@ -87,9 +87,7 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
     }
     for key, model in named.items():
         if key in explicit and model != config.model:
-            raise ConfigError(
-                f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}"
-            )
+            raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
 
 
 def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset[str], *, plain: bool) -> int:

@@ -18,9 +18,7 @@ from treadle.errors import MissingExtra, ModelError
 def check_extras() -> None:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise MissingExtra(
-                f"this needs {package}, which is not installed", fix="pip install 'treadle[train]'"
-            )
+            raise MissingExtra(f"this needs {package}, which is not installed", fix="pip install 'treadle[train]'")
 
 
 def is_local(model: str) -> bool:

@@ -51,9 +51,7 @@ def draw(picture: Picture) -> RenderableType:
     if history.evaluations:
         lines.append(_held_out(history.evaluations))
     name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task}")
-    return Panel(
-        Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right"
-    )
+    return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
 
 
 def time_left_s(history: History, num_steps: int) -> float | None:
@@ -69,9 +67,7 @@ def _progress(picture: Picture) -> RenderableType:
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    times = duration(picture.elapsed_s) + (
-        f", {duration(left)} left" if left is not None and done < num_steps else ""
-    )
+    times = duration(picture.elapsed_s) + (f", {duration(left)} left" if left is not None and done < num_steps else "")
     row.add_row(f"step {done}/{num_steps}", ProgressBar(total=num_steps, completed=done), times)
     return Group(Text(picture.phase, style="cyan"), row)
 
@@ -79,9 +75,7 @@ def _progress(picture: Picture) -> RenderableType:
 def _seconds(history: History) -> Text:
     """Where the last step's time went."""
     parts = [
-        f"{word} {value:.1f}"
-        for word, key in SECONDS_PER_STEP.items()
-        if (value := history.last(key)) is not None
+        f"{word} {value:.1f}" for word, key in SECONDS_PER_STEP.items() if (value := history.last(key)) is not None
     ]
     return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
 

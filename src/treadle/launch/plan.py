@@ -117,9 +117,7 @@ def choose_ports(config: RunConfig, facts: MachineFacts, explicit: frozenset[str
     for name, (_, port) in wished_addresses(config).items():
         is_taken = port in facts.busy_ports or port in ports.values()
         if is_taken and f"{name}.port" in explicit:
-            raise PortInUse(
-                f"port {port}, asked for by --{name}.port, is in use", fix=f"choose another --{name}.port"
-            )
+            raise PortInUse(f"port {port}, asked for by --{name}.port, is in use", fix=f"choose another --{name}.port")
         ports[name] = spare.pop(0) if is_taken else port
     return ports
 
@@ -129,9 +127,7 @@ def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
     if "train.steps" not in explicit or config.train.steps == config.steps:
         return config.steps
     if "steps" in explicit:
-        raise ConfigError(
-            f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps"
-        )
+        raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps")
     return config.train.steps
 
 
@@ -152,9 +148,7 @@ def _processes(
 ) -> tuple[ProcessSpec, ...]:
     hub_url, engine_url = urls
 
-    def spec(
-        name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0
-    ) -> ProcessSpec:
+    def spec(name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0) -> ProcessSpec:
         argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
         environment = child_environment(facts, threads=threads, is_offline=is_offline)
         return ProcessSpec(name, argv, environment, run_folder / "logs" / f"{name}.log", ready_url, timeout_s)

@@ -36,10 +36,7 @@ class Outcome:
             self.is_complete,
             self.total_s + earlier.total_s,
             max(self.peak_memory_bytes, earlier.peak_memory_bytes),
-            {
-                n: max(self.peak_memory_by_process.get(n, 0), earlier.peak_memory_by_process.get(n, 0))
-                for n in names
-            },
+            {n: max(self.peak_memory_by_process.get(n, 0), earlier.peak_memory_by_process.get(n, 0)) for n in names},
         )
 
 
@@ -83,8 +80,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         examples=choose_examples(history.before, history.after),
         total_s=round(outcome.total_s, 1),
         seconds_per_step={
-            word: _rounded(history.mean(key))
-            for word, key in {"total": "perf/step_s", **SECONDS_PER_STEP}.items()
+            word: _rounded(history.mean(key)) for word, key in {"total": "perf/step_s", **SECONDS_PER_STEP}.items()
         },
         peak_memory_bytes=outcome.peak_memory_bytes,
         peak_memory_by_process=outcome.peak_memory_by_process,
@@ -95,16 +91,12 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
     )
 
 
-def choose_examples(
-    before: Evaluation | None, after: Evaluation | None, num: int = 3
-) -> list[dict[str, Any]]:
+def choose_examples(before: Evaluation | None, after: Evaluation | None, num: int = 3) -> list[dict[str, Any]]:
     """The same prompts before and after: first those that became right, then those right twice, then any."""
     if before is None or after is None:
         return []
     later = {sample.get("prompt"): sample for sample in after.samples}
-    pairs = [
-        (sample, later[sample.get("prompt")]) for sample in before.samples if sample.get("prompt") in later
-    ]
+    pairs = [(sample, later[sample.get("prompt")]) for sample in before.samples if sample.get("prompt") in later]
     pairs.sort(key=lambda pair: (not pair[1].get("is_right"), bool(pair[0].get("is_right"))))
     return [
         {
@@ -161,9 +153,7 @@ def print_report(summary: Summary, console: Console) -> None:
 
 def _print_examples(examples: list[dict[str, Any]], console: Console) -> None:
     for example in examples:
-        console.print(
-            f"\n  {one_line(str(example['prompt']), 100)}", highlight=False, markup=False, soft_wrap=True
-        )
+        console.print(f"\n  {one_line(str(example['prompt']), 100)}", highlight=False, markup=False, soft_wrap=True)
         for when in ("before", "after"):
             mark = "[green]right[/green]" if example[f"{when}_is_right"] else "[red]wrong[/red]"
             console.print(f"    [dim]{when:<6}[/dim] {mark} ", end="", highlight=False)

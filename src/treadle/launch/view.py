@@ -68,9 +68,7 @@ def current_phase(history: History, config: RunConfig) -> str:
         return "measuring held-out accuracy before training" if is_waiting else "collecting the first batch"
     if history.last_step < config.steps:
         return "training"
-    return (
-        "measuring held-out accuracy after training" if evaluates and history.after is None else "finishing"
-    )
+    return "measuring held-out accuracy after training" if evaluates and history.after is None else "finishing"
 
 
 class Screen:
@@ -149,9 +147,7 @@ class PlainView:
             self._last_step, self._num_evaluations = history.last_step, len(history.evaluations)
         for evaluation in history.evaluations[self._num_evaluations :]:
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
-            self._say(
-                f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})"
-            )
+            self._say(f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})")
         self._num_evaluations = len(history.evaluations)
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > self._last_step:

@@ -164,9 +164,7 @@ def _form(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms)
 
 def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
     group_ids = json.dumps(chosen, separators=(",", ":"))
-    db.execute(
-        "INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time())
-    )
+    db.execute("INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time()))
     groups.move(db, group_ids, "leased")
     record = _find(db, step)
     assert record is not None  # noqa: S101 - inserted two lines above

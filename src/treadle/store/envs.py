@@ -11,8 +11,7 @@ from treadle.store.records import EnvRecord
 from treadle.wire.hub import RegisterEnv
 
 _COLUMNS = (
-    "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, connected,"
-    " groups_accepted"
+    "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, connected, groups_accepted"
 )
 
 

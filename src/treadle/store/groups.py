@@ -96,9 +96,7 @@ def waiting_sizes(db: sqlite3.Connection) -> dict[int, int]:
 def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
     rows = db.execute("SELECT env, sequences FROM tally WHERE state = 'queued' AND groups > 0").fetchall()
     (largest,) = db.execute("SELECT max(size) FROM groups WHERE state = 'queued'").fetchone()
-    (own,) = db.execute(
-        "SELECT max(size) FROM groups WHERE state = 'queued' AND env_id = ?", (env_id,)
-    ).fetchone()
+    (own,) = db.execute("SELECT max(size) FROM groups WHERE state = 'queued' AND env_id = ?", (env_id,)).fetchone()
     sequences = {None if env == "none" else int(env): total for env, total in rows}
     return EnvLoad(sequences=sequences, largest_group=largest or 0, largest_own_group=own or 0)
 

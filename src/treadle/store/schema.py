@@ -123,9 +123,7 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
         return
     (application,) = db.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
-        raise ConfigError(
-            f"{path} is a database of another program", fix="choose another file with --database"
-        )
+        raise ConfigError(f"{path} is a database of another program", fix="choose another file with --database")
     if version > SCHEMA_VERSION:
         raise ConfigError(
             f"{path} has schema version {version}; this program knows versions up to {SCHEMA_VERSION}",

@@ -138,8 +138,6 @@ def _in_our_words(error: Exception) -> TreadleError:
         return error
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         log.error("disk_full")
-        return DiskFull(
-            "the disk of the queue is full", fix="free some space; nothing that was accepted is lost"
-        )
+        return DiskFull("the disk of the queue is full", fix="free some space; nothing that was accepted is lost")
     log.error("write_failed", kind=getattr(error, "sqlite_errorname", type(error).__name__))
     return StorageFailed("the queue could not be written")

@@ -30,10 +30,11 @@ class Blocks:
     N groups, P the longest prompt, G the most completions, C the longest completion of a micro.
     """
 
+    num_root: int  # the first columns of every prompt are the tokens that all groups begin with
     prompt_NP: Tensor  # index into T; padding points at token 0
     completion_NGC: Tensor
-    is_prompt_NP: Tensor
-    is_completion_NGC: Tensor
+    is_query_NP: Tensor  # real tokens; those of the root count in the first group only
+    is_query_NGC: Tensor
     prompt_bias: Tensor  # [N, 1, 1, P, P], added to scores: causal, and no padding as key
     completion_bias: Tensor  # [N, 1, 1, C, P + C]
     back_T: Tensor  # index into the rows of all prompt blocks followed by those of all completion blocks
@@ -42,19 +43,25 @@ class Blocks:
 def lay_out(segments: Sequence[Segment], device: torch.device) -> Blocks:
     """Plan the blocks of a micro once; every layer uses them."""
     num_groups = len(segments)
-    longest_prompt = max(1, *(s.prompt[1] - s.prompt[0] for s in segments))  # one column even without a prompt
+    root = segments[0].root
+    num_root = root[1] - root[0]
+    longest_prompt = max(1, *(num_root + s.prompt[1] - s.prompt[0] for s in segments))  # one column at least
     most = max(len(s.completions) for s in segments)
     longest = max(end - start for s in segments for start, end in s.completions)
     prompt = torch.zeros(num_groups, longest_prompt, dtype=torch.long)
     is_prompt = torch.zeros(num_groups, longest_prompt, dtype=torch.bool)
+    prompt[:, :num_root] = torch.arange(*root)
+    is_prompt[:, :num_root] = True
     completion = torch.zeros(num_groups, most, longest, dtype=torch.long)
     is_completion = torch.zeros(num_groups, most, longest, dtype=torch.bool)
     back = torch.zeros(segments[-1].completions[-1][1], dtype=torch.long)
+    back[root[0] : root[1]] = torch.arange(num_root)
     for n, segment in enumerate(segments):
         start, end = segment.prompt
-        prompt[n, : end - start] = torch.arange(start, end)
-        is_prompt[n, : end - start] = True
-        back[start:end] = n * longest_prompt + torch.arange(end - start)
+        columns = torch.arange(num_root, num_root + end - start)
+        prompt[n, columns] = torch.arange(start, end)
+        is_prompt[n, columns] = True
+        back[start:end] = n * longest_prompt + columns
         for g, (start, end) in enumerate(segment.completions):
             completion[n, g, : end - start] = torch.arange(start, end)
             is_completion[n, g, : end - start] = True
@@ -62,11 +69,14 @@ def lay_out(segments: Sequence[Segment], device: torch.device) -> Blocks:
             back[start:end] = first_row + torch.arange(end - start)
     no_padding = torch.where(is_prompt, 0.0, FORBIDDEN)[:, None, None, None, :]
     own = _causal(longest).expand(num_groups, 1, 1, -1, -1)
+    is_query = is_prompt.clone()
+    is_query[1:, :num_root] = False
     return Blocks(
+        num_root=num_root,
         prompt_NP=prompt.to(device),
         completion_NGC=completion.to(device),
-        is_prompt_NP=is_prompt.to(device),
-        is_completion_NGC=is_completion.to(device),
+        is_query_NP=is_query.to(device),
+        is_query_NGC=is_completion.to(device),
         prompt_bias=(no_padding + _causal(longest_prompt)).to(device),
         completion_bias=torch.cat([no_padding.expand(-1, -1, -1, longest, -1), own], -1).to(device),
         back_T=back.to(device),
@@ -76,8 +86,9 @@ def lay_out(segments: Sequence[Segment], device: torch.device) -> Blocks:
 class PackedAttention(torch.autograd.Function):
     """query [T, heads, D], key and value [T, kv heads, D] -> [T, heads, D]; fp32 inside.
 
-    Every packed token stands in exactly one block, so going to blocks and coming back are plain gathers, forward and
-    backward; nothing is scattered. R query heads share a kv head: they are rows of the same product.
+    Every packed token stands in one block (the root in all of them, of which the first counts), so going to blocks and
+    coming back are plain gathers, forward and backward; nothing is scattered. R query heads share a kv head: they are
+    rows of the same product.
     """
 
     @staticmethod
@@ -103,7 +114,7 @@ class PackedAttention(torch.autograd.Function):
         q_prompt, q_own = _to_blocks(query, blocks, num_kv)
         k_prompt, k_own = _to_blocks(key, blocks, num_kv)
         v_prompt, v_own = _to_blocks(value, blocks, num_kv)
-        d_prompt, d_own = _to_blocks(grads[0], blocks, num_kv, zero_padding=True)
+        d_prompt, d_own = _to_blocks(grads[0], blocks, num_kv, queries_only=True)
         sizes = [k_prompt.shape[2], k_own.shape[3]]
 
         shared_probs, own_probs = probs.split(sizes, -1)
@@ -120,8 +131,8 @@ class PackedAttention(torch.autograd.Function):
         d_k_prompt = d_prompt_scores.mT @ q_prompt + d_shared_rows.mT @ q_own.flatten(2, 3)
         return (
             _from_blocks(d_prompt_scores @ k_prompt, d_q_own, blocks, query),
-            _from_blocks(d_k_prompt, d_own_scores.mT @ q_own, blocks, key),
-            _from_blocks(d_v_prompt, d_v_own, blocks, value),
+            _from_blocks(_sum_root(d_k_prompt, blocks), d_own_scores.mT @ q_own, blocks, key),
+            _from_blocks(_sum_root(d_v_prompt, blocks), d_v_own, blocks, value),
             None,
             None,
         )
@@ -162,20 +173,27 @@ def _softmax_backward(probs: Tensor, d_probs: Tensor, scaling: float) -> Tensor:
     return d_scores.addcmul_(probs, d_scores.sum(-1, keepdim=True), value=-1).mul_(scaling)
 
 
-def _to_blocks(x: Tensor, blocks: Blocks, num_kv: int, *, zero_padding: bool = False) -> tuple[Tensor, Tensor]:
+def _to_blocks(x: Tensor, blocks: Blocks, num_kv: int, *, queries_only: bool = False) -> tuple[Tensor, Tensor]:
     """[T, heads, D] -> prompts [N, kv, R*P, D] and completions [N, kv, G, R*C, D]."""
     num_dims = x.shape[-1]
     prompt = x[blocks.prompt_NP].float()
     own = x[blocks.completion_NGC].float()
-    if zero_padding:
-        prompt = prompt * blocks.is_prompt_NP[..., None, None]
-        own = own * blocks.is_completion_NGC[..., None, None]
+    if queries_only:
+        prompt = prompt * blocks.is_query_NP[..., None, None]
+        own = own * blocks.is_query_NGC[..., None, None]
     prompt = prompt.unflatten(-2, (num_kv, -1)).permute(0, 2, 3, 1, 4)
     own = own.unflatten(-2, (num_kv, -1)).permute(0, 3, 1, 4, 2, 5)
     return (
         prompt.reshape(prompt.shape[0], num_kv, -1, num_dims),
         own.reshape(own.shape[0], num_kv, own.shape[2], -1, num_dims),
     )
+
+
+def _sum_root(d_prompt: Tensor, blocks: Blocks) -> Tensor:
+    """The root's keys and values are read by every group: their gradients are summed where the first group has them."""
+    root = slice(0, blocks.num_root)
+    d_prompt[0, :, root] = d_prompt[:, :, root].sum(0)
+    return d_prompt
 
 
 def _from_blocks(prompt: Tensor, own: Tensor, blocks: Blocks, like: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Checkpoints: an ordinary model folder, with the trainer's state beside the weights.
 
     step_25/   model.safetensors config.json tokenizer...   loads anywhere
-               masters.safetensors optimizer.safetensors    fp32 masters and moments
+               state-000.safetensors ...                    fp32 masters and optimizer moments
                trainer.json                                 step, and the sha256 of each state file
     final_model/                                            the same without the trainer's state
 
@@ -14,11 +14,12 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from treadle.errors import TrainingError
 from treadle.log import get_logger
@@ -27,9 +28,12 @@ from treadle.train.policy import Policy
 
 log = get_logger("checkpoint")
 
-STATE_FILES = ("masters.safetensors", "optimizer.safetensors")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-                   "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
+MASTER = "master."
+COPIED_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
+)  # fmt: skip
+SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in pieces
 KEPT = 1  # older checkpoints are deleted after a newer one is durable
 
 
@@ -42,10 +46,12 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
         staging = self._staging(f"step_{step}")
         self._write_model(staging, policy)
-        masters = {name: m.detach() for name, m in policy.masters.items()}
-        for file, tensors in zip(STATE_FILES, (masters, optimizer.state()), strict=True):
-            save_file({name: t.contiguous() for name, t in tensors.items()}, staging / file)
-        hashes = {file: _sha256(staging / file) for file in STATE_FILES}
+        state = {MASTER + name: m.detach() for name, m in policy.masters.items()} | optimizer.state()
+        hashes = {}
+        for number, shard in enumerate(_shards(state)):
+            file = staging / f"state-{number:03d}.safetensors"
+            save_file(shard, file)
+            hashes[file.name] = _sha256(file)
         (staging / "trainer.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=2) + "\n")
         self._land(staging, f"step_{step}")
         for old in self._steps()[:-KEPT]:
@@ -64,14 +70,18 @@ class Checkpoints:
             return 0
         folder = self._root / f"step_{steps[-1]}"
         recorded: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+        moments: dict[str, Tensor] = {}
         for file, expected in recorded["sha256"].items():
             if _sha256(folder / file) != expected:
-                raise TrainingError(f"{folder / file} is damaged (its sha256 is wrong)", fix=f"delete {folder} to begin anew")
-        masters = load_file(folder / STATE_FILES[0])
-        with torch.no_grad():
-            for name, master in policy.masters.items():
-                master.copy_(masters[name])
-        optimizer.load_state(load_file(folder / STATE_FILES[1]))
+                raise TrainingError(
+                    f"{folder / file} is damaged (its sha256 is wrong)", fix=f"delete {folder} to begin anew"
+                )
+            for name, tensor in load_file(folder / file).items():
+                if name.startswith(MASTER):
+                    policy.masters[name.removeprefix(MASTER)].data.copy_(tensor)
+                else:
+                    moments[name] = tensor
+        optimizer.load_state(moments)
         log.info("restored", step=recorded["step"], folder=str(folder))
         return int(recorded["step"])
 
@@ -89,8 +99,7 @@ class Checkpoints:
         """Weights as they are served, and everything needed to load them elsewhere."""
         weights = {name: p.detach().cpu().contiguous() for name, p in policy.live.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        shutil.copyfile(self._model_folder / "config.json", folder / "config.json")
-        for name in ("generation_config.json", *TOKENIZER_FILES):
+        for name in COPIED_FILES:
             if (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, folder / name)
 
@@ -106,6 +115,20 @@ class Checkpoints:
         _sync(self._root)
         shutil.rmtree(old, ignore_errors=True)
         return target
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, in dicts of about SHARD_BYTES."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
 
 
 def _sha256(path: Path) -> str:

@@ -77,8 +77,8 @@ def _targets_within(targets_L: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    """fp32 logits. Hidden states and weights that are bf16 values are multiplied on bf16 units and summed in fp32, which
-    loses nothing; a plain bf16 product would round each logit to 8 bits."""
+    """fp32 logits. bf16 hidden states and weights are multiplied on bf16 units and summed in fp32, which loses nothing;
+    a plain bf16 product would round each logit to 8 bits."""
     with _exact_products_of(hidden.dtype):
         logits = hidden.float() @ weight.float().T
     return logits.div_(temperatures[:, None])
@@ -89,7 +89,7 @@ def _exact_products_of(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.bfloat16:
         yield
         return
-    settings: Any = torch.backends.mkldnn.matmul
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -84,10 +84,10 @@ def train(
 
 def accumulate_gradients(
     policy: Policy, batch: PackedBatch, config: TrainConfig, check_stop: Callable[[], None] = lambda: None
-) -> Counter[str]:
+) -> dict[str, float]:
     """Backward through every micro. The loss is a mean over the tokens of the whole step, however it is split."""
     objective = LossConfig(config.clip_low, config.clip_high, config.kl_coef)
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(float)
     try:
         for micro in batch.micros:
             check_stop()
@@ -99,7 +99,8 @@ def accumulate_gradients(
                 objective,
             )
             (loss / batch.num_loss_tokens).backward()
-            sums.update(stats)
+            for name, value in stats.items():
+                sums[name] += value
             sums["entropy"] += float(entropy_L.sum())
     except StopRequested:
         policy.zero_gradients()  # the step is taken whole or not at all
@@ -107,7 +108,7 @@ def accumulate_gradients(
     return sums
 
 
-def loss_metrics(sums: Counter[str]) -> dict[str, float]:
+def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
     tokens = max(sums["tokens"], 1.0)
     return {
         "loss/policy": sums["policy"] / tokens,

@@ -1,9 +1,10 @@
-"""Groups -> what the model forwards: no padding, and the prompt of a group only once. Pure.
+"""Groups -> what the model forwards: no padding, and what rollouts have in common only once. Pure.
 
-    a group of three rollouts            packed:  P P P P a a a b b c c c c
-      P P P P a a a                      position 0 1 2 3 4 5 6 4 5 4 5 6 7
-      P P P P b b
-      P P P P c c c c                    a completion's token sees P and what stands before it in its own completion
+    two groups of two rollouts           packed:  R R R P P a a a b b Q c c d d
+      R R R P P a a a                    position 0 1 2 3 4 5 6 7 5 6 3 4 5 4 5
+      R R R P P b b
+      R R R Q c c                        R, the root, is what all prompts of the micro begin with; a completion's token
+      R R R Q d d                        sees the root, its group's prompt and its own completion up to itself
 
 Groups whose advantages are all zero have no gradient and are not forwarded; their tokens still count in the mean.
 """
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from treadle.errors import TrainingError
 from treadle.train.advantage import group_advantages
-from treadle.wire.groups import IGNORED, ScoredGroup
+from treadle.wire.groups import IGNORED, ScoredGroup, common_prefix
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One group in the packed row: where its shared prompt and each of its completions lie."""
+    """One group in the packed row: where the root, the rest of its prompt and each of its completions lie."""
 
+    root: tuple[int, int]
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]
 
@@ -58,7 +60,9 @@ class PackedBatch:
         lengths = [sum(m != IGNORED for m in mask) for g in self.groups for mask in g.masks]
         ages = [version - g.policy_version for g in self.groups if g.policy_version is not None]
         named = {name for g in self.groups for name in (g.metrics or {})}
-        own = {f"rollout/{n}": float(np.mean([(g.metrics or {}).get(n, 0.0) for g in self.groups])) for n in sorted(named)}
+        own = {
+            f"rollout/{n}": float(np.mean([(g.metrics or {}).get(n, 0.0) for g in self.groups])) for n in sorted(named)
+        }
         return {
             "reward/mean": float(rewards_G.mean()),
             "reward/std": float(spreads_G.mean()),
@@ -79,8 +83,8 @@ class PackedBatch:
 
 def pack(groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: int) -> PackedBatch:
     """Pack groups, in their order, into micros of at most `micro_tokens` (a larger single group gets its own)."""
-    micros: list[Micro] = []
-    builder = _MicroBuilder()
+    micros: list[list[_Trained]] = [[]]
+    room = micro_tokens
     num_loss_tokens = num_tokens = 0
     for group in groups:
         num_loss_tokens += sum(m != IGNORED for mask in group.masks for m in mask)
@@ -90,17 +94,16 @@ def pack(groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: in
             continue
         prefix = shared_prefix(group)
         size = prefix + sum(len(t) - prefix for t in group.tokens)
-        if builder.num_tokens and builder.num_tokens + size > micro_tokens:
-            micros.append(builder.build())
-            builder = _MicroBuilder()
-        builder.add(group, advantages, prefix)
-    if builder.num_tokens:
-        micros.append(builder.build())
-    return PackedBatch(tuple(micros), num_loss_tokens, num_tokens, groups)
+        if micros[-1] and size > room:
+            micros.append([])
+            room = micro_tokens
+        micros[-1].append(_Trained(group, advantages, prefix))
+        room -= size
+    return PackedBatch(tuple(_build(m) for m in micros if m), num_loss_tokens, num_tokens, groups)
 
 
 def token_advantages(group: ScoredGroup, *, normalize_std: bool) -> list[np.ndarray]:
-    """One advantage per token: the environment's own where it sent them, else that of the rollout; zero where masked."""
+    """One advantage per token: the environment's own where it sent them, else the rollout's; zero where masked."""
     per_rollout = group_advantages(group.scores, normalize_std=normalize_std)
     result = []
     for i, mask in enumerate(group.masks):
@@ -118,11 +121,8 @@ def token_advantages(group: ScoredGroup, *, normalize_std: bool) -> list[np.ndar
 
 def shared_prefix(group: ScoredGroup) -> int:
     """How many leading tokens all rollouts share, none of which carries loss."""
-    shortest = min(map(len, group.tokens))
-    first_loss = min((next((i for i, m in enumerate(mask) if m != IGNORED), len(mask)) for mask in group.masks))
-    limit = min(shortest, first_loss)
-    first = group.tokens[0]
-    return next((i for i in range(limit) if any(t[i] != first[i] for t in group.tokens)), limit)
+    first_loss = min(next((i for i, m in enumerate(mask) if m != IGNORED), len(mask)) for mask in group.masks)
+    return min(first_loss, common_prefix(group.tokens))
 
 
 def temperature_of(group: ScoredGroup, rollout: int) -> float:
@@ -136,12 +136,40 @@ def temperature_of(group: ScoredGroup, rollout: int) -> float:
     return 1.0
 
 
-class _MicroBuilder:
-    """Collects groups until a micro is full."""
+@dataclass(frozen=True)
+class _Trained:
+    """A group that has something to teach."""
 
-    def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._positions: list[int] = []
+    group: ScoredGroup
+    advantages: list[np.ndarray]  # one per token
+    prefix: int  # leading tokens that all its rollouts share
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.group.tokens[0][: self.prefix]
+
+
+def _build(trained: list[_Trained]) -> Micro:
+    builder = _MicroBuilder(common_root([t.prompt for t in trained]))
+    for t in trained:
+        builder.add(t)
+    return builder.build()
+
+
+def common_root(prompts: list[list[int]]) -> list[int]:
+    """What all prompts begin with; each keeps at least one token of its own."""
+    if len(prompts) < 2:
+        return []
+    return prompts[0][: max(0, min(common_prefix(prompts), min(map(len, prompts)) - 1))]
+
+
+class _MicroBuilder:
+    """Lays the groups of one micro behind their root."""
+
+    def __init__(self, root: list[int]) -> None:
+        self._root = (0, len(root))
+        self._ids: list[int] = list(root)
+        self._positions: list[int] = list(range(len(root)))
         self._segments: list[Segment] = []
         self._source: list[int] = []
         self._targets: list[int] = []
@@ -149,36 +177,35 @@ class _MicroBuilder:
         self._advantages: list[float] = []
         self._temperatures: list[float] = []
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._ids)
-
-    def add(self, group: ScoredGroup, advantages: list[np.ndarray], prefix: int) -> None:
+    def add(self, trained: _Trained) -> None:
+        group, prefix = trained.group, trained.prefix
         if group.inference_logprobs is None:
             raise TrainingError(
                 "a group came without inference_logprobs; without them there is no ratio to train on",
                 fix="let the environment post the engine's logprobs (server_type vllm)",
             )
-        prompt_start = self.num_tokens
-        self._ids += group.tokens[0][:prefix]
-        self._positions += range(prefix)
+        prompt_start = len(self._ids)
+        self._append(group.tokens[0], self._root[1], prefix)
+        prompt_end = len(self._ids)
         completions = []
         for i, tokens in enumerate(group.tokens):
-            start = self.num_tokens
-            self._ids += tokens[prefix:]
-            self._positions += range(prefix, len(tokens))
-            completions.append((start, self.num_tokens))
+            start = len(self._ids)
+            self._append(tokens, prefix, len(tokens))
+            completions.append((start, len(self._ids)))
             temperature = temperature_of(group, i)
-            for t in np.flatnonzero(advantages[i]):
+            for t in np.flatnonzero(trained.advantages[i]):
                 if t == 0:
                     continue  # nothing stands before the first token that could predict it
-                previous = start + int(t) - prefix - 1
-                self._source.append(previous if t > prefix else prompt_start + prefix - 1)
+                self._source.append(start + int(t) - prefix - 1 if t > prefix else prompt_end - 1)
                 self._targets.append(tokens[t])
                 self._rollout_logprobs.append(group.inference_logprobs[i][t])
-                self._advantages.append(float(advantages[i][t]))
+                self._advantages.append(float(trained.advantages[i][t]))
                 self._temperatures.append(temperature)
-        self._segments.append(Segment((prompt_start, prompt_start + prefix), tuple(completions)))
+        self._segments.append(Segment(self._root, (prompt_start, prompt_end), tuple(completions)))
+
+    def _append(self, tokens: list[int], start: int, end: int) -> None:
+        self._ids += tokens[start:end]
+        self._positions += range(start, end)
 
     def build(self) -> Micro:
         return Micro(

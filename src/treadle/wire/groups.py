@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,14 @@ ATROPOS_KEYS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",
     "overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
 )  # fmt: skip
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens all sequences share: `common_prefix([[1, 2, 3], [1, 2], [1, 2, 9]]) == 2`."""
+    for place, tokens in enumerate(zip(*sequences, strict=False)):  # as far as the shortest one goes
+        if any(token != tokens[0] for token in tokens):
+            return place
+    return min(map(len, sequences))
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):

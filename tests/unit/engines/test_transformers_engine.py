@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_model import write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.transformers_engine import Request, TransformersEngine
@@ -19,7 +19,9 @@ def engine(tmp_path_factory):
 
 
 def ask(prompt_ids, *, n=1, max_tokens=12, temperature=1.0, seed=0, stop=(), stop_ids=()):
-    return Request(list(prompt_ids), n, max_tokens, SamplingParams(temperature=temperature), seed, list(stop), set(stop_ids))
+    return Request(
+        list(prompt_ids), n, max_tokens, SamplingParams(temperature=temperature), seed, list(stop), set(stop_ids)
+    )
 
 
 def generate(engine, *requests):
@@ -29,8 +31,15 @@ def generate(engine, *requests):
     return groups
 
 
-def test_greedy_text_equals_transformers_generate(engine):
-    prompts = [[5, 9, 20, 33], [40, 41], [7] * 9]
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param([[5, 9, 20, 33], [40, 41], [7] * 9], id="nothing in common"),
+        pytest.param([[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 9, 10]], id="a common beginning"),
+        pytest.param([[5, 6, 7], [5, 6, 7], [5, 6, 7, 8]], id="one within the other"),
+    ],
+)
+def test_greedy_text_equals_transformers_generate(engine, prompts):
     groups = generate(engine, *(ask(p, temperature=0.0, max_tokens=15) for p in prompts))
     plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
     for prompt, (sequence,) in zip(prompts, groups, strict=True):
@@ -39,7 +48,9 @@ def test_greedy_text_equals_transformers_generate(engine):
 
 
 def test_logprobs_equal_a_full_forward_in_a_ragged_batch(engine):
-    groups = generate(engine, *(ask(range(3, 3 + k), n=4, seed=k, max_tokens=5 * k, temperature=0.8) for k in (1, 2, 6)))
+    groups = generate(
+        engine, *(ask(range(3, 3 + k), n=4, seed=k, max_tokens=5 * k, temperature=0.8) for k in (1, 2, 6))
+    )
     plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
     for group in groups:
         for s in group:

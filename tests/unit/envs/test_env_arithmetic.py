@@ -131,9 +131,7 @@ def test_an_error_while_scoring_is_recorded_and_costs_the_reward():
             raise KeyError("no such thing")
 
     env = load_environment(EnvConfig(name="test-broken-scorer"))
-    assert score_safely(env, env.train_item(0), completion("x")) == Score(
-        0.0, False, "KeyError: 'no such thing'"
-    )
+    assert score_safely(env, env.train_item(0), completion("x")) == Score(0.0, False, "KeyError: 'no such thing'")
     assert score_safely(env, env.train_item(0), completion("nan")).error == "ValueError: the reward is nan"
 
 

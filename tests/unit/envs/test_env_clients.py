@@ -32,9 +32,7 @@ def answering(*responses):
     return Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
 
 
-@pytest.mark.parametrize(
-    "base_url", ["http://engine:9001/v1", "http://engine:9001/v1/", "http://engine:9001"]
-)
+@pytest.mark.parametrize("base_url", ["http://engine:9001/v1", "http://engine:9001/v1/", "http://engine:9001"])
 def test_generate_returns_tokens_with_their_logprobs_and_version(tmp_path, base_url):
     engine = EngineDouble(save_tokenizer(tmp_path), lambda prompt, request: ["140", "much too long"])
     engine.policy_version = lambda: 3

@@ -45,10 +45,7 @@ def test_evaluate_prints_accuracy_and_samples_in_words(tmp_path, capsys):
         env = EnvConfig(num_eval=5, data_dir_to_save_evals=tmp_path / "evals")
         envs.evaluate(env, ServerConfig(base_url=f"{url}/v1"))
     printed = capsys.readouterr().out
-    assert (
-        "arithmetic/addition at policy version 12: 5 of 5 right = 100.0% (95 % interval 56.6% to 100.0%)"
-        in printed
-    )
+    assert "arithmetic/addition at policy version 12: 5 of 5 right = 100.0% (95 % interval 56.6% to 100.0%)" in printed
     assert printed.count("(right)") == 3
     assert (tmp_path / "evals" / "eval_step_000012.json").is_file()
 

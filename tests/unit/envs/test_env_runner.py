@@ -49,9 +49,7 @@ class Scene:
             HubClient("http://hub", patience=QUICK, transport=hub_network) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
-            await asyncio.wait_for(
-                run(Desk(self.config, load_environment(self.config), engine, tokenizer), hub), 20
-            )
+            await asyncio.wait_for(run(Desk(self.config, load_environment(self.config), engine, tokenizer), hub), 20)
 
     def serve_to_the_end(self):
         asyncio.run(self.serve())
@@ -120,9 +118,7 @@ def test_a_group_holds_what_the_trainer_needs(tmp_path):
     )
     assert group.tokens == [prompt + right, prompt + wrong] * 2
     assert group.masks == [[-100] * len(prompt) + right, [-100] * len(prompt) + wrong] * 2
-    assert group.inference_logprobs == [
-        [1.0] * len(prompt) + [-0.5] * len(ids) for ids in (right, wrong, right, wrong)
-    ]
+    assert group.inference_logprobs == [[1.0] * len(prompt) + [-0.5] * len(ids) for ids in (right, wrong, right, wrong)]
     assert group.scores == [1.0, 0.0, 1.0, 0.0]
     assert (group.policy_version, group.env_id, group.item) == (1, 7, 3)
     assert group.generation_params == {"temperature": 1.0}
@@ -138,9 +134,7 @@ def test_a_group_holds_what_the_trainer_needs(tmp_path):
 
 def test_an_evaluation_is_greedy_and_its_file_complete(tmp_path):
     scene = Scene(tmp_path)
-    scene.engine.write = lambda prompt, request: (
-        add(prompt, request) if request.wave.index % 2 else ["?"] * request.n
-    )
+    scene.engine.write = lambda prompt, request: add(prompt, request) if request.wave.index % 2 else ["?"] * request.n
     scene.serve_to_the_end()
     asked = [request for request in scene.engine.requests if "eval-3" in request.wave.id]
     assert {(request.n, request.temperature) for request in asked} == {(1, 0.0)}

@@ -12,15 +12,11 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_a_template_renders_and_encodes_to_the_text_it_wrote(tmp_path):
     tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path))
     expected = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert tokenizer.has_template
     assert tokenizer.render(CHAT) == expected
-    assert tokenizer.render(CHAT, add_generation_prompt=False) == expected.removesuffix(
-        "<|im_start|>assistant\n"
-    )
+    assert tokenizer.render(CHAT, add_generation_prompt=False) == expected.removesuffix("<|im_start|>assistant\n")
     ids = tokenizer.encode_chat(CHAT)
     num_special, special_characters = 5, 3 * len("<|im_start|>") + 2 * len("<|im_end|>")
     assert len(ids) == num_special + len(expected) - special_characters
@@ -44,9 +40,7 @@ def test_special_tokens_and_functions_reach_the_template_as_transformers_gives_t
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path):
-    tokenizer = ChatTokenizer.load(
-        save_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}{{ messages.clear() }}")
-    )
+    tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}{{ messages.clear() }}"))
     with pytest.raises(ModelError, match="refuses"):
         tokenizer.render(CHAT)
 
@@ -56,9 +50,7 @@ def test_a_template_may_lie_in_the_tokenizer_settings(tmp_path, as_list):
     save_tokenizer(tmp_path, template=None)
     template = "{{ messages[0].content }}"
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": named if as_list else template})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named if as_list else template}))
     assert ChatTokenizer.load(tmp_path).render(CHAT) == "Be brief."
 
 

@@ -85,9 +85,7 @@ def test_what_real_clients_send_is_taken_and_comes_back(client, desk, change):
     [b"", b"{", b"nonsense", b'{"tokens": NaN', b"\xff\xfe", b"[]", b"null", b"3", b'"\\ud800"',
      b'{"images":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[" * 100_000],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "route", ["/scored_data", "/register", "/register-env", "/disconnect-env", "/v1/lease"]
-)
+@pytest.mark.parametrize("route", ["/scored_data", "/register", "/register-env", "/disconnect-env", "/v1/lease"])
 def test_a_body_that_is_no_message_is_422(client, route, content):
     answer = client.post(route, content=content, headers=JSON)
     assert answer.status_code == 422, answer.text
@@ -95,9 +93,7 @@ def test_a_body_that_is_no_message_is_422(client, route, content):
 
 
 def test_the_content_type_must_be_json(client, desk):
-    answer = client.post(
-        "/scored_data", content=json.dumps(desk.group()), headers={"Content-Type": "text/plain"}
-    )
+    answer = client.post("/scored_data", content=json.dumps(desk.group()), headers={"Content-Type": "text/plain"})
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["type"] == "model_attributes_type"
 

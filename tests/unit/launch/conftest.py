@@ -18,9 +18,7 @@ SpecMaker = Callable[..., ProcessSpec]
 def make_spec(tmp_path: Path) -> SpecMaker:
     """`make_spec("env", "print(1)")`: a process that runs this code."""
 
-    def make(
-        name: str, code: str, *, ready_url: str | None = None, ready_timeout_s: float = 20.0
-    ) -> ProcessSpec:
+    def make(name: str, code: str, *, ready_url: str | None = None, ready_timeout_s: float = 20.0) -> ProcessSpec:
         environment = {**os.environ, "TREADLE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         argv = (sys.executable, "-c", code)
         log_path = tmp_path / "logs" / f"{name}.log"

@@ -16,7 +16,5 @@ def test_matrix_units_are_seen() -> None:
 
 
 def test_a_busy_default_port_is_only_a_warning() -> None:
-    checks = check_ports(
-        {"hub": ("127.0.0.1", 8000), "engine": ("127.0.0.1", 9001)}, lambda _, port: port == 8000
-    )
+    checks = check_ports({"hub": ("127.0.0.1", 8000), "engine": ("127.0.0.1", 9001)}, lambda _, port: port == 8000)
     assert [check.verdict for check in checks] == ["warning", "ok"]

@@ -141,9 +141,7 @@ def test_resume_cannot_change_what_a_run_is_about(tmp_path: Path) -> None:
         resume(tmp_path, {"env.task": "larger"}, plain=True)
 
 
-def test_resuming_a_complete_run_shows_its_report_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_a_complete_run_shows_its_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path)
     save_run(config, tmp_path / "config.json")
     history: History = reader_of(config, tmp_path).read()

@@ -56,15 +56,11 @@ def test_without_shared_memory_the_weights_lie_in_the_run_folder() -> None:
 @pytest.mark.parametrize(
     ("num_cores", "max_age", "threads"), [(8, 1, 4), (2, 1, 1), (1, 1, 1), (3, 2, 1), (8, 0, 8), (1, 0, 1)]
 )
-def test_threads_are_halved_only_when_engine_and_trainer_overlap(
-    num_cores: int, max_age: int, threads: int
-) -> None:
+def test_threads_are_halved_only_when_engine_and_trainer_overlap(num_cores: int, max_age: int, threads: int) -> None:
     plan = plan_for({"env.max_age": max_age}, num_cores=num_cores)
     assert (plan.config.engine.threads, plan.config.train.threads) == (threads, threads)
     environments = {spec.name: spec.env for spec in plan.processes}
-    assert (
-        environments["engine"]["OMP_NUM_THREADS"] == environments["engine"]["MKL_NUM_THREADS"] == str(threads)
-    )
+    assert environments["engine"]["OMP_NUM_THREADS"] == environments["engine"]["MKL_NUM_THREADS"] == str(threads)
     assert environments["hub"]["OMP_NUM_THREADS"] == "1"
 
 

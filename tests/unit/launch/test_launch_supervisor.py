@@ -122,17 +122,13 @@ def test_the_run_is_complete_when_every_worker_ended_well(make_spec, server_code
     assert not is_running(hub)
 
 
-@pytest.mark.parametrize(
-    ("code", "says"), [(0, "ended before its last step"), (5, r"trainer died \(exit code 5\)")]
-)
+@pytest.mark.parametrize(("code", "says"), [(0, "ended before its last step"), (5, r"trainer died \(exit code 5\)")])
 def test_a_trainer_that_ends_too_early_takes_the_run_down(make_spec, code: int, says: str) -> None:
     with Supervisor(StopRequest()) as supervisor:
         supervisor.start([make_spec("env", SLEEP)])
         env = supervisor.pids["env"]
         with pytest.raises(ProcessDied, match=says):
-            start_and_watch(
-                supervisor, make_spec("trainer", f"import sys; sys.exit({code})"), is_trained=False
-            )
+            start_and_watch(supervisor, make_spec("trainer", f"import sys; sys.exit({code})"), is_trained=False)
     assert not is_running(env)
 
 
@@ -236,9 +232,7 @@ supervisor.watch()
 
 
 def test_no_orphan_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     try:
         pids = [int(word) for word in launcher.stdout.readline().split()]

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from tests.tiny_model import write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import write_tiny_model
 from treadle.errors import SyncError
 from treadle.sync.layout import Layout, Placement
 from treadle.sync.shared_memory import bind_parameters, remove_shared_file, share_parameters

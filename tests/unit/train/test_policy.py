@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny_model import write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train.attention import PackedAttention, lay_out
 from treadle.train.logprobs import chosen_logprobs
@@ -31,7 +31,7 @@ def make_groups(num_groups=5, seed=0):
 
     groups = []
     for _ in range(num_groups):
-        prompt = draw(3, 9)
+        prompt = [7, 8, 9, *draw(3, 9)]  # all begin alike
         completions = [draw(1, 8) for _ in range(4)]
         groups.append(
             ScoredGroup(
@@ -97,22 +97,24 @@ def test_tied_embeddings_are_one_parameter_with_one_summed_gradient(folder):
     )
 
 
-@pytest.mark.parametrize("prompt_length", [0, 5])
-def test_packed_attention_equals_a_masked_softmax_forward_and_backward(prompt_length):
+@pytest.mark.parametrize(("num_root", "prompt_length"), [(0, 0), (0, 5), (3, 4), (4, 0)])
+def test_packed_attention_equals_a_masked_softmax_forward_and_backward(num_root, prompt_length):
     torch.manual_seed(0)
-    segments, end = [], 0
+    segments, end = [], num_root
     for lengths in ([3, 1, 7], [2, 2]):
         start, end = end, end + prompt_length
         completions = []
         for length in lengths:
             completions.append((end, end + length))
             end += length
-        segments.append(Segment((start, start + prompt_length), tuple(completions)))
+        segments.append(Segment((0, num_root), (start, start + prompt_length), tuple(completions)))
     query, key, value = (torch.randn(end, heads, 8, requires_grad=True) for heads in (6, 2, 2))
     upstream = torch.randn(end, 6, 8)
     mask = torch.zeros(end, end, dtype=torch.bool)
+    mask[:num_root, :num_root] = torch.ones(num_root, num_root).tril().bool()
+    mask[num_root:, :num_root] = True
     for s in segments:
-        (a, b), _ = s.prompt, None
+        a, b = s.prompt
         mask[a:b, a:b] = torch.ones(b - a, b - a).tril().bool()
         for c, d in s.completions:
             mask[c:d, a:b] = True

@@ -1,0 +1,39 @@
+"""Running `treadle run` in a test, as a user would."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.processes import environment
+
+# The echo task with settings under which a random model learns within a minute on one core.
+TINY_RUN = (
+    "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16", "--env.max-token-length", "2",
+    "--env.num-eval", "10", "--train.batch-size", "160", "--train.lr", "2e-3", "--train.checkpoint-interval", "2",
+    "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--plain",
+)  # fmt: skip
+
+
+def command(output: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "treadle", "run", "--output", str(output), *flags]
+
+
+def run_treadle(output: Path, *flags: str, timeout_s: float = 300) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run to the end; the finished process and the run's folder."""
+    result = subprocess.run(
+        command(output, *flags), capture_output=True, text=True, env=environment(), timeout=timeout_s, check=False
+    )
+    return result, newest_run(output)
+
+
+def newest_run(output: Path) -> Path:
+    runs = sorted(p for p in output.iterdir() if p.is_dir()) if output.is_dir() else []
+    return runs[-1] if runs else output / "none"
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

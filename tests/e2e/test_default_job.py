@@ -1,0 +1,29 @@
+"""The default job itself, whole: what a new user runs first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.runs import metrics_of, run_treadle
+
+
+@pytest.mark.default_job
+def test_the_default_job_teaches_the_model_to_add(tmp_path):
+    result, run = run_treadle(tmp_path, "--plain", timeout_s=900)
+    print(result.stdout[-3000:])
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    before, after = summary["held_out_before"], summary["held_out_after"]
+    assert before["num_prompts"] == after["num_prompts"] == 256
+    assert before["accuracy"] < 0.2
+    assert after["accuracy"] >= 0.65
+    assert len(summary["examples"]) == 3
+    assert summary["peak_memory_bytes"] <= 6e9
+    # Six minutes on two free cores; a machine that does other work meanwhile may take longer.
+    assert summary["total_s"] < 600
+    rows = metrics_of(run)
+    assert len(rows) == summary["steps"]
+    assert max(row["age/max"] for row in rows) <= 1
+    assert sum(row["mismatch/logprob_abs_diff_mean"] for row in rows) / len(rows) < 0.1

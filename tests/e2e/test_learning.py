@@ -1,0 +1,46 @@
+"""The whole system on a model of a million random parameters: every process, one small task, learned from zero."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.e2e.runs import TINY_RUN, metrics_of, run_treadle
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_random_model_learns_to_echo(model, tmp_path):
+    started = time.monotonic()
+    result, run = run_treadle(tmp_path, "--model", str(model), "--steps", "60", *TINY_RUN)
+    seconds = time.monotonic() - started
+    assert result.returncode == 0, result.stdout + result.stderr
+    rewards = [row["reward/mean"] for row in metrics_of(run)]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    summary = json.loads((run / "summary.json").read_text())
+    before, after = summary["held_out_before"]["accuracy"], summary["held_out_after"]["accuracy"]
+    print(f"reward {first:.2f} -> {last:.2f}, held-out {before:.2f} -> {after:.2f} in {seconds:.0f} s")
+    assert first < 0.35
+    assert last > 0.7
+    assert after > before + 0.3
+    assert seconds < 90
+    assert (run / "reward.png").stat().st_size > 10_000
+    assert (run / "checkpoints" / "final_model" / "model.safetensors").is_file()
+    assert "treadle chat" in result.stdout
+
+
+def test_the_same_seed_gives_the_same_curve(model, tmp_path):
+    curves = []
+    for attempt in ("a", "b", "c"):
+        seed = "8" if attempt == "c" else "7"
+        result, run = run_treadle(tmp_path / attempt, "--model", str(model), "--steps", "6", "--seed", seed, *TINY_RUN)
+        assert result.returncode == 0, result.stdout + result.stderr
+        curves.append([(row["reward/mean"], row["optim/grad_norm"], row["loss/policy"]) for row in metrics_of(run)])
+    assert curves[0] == curves[1]  # to the last bit
+    assert curves[0] != curves[2]
