@@ -77,7 +77,7 @@ class EnvConfig(Section):
     group_size: PositiveInt = option(8, "completions per prompt")
     max_token_length: PositiveInt = option(24, "longest completion, in tokens")
     temperature: Annotated[float, Field(ge=0)] = option(1.0, "sampling temperature in training")
-    brevity: Annotated[float, Field(ge=0)] = option(0.1, "bonus for a right answer that ends early, at most this much")
+    brevity: Annotated[float, Field(ge=0)] = option(0.0, "bonus for a right answer that ends early, at most this much")
     seed: int = option(0, "the same seed gives the same prompts and the same samples")
     rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
     max_age: Count = option(
@@ -94,7 +94,7 @@ class TrainConfig(Section):
     """The trainer process."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(50, "optimizer steps", flags=("training-steps",))
+    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "seed of everything random in the trainer")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     threads: Count = option(0, "compute threads; 0 takes every core")
@@ -105,6 +105,9 @@ class TrainConfig(Section):
     seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
     micro_tokens: PositiveInt = option(1024, "tokens forwarded at once; bounds the memory of a step")
     logprob_chunk: PositiveInt = option(8192, "entries of the vocabulary whose logits exist at the same time")
+    max_age: Count = option(
+        0, "versions that environments sample ahead: before version v is published, batch v + this is leased"
+    )
     # the objective
     normalize_std: bool = option(True, "divide advantages by the standard deviation of their group")
     clip_eps: Annotated[float, Field(gt=0)] | None = option(None, "sets clip_low and clip_high at once")
@@ -112,7 +115,7 @@ class TrainConfig(Section):
     clip_high: Annotated[float, Field(gt=0)] = option(0.28, "the ratio is clipped above 1 + this")
     kl_coef: Annotated[float, Field(ge=0)] = option(0.0, "weight of the KL term against the rollout policy")
     # the optimizer
-    lr: Annotated[float, Field(gt=0)] = option(2e-5, "peak learning rate", flags=("learning-rate",))
+    lr: Annotated[float, Field(gt=0)] = option(3e-5, "peak learning rate", flags=("learning-rate",))
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
     beta1: Annotated[float, Field(ge=0, lt=1)] = option(0.9, "AdamW: decay of the mean")
@@ -146,7 +149,7 @@ class RunConfig(Section):
     """A whole run: what `treadle run` starts."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(50, "optimizer steps", flags=("training-steps",))
+    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "the same seed gives the same curve")
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
     hub: HubConfig = HubConfig()

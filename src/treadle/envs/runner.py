@@ -1,8 +1,8 @@
 """The loop of an environment process.
 
     register --> for each wave w = next..num_steps:
-                   evaluation due at step w-1?  wait until step w-1 is taken, evaluate
-                   wait until step w-1-max_age is taken     (the trainer may be that far behind)
+                   wait until step w-1-max_age is taken: the wave is sampled under that version
+                   evaluation due at that step?  evaluate; the version cannot change before the wave is delivered
                    sample and score the wave  -->  deliver it as one list under one key
                  --> wait until step num_steps is taken, evaluate, leave
 
@@ -64,7 +64,7 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: HubInfo) -> 
 
 
 def evaluation_is_due(config: EnvConfig, step: int, num_steps: int) -> bool:
-    """Before the first step, after the last, and every `steps_per_eval` steps between."""
+    """Before the first step, after the last, and every `steps_per_eval` steps between (up to max_age before the end)."""
     if config.num_eval == 0:
         return False
     return step in (0, num_steps) or (config.steps_per_eval > 0 and step % config.steps_per_eval == 0)
@@ -85,8 +85,10 @@ async def run(desk: Desk, hub: HubClient) -> None:
     log.info("registered", name=desk.name, env_id=course.env_id, next_wave=course.next_wave, waves=course.num_waves)
     try:
         for wave in range(course.next_wave, course.num_waves + 1):
-            await _evaluate_if_due(desk, hub, wave - 1, course.num_waves)
-            await _wait_for_step(hub, wave - 1 - config.max_age)
+            step = wave - 1 - config.max_age
+            await _wait_for_step(hub, step)
+            if step >= 0 or wave == 1:
+                await _evaluate_if_due(desk, hub, max(step, 0), course.num_waves)
             await _deliver_wave(desk, hub, course, wave)
         await _evaluate_if_due(desk, hub, course.num_waves, course.num_waves)
     finally:
@@ -113,7 +115,7 @@ async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int) -
 
 
 async def _evaluate_if_due(desk: Desk, hub: HubClient, step: int, num_steps: int) -> None:
-    """Evaluate the policy of exactly this step: no later wave is delivered yet, so no later step is taken."""
+    """Evaluate the policy of this step. The trainer publishes no later one before the next wave is delivered."""
     if not evaluation_is_due(desk.config, step, num_steps):
         return
     folder = desk.config.data_dir_to_save_evals

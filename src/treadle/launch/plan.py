@@ -78,6 +78,7 @@ def build_plan(
         "env.data_dir_to_save_evals": run_folder / "evals",
         "train.seed": config.seed,
         "train.threads": threads,
+        "train.max_age": config.env.max_age,
         "train.atropos_url": hub_url,
         "train.engine_url": engine_url,
         "train.save_path": run_folder / "checkpoints",

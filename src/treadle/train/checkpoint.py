@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from treadle.errors import TrainingError
+from treadle.errors import DiskFull, TrainingError
 from treadle.log import get_logger
 from treadle.train.optim import Optimizer
 from treadle.train.policy import Policy
@@ -50,7 +51,7 @@ class Checkpoints:
         hashes = {}
         for number, shard in enumerate(_shards(state)):
             file = staging / f"state-{number:03d}.safetensors"
-            save_file(shard, file)
+            _write(shard, file)
             hashes[file.name] = _sha256(file)
         (staging / "trainer.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=2) + "\n")
         self._land(staging, f"step_{step}")
@@ -98,7 +99,7 @@ class Checkpoints:
     def _write_model(self, folder: Path, policy: Policy) -> None:
         """Weights as they are served, and everything needed to load them elsewhere."""
         weights = {name: p.detach().cpu().contiguous() for name, p in policy.live.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        _write(weights, folder / "model.safetensors")
         for name in COPIED_FILES:
             if (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, folder / name)
@@ -129,6 +130,18 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         size += tensor.nbytes
     if shard:
         yield shard
+
+
+def _write(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps the operating system's errors in words of its own
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise DiskFull(
+                f"the disk is full while writing {file}; the checkpoint before it is kept",
+                fix="free some space and continue with treadle run --resume",
+            ) from None
+        raise
 
 
 def _sha256(path: Path) -> str:

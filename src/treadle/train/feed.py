@@ -24,6 +24,8 @@ PATIENCE_S = 120.0  # a hub that is away for longer is gone
 class Feed(Protocol):
     def lease(self, step: int) -> LeasedBatch: ...
 
+    def lease_ahead(self, step: int) -> None: ...
+
     def ack(self, batch: LeasedBatch) -> None: ...
 
 
@@ -33,18 +35,31 @@ class HubFeed:
     def __init__(self, url: str, check_stop: Callable[[], None]) -> None:
         self._hub = httpx.Client(base_url=url, timeout=60.0, headers={"Treadle-Holder": HOLDER})
         self._check_stop = check_stop
+        self._ahead: dict[int, LeasedBatch] = {}
+        self._newest = 0  # the last step whose batch was leased
 
     def register(self, registration: RegisterTrainer) -> None:
         self._post("/register", registration)
 
     def lease(self, step: int) -> LeasedBatch:
-        """Wait for the batch of `step`; says in the log why there is none when it takes long."""
+        """Wait for the batch of `step`."""
+        return self._ahead.pop(step, None) or self._lease(step)
+
+    def lease_ahead(self, step: int) -> None:
+        """Wait until the batches up to `step` are there, in order, and keep them for `lease`."""
+        first = max(self._ahead, default=self._newest) + 1
+        for wanted in range(first, step + 1):
+            self._ahead[wanted] = self._lease(wanted)
+
+    def _lease(self, step: int) -> LeasedBatch:
+        """Says in the log why there is no batch when it takes long."""
         reason = ""
         request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
         while True:
             self._check_stop()
             answer = msgspec.json.decode(self._post("/v1/lease", request), type=LeaseAnswer)
             if answer.batch is not None:
+                self._newest = step
                 return answer.batch
             if answer.reason != reason:
                 reason = answer.reason

@@ -53,6 +53,10 @@ def train(
             clock.lap("gradient_s")
             grad_norm, rate = optimizer.step(step + 1)
             clock.lap("optimizer_s")
+            # Version v is published only when everything that is to be sampled under an older one has been: then the
+            # version of every batch follows from its step alone, and the same seed gives the same run.
+            feed.lease_ahead(min(step + 1 + config.max_age, config.steps))
+            clock.lap("ahead_s")
             receipt = sync.publish(policy, version=step + 1)
             clock.lap("publish_s")
             metrics = batch.metrics(version=step)

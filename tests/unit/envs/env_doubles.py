@@ -101,6 +101,7 @@ class HubDouble:
         self.groups_accepted = 0
         self.current_step = 0
         self.steps_at_once = True
+        self.max_age = 0  # step v is taken when the wave of step v + this is there, as our trainer does
         self.num_register_waits = 0
         self.failures: list[Response] = []  # given out first, one per delivery
         self.deliveries: list[tuple[str, list[ScoredGroup]]] = []
@@ -147,7 +148,10 @@ class HubDouble:
             return self.failures.pop(0)
         groups = msgspec.json.decode(body, type=list[ScoredGroup])
         self.deliveries.append((http.headers["Idempotency-Key"], groups))
-        self.current_step += self.steps_at_once
+        if self.steps_at_once and len(self.deliveries) > self.max_age:
+            self.current_step += 1
+        if self.steps_at_once and len(self.deliveries) == self.num_steps:
+            self.current_step = self.num_steps
         return JSONResponse({"status": "received", "groups_processed": len(groups)})
 
     async def _disconnect(self, http: Request) -> Response:

@@ -31,6 +31,8 @@ def plan(tmp_path: Path, make_spec, server_code) -> Plan:
     """Two steps by a trainer that writes metrics, beside an environment that writes evaluations."""
     hub, engine = find_free_ports(2)
     write = "import pathlib; pathlib.Path({!r}).{}"
+    # Like the real one, the trainer starts first and takes no step before the environment has worked.
+    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'evals' / '0.json')!r}): time.sleep(0.05)\n"
     lines = "".join(json.dumps(step_values(step)) + "\n" for step in (1, 2))
     before = json.dumps(evaluation(0, {"a": False}, 0.0))
     (tmp_path / "evals").mkdir()
@@ -49,7 +51,7 @@ def plan(tmp_path: Path, make_spec, server_code) -> Plan:
             make_spec("hub", server_code(hub), ready_url=f"http://127.0.0.1:{hub}/healthz"),
             make_spec("engine", server_code(engine), ready_url=f"http://127.0.0.1:{engine}/health"),
             make_spec("env", write.format(str(tmp_path / "evals" / "0.json"), f"write_text({before!r})")),
-            make_spec("trainer", write.format(str(tmp_path / "metrics.jsonl"), f"write_text({lines!r})")),
+            make_spec("trainer", wait + write.format(str(tmp_path / "metrics.jsonl"), f"write_text({lines!r})")),
         ),
         f"http://127.0.0.1:{hub}",
     )

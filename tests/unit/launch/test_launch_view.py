@@ -61,7 +61,7 @@ def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -> None:
     console = Console(file=io.StringIO(), record=True, width=width)
-    console.print(draw(RunState(load_run(None), "run").picture()))
+    console.print(draw(RunState(load_run(None, {"steps": 50}), "run").picture()))
     text = console.export_text()
     assert "step 0/50" in text
     assert max(map(len, text.splitlines())) <= width
@@ -124,7 +124,7 @@ def test_a_broken_view_never_ends_a_run() -> None:
     def break_down(_state: RunState) -> None:
         raise ZeroDivisionError
 
-    with Screen(LiveView(Console(file=io.StringIO())), RunState(load_run(None), "run"), break_down) as screen:
+    with Screen(LiveView(Console(file=io.StringIO())), RunState(load_run(None, {"steps": 50}), "run"), break_down) as screen:
         screen.tick()
         screen.tick()
 

@@ -61,7 +61,11 @@ def write_run(folder: Path, *, num_steps: int = 50, is_evaluated: bool = True) -
         (folder / "evals" / "step-50.json").write_text(json.dumps(evaluation(num_steps, after, 0.73)))
     return load_run(
         None,
-        {"train.metrics_file": folder / "metrics.jsonl", "env.data_dir_to_save_evals": folder / "evals"},
+        {
+            "steps": 50,
+            "train.metrics_file": folder / "metrics.jsonl",
+            "env.data_dir_to_save_evals": folder / "evals",
+        },
     )
 
 

