@@ -51,12 +51,13 @@ def train(
             batch = pack(leased.groups, normalize_std=config.normalize_std, micro_tokens=config.micro_tokens)
             sums = accumulate_gradients(policy, batch, config, check_stop)
             clock.lap("gradient_s")
-            grad_norm, rate = optimizer.step(step + 1)
-            clock.lap("optimizer_s")
-            # Version v is published only when everything that is to be sampled under an older one has been: then the
+            # A version is published only when everything that is to be sampled under an older one has been: then the
             # version of every batch follows from its step alone, and the same seed gives the same run.
             feed.lease_ahead(min(step + 1 + config.max_age, config.steps))
-            clock.lap("ahead_s")
+            clock.lap("wait_s")
+            # From here to the count no stop is obeyed: masters, optimizer and step change together.
+            grad_norm, rate = optimizer.step(step + 1)
+            clock.lap("optimizer_s")
             receipt = sync.publish(policy, version=step + 1)
             clock.lap("publish_s")
             metrics = batch.metrics(version=step)
@@ -65,7 +66,6 @@ def train(
                 checkpoints.save(step, policy, optimizer)
                 saved = step
             clock.lap("checkpoint_s")
-            feed.ack(leased)
             tracker.log(
                 step,
                 {
@@ -79,6 +79,7 @@ def train(
                     "perf/tokens_per_s": batch.num_loss_tokens / clock.total_s,
                 },
             )
+            feed.ack(leased)  # last: a crash before it repeats a step, it never skips one
     except StopRequested:
         if step > saved:
             checkpoints.save(step, policy, optimizer)
@@ -133,7 +134,7 @@ class _Stopwatch:
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self._laps[name] = now - self._last
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
     @property
