@@ -64,7 +64,7 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: HubInfo) -> 
 
 
 def evaluation_is_due(config: EnvConfig, step: int, num_steps: int) -> bool:
-    """Before the first step, after the last, and every `steps_per_eval` steps between (up to max_age before the end)."""
+    """Before the first step, after the last, and every `steps_per_eval` steps between."""
     if config.num_eval == 0:
         return False
     return step in (0, num_steps) or (config.steps_per_eval > 0 and step % config.steps_per_eval == 0)

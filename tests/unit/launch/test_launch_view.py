@@ -124,7 +124,8 @@ def test_a_broken_view_never_ends_a_run() -> None:
     def break_down(_state: RunState) -> None:
         raise ZeroDivisionError
 
-    with Screen(LiveView(Console(file=io.StringIO())), RunState(load_run(None, {"steps": 50}), "run"), break_down) as screen:
+    state = RunState(load_run(None), "run")
+    with Screen(LiveView(Console(file=io.StringIO())), state, break_down) as screen:
         screen.tick()
         screen.tick()
 
