@@ -46,7 +46,7 @@ class KVCache:
 
     def adopt(self, copies: list[int]) -> None:
         """Give prompt i of the last prefill `copies[i]` rows, behind the rows that are already there."""
-        repeats = torch.tensor(copies)
+        repeats = torch.tensor(copies, device=self._prompt_keys[0].device)
         for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
             self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
             self._values[layer] = self._append(self._values[layer], values.repeat_interleave(repeats, 0))

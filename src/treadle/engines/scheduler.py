@@ -90,8 +90,10 @@ class Scheduler:
             self._refuse_when_dead()
 
     def resume(self, policy_version: int | None) -> None:
+        """Go on, under a new version when one was published."""
         with self._changed:
             if policy_version is not None:
+                self._engine.adopt()
                 self.policy_version = policy_version
             self._paused = False
             self._changed.notify_all()

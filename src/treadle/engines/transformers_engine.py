@@ -23,7 +23,7 @@ from treadle.engines.kv_cache import KVCache, plug_in
 from treadle.engines.sampling import SamplingParams, sample, uniforms
 from treadle.errors import ModelError
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import share_parameters
+from treadle.sync.shared_memory import adopt_weights, share_parameters
 from treadle.wire.groups import common_prefix
 
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
@@ -79,6 +79,11 @@ class TransformersEngine:
     @property
     def num_running(self) -> int:
         return sum(1 for s in self._rows if s.finish_reason is None)
+
+    def adopt(self) -> None:
+        """Serve the weights that were published while nothing ran."""
+        if self.layout is not None:
+            adopt_weights(self.model, self.layout)
 
     @torch.inference_mode()
     def admit(self, requests: list[Request]) -> list[list[Sequence]]:

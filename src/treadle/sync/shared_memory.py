@@ -4,6 +4,8 @@
     trainer: bind_parameters(model, layout)  builds its model on the same bytes
              SharedMemorySync.publish()      holds the engine between requests while it writes a new version
 
+On a GPU the weights of either side are the GPU's; the file is then what they are handed over through.
+
 The engine answers no request while weights are written: `publish` pauses it (running requests finish first, new ones
 wait), writes, and resumes it under the new version. So no answer can mix two versions.
 """
@@ -110,7 +112,10 @@ class SharedMemorySync:
 
 
 def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
-    """Move every parameter of `model` into a new shared file at `path`; the file's layout lies beside it as JSON."""
+    """Put every parameter of `model` into a new shared file at `path`; the file's layout lies beside it as JSON.
+
+    Parameters in main memory stand on the file from then on; those on a GPU are copied.
+    """
     named = dict(model.named_parameters())  # a tied parameter comes once
     dtypes = {str(p.dtype).removeprefix("torch.") for p in named.values()}
     if len(dtypes) != 1:
@@ -119,10 +124,11 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
         str(path.resolve()), model_folder, dtypes.pop(), ((name, tuple(p.shape)) for name, p in named.items())
     )
     _create(path, layout.num_bytes)
-    views = _views(layout)
+    views = map_weights(layout)
     for name, parameter in named.items():
         views[name].copy_(parameter.data)
-        parameter.data = views[name]
+        if parameter.device.type == "cpu":
+            parameter.data = views[name]
     _write_beside(path, layout)
     log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
     return layout
@@ -130,7 +136,7 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
 
 def bind_parameters(model: nn.Module, layout: Layout) -> None:
     """Make `model` (built without weights) stand on the bytes of `layout`; anything that does not map is refused."""
-    views = _views(layout)
+    views = map_weights(layout)
     missing = []
     for name, parameter in list(model.named_parameters()):
         view = views.pop(name, None)
@@ -149,13 +155,24 @@ def bind_parameters(model: nn.Module, layout: Layout) -> None:
         tie()
 
 
+@torch.no_grad()
+def adopt_weights(model: nn.Module, layout: Layout) -> None:
+    """Take over what was published: nothing to do in main memory, a copy for parameters on a GPU."""
+    elsewhere = {name: p for name, p in model.named_parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        views = map_weights(layout)
+        for name, parameter in elsewhere.items():
+            parameter.copy_(views[name])
+
+
 def remove_shared_file(path: Path) -> None:
     for file in (path, _beside(path)):
         with contextlib.suppress(FileNotFoundError):
             file.unlink()
 
 
-def _views(layout: Layout) -> dict[str, torch.Tensor]:
+def map_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    """The parameters in the shared file, by name."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
     try:
         whole = torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)

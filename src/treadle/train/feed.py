@@ -47,8 +47,7 @@ class HubFeed:
 
     def lease_ahead(self, step: int) -> None:
         """Wait until the batches up to `step` are there, in order, and keep them for `lease`."""
-        first = max(self._ahead, default=self._newest) + 1
-        for wanted in range(first, step + 1):
+        for wanted in range(self._newest + 1, step + 1):
             self._ahead[wanted] = self._lease(wanted)
 
     def _lease(self, step: int) -> LeasedBatch:

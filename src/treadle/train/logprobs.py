@@ -79,8 +79,11 @@ def _targets_within(targets_L: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
     """fp32 logits. bf16 hidden states and weights are multiplied on bf16 units and summed in fp32, which loses nothing;
     a plain bf16 product would round each logit to 8 bits."""
-    with _exact_products_of(hidden.dtype):
-        logits = hidden.float() @ weight.float().T
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        with _exact_products_of(hidden.dtype):
+            logits = hidden.float() @ weight.float().T
     return logits.div_(temperatures[:, None])
 
 

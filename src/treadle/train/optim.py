@@ -70,7 +70,7 @@ class Optimizer:
         parts: dict[str, dict[str, Any]] = {}
         for key, value in tensors.items():
             part, _, name = key.partition(".")
-            parts.setdefault(name, {})[part] = value
+            parts.setdefault(name, {})[part] = value.to(self._policy.device)
         for name, master in self._policy.masters.items():
             if name in parts:
                 self._adamw.state[master] = parts[name]

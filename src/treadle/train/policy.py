@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import bind_parameters
+from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.train.attention import PackedContext, lay_out, plug_in
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.pack import Micro
@@ -27,8 +27,9 @@ from treadle.train.pack import Micro
 class Policy:
     """`score(micro)` gives logprobs; gradients of any number of micros add up in the masters, in fp32."""
 
-    def __init__(self, model: Any, *, logprob_chunk: int) -> None:
+    def __init__(self, model: Any, *, logprob_chunk: int, shared: dict[str, Tensor] | None = None) -> None:
         self.model = model
+        self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
         self.device: torch.device = next(model.parameters()).device
         self._chunk = logprob_chunk
         self._context = PackedContext()
@@ -72,28 +73,35 @@ class Policy:
     def write_live_weights(self) -> None:
         for name, master in self.masters.items():
             self.live[name].copy_(master)
+        for name, handed_over in self._shared.items():
+            handed_over.copy_(self.live[name])
 
 
 def load_policy(folder: Path, *, dtype: str, device: str, logprob_chunk: int) -> Policy:
     """A policy with weights of its own."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(device))
     return Policy(model, logprob_chunk=logprob_chunk)
 
 
-def share_policy(layout: Layout, *, logprob_chunk: int) -> Policy:
+def choose_device(name: str) -> torch.device:
+    return torch.device(name if name != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def share_policy(layout: Layout, *, logprob_chunk: int, device: str = "cpu") -> Policy:
     """A policy whose live weights are the engine's: the model is built empty and bound to the shared bytes.
 
     Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.
+    On a GPU the live weights are a copy there, and the shared bytes are written at every publish.
     """
     config = AutoConfig.from_pretrained(layout.model)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
     model.tie_weights()  # emptying gives tied parameters two names; they are one parameter
     bind_parameters(model, layout)
-    return Policy(model, logprob_chunk=logprob_chunk)
+    if choose_device(device).type == "cpu":
+        return Policy(model, logprob_chunk=logprob_chunk)
+    return Policy(model.to(choose_device(device)), logprob_chunk=logprob_chunk, shared=map_weights(layout))
 
 
 def _move_gradient_to(master: nn.Parameter) -> Any:

@@ -47,7 +47,8 @@ def _connect(config: TrainConfig) -> tuple[Sync, Policy, Path]:
     if config.weight_bridge_mode == "shared_memory":
         shared = SharedMemorySync(config.engine_url)
         layout = shared.fetch_layout()
-        return shared, share_policy(layout, logprob_chunk=config.logprob_chunk), Path(layout.model)
+        policy = share_policy(layout, logprob_chunk=config.logprob_chunk, device=config.device)
+        return shared, policy, Path(layout.model)
     folder = Path(config.model)
     policy = load_policy(folder, dtype=config.dtype, device=config.device, logprob_chunk=config.logprob_chunk)
     return OfflineSync(), policy, folder
