@@ -17,7 +17,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 started=$SECONDS
-if [ ! -x .venv/bin/python ]; then
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then  # absent, or its creation was interrupted
+  rm -rf .venv
   echo "== creating .venv with $("$python" --version)"
   "$python" -m venv .venv
 fi

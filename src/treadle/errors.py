@@ -18,6 +18,7 @@ TreadleError
 from __future__ import annotations
 
 import errno
+import importlib.util
 
 
 class TreadleError(Exception):
@@ -80,6 +81,13 @@ class SyncError(TreadleError):
 
 class TrainingError(TreadleError):
     pass
+
+
+def require(extra: str, *packages: str) -> None:
+    """Check that optional packages are installed: `require("train", "torch", "transformers")`."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(f"this needs {package}, which is not installed", fix=f"pip install 'treadle[{extra}]'")
 
 
 def as_user_error(error: OSError) -> UserError | None:

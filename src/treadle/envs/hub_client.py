@@ -13,7 +13,7 @@ from treadle.envs.transport import Patience, Peer, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import RegisteredEnv, RegisterEnv
+from treadle.wire.hub import BatchInfo, Progress, RegisteredEnv, RegisterEnv
 
 log = get_logger("env")
 
@@ -21,16 +21,6 @@ _GZIP_FROM_BYTES = 4096
 _REGISTER_POLL_S = 0.25
 _CALL_TIMEOUT_S = 60.0
 _CONFLICT = 409
-
-
-class HubInfo(msgspec.Struct, kw_only=True):
-    batch_size: int  # sequences per optimizer step; -1 while no trainer is registered
-    max_token_len: int  # longest sequence the trainer takes; 0 or less: no limit
-
-
-class HubStatus(msgspec.Struct, kw_only=True):
-    current_step: int  # optimizer steps taken
-    queue_size: int = 0
 
 
 class HubClient:
@@ -67,12 +57,12 @@ class HubClient:
                 told = True
             await asyncio.sleep(_REGISTER_POLL_S)
 
-    async def info(self) -> HubInfo:
-        return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), HubInfo)
+    async def info(self) -> BatchInfo:
+        return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), BatchInfo)
 
-    async def status(self) -> HubStatus:
+    async def status(self) -> Progress:
         """A hub that restarts in the middle of a run is waited for, as a delivery would."""
-        return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), HubStatus)
+        return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), Progress)
 
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
         """Deliver groups as one list, once: the hub knows a repeated delivery by its key."""

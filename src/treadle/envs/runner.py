@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from treadle.config.schema import EnvConfig
 from treadle.envs.evaluation import evaluate_policy, result_path, save_result
-from treadle.envs.hub_client import HubClient, HubInfo
+from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk, roll_wave
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
-from treadle.wire.hub import RegisteredEnv, RegisterEnv
+from treadle.wire.hub import BatchInfo, RegisteredEnv, RegisterEnv
 
 log = get_logger("env")
 
@@ -41,7 +41,7 @@ class Course:
     longest_sequence: int
 
 
-def plan_course(config: EnvConfig, registered: RegisteredEnv, info: HubInfo) -> Course:
+def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo) -> Course:
     """What the hub said -> the waves to deliver. Pure."""
     if registered.env_id is None or registered.num_steps is None or info.batch_size < 1:
         raise HubError(
@@ -87,7 +87,7 @@ async def run(desk: Desk, hub: HubClient) -> None:
         for wave in range(course.next_wave, course.num_waves + 1):
             step = wave - 1 - config.max_age
             await _wait_for_step(hub, step)
-            if step >= 0 or wave == 1:
+            if step > 0 or wave == 1:
                 await _evaluate_if_due(desk, hub, max(step, 0), course.num_waves)
             await _deliver_wave(desk, hub, course, wave)
         await _evaluate_if_due(desk, hub, course.num_waves, course.num_waves)

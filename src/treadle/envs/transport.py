@@ -12,15 +12,16 @@ from typing import Any, Self, TypeVar
 import httpx
 import msgspec
 
-from treadle.errors import ConfigError, TreadleError
+from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
+from treadle.wire.serving import is_loopback
 
 log = get_logger("env")
 T = TypeVar("T")
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LONGEST_RETRY_AFTER_S = 60.0
 _TOO_MANY_REQUESTS = 429
+_DISK_FULL = 507  # repeating does not help
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class Peer:
             # An engine holds the requests of a wave until all are there, so a bound would be a deadlock.
             limits=httpx.Limits(max_connections=None),
             transport=transport,
-            # A proxy meant for the internet must not swallow calls to this machine.
-            trust_env=httpx.URL(self.url).host not in _LOOPBACK,
+            trust_env=not is_loopback(self.url),
         )
 
     async def __aenter__(self) -> Self:
@@ -92,6 +92,10 @@ class Peer:
             else:
                 if response.status_code < 500 and response.status_code != _TOO_MANY_REQUESTS:
                     return response
+                if response.status_code == _DISK_FULL:
+                    raise DiskFull(
+                        f"the disk of the {self.name} is full", fix="free some space and continue with --resume"
+                    )
                 problem = f"status {response.status_code}: {message_of(response)}"
                 wait_s = _retry_after_s(response)
             num_failures += 1

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from treadle.envs.tokens import ChatTokenizer
-from treadle.errors import EngineError, ModelError
+from treadle.errors import EngineError, ModelError, require
 from treadle.launch.machine import find_free_ports, look_at_machine
-from treadle.launch.model import check_extras, ending_on_sigterm, prepare_model
+from treadle.launch.model import ending_on_sigterm, prepare_model
 from treadle.launch.plan import CONFIG_FILE, ProcessSpec, child_environment
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 
@@ -24,7 +24,7 @@ _RUNS = Path("runs")
 
 
 def talk(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
-    check_extras()
+    require("train", "torch", "transformers")
     folder = find_model(model, _RUNS)
     tokenizer = ChatTokenizer.load(folder)
     try:
@@ -71,7 +71,9 @@ def running_engine(model_folder: Path) -> Iterator[str]:
     facts = look_at_machine({})
     (port,) = find_free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    log_path = Path(tempfile.gettempdir()) / f"treadle-chat-{os.getpid()}.log"
+    handle, log_name = tempfile.mkstemp(prefix="treadle-chat-", suffix=".log")
+    os.close(handle)
+    log_path = Path(log_name)
     argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
     environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
     stop = StopRequest()

@@ -92,7 +92,7 @@ def check_cpu(num_cores: int, flags: frozenset[str]) -> Check:
         return Check("CPU", "ok", f"{name}, AMX (fast bf16)")
     if "avx512_bf16" in flags:
         return Check("CPU", "ok", f"{name}, AVX-512 with bf16")
-    slow = "training in bf16 is slow here; --engine.dtype float32 --train.dtype float32 may be faster"
+    slow = "training in bf16 is slow here; --engine.dtype float32 may be faster"
     if "avx512f" in flags:
         return Check("CPU", "warning", f"{name}, AVX-512 without bf16", slow)
     return Check("CPU", "warning", f"{name}, neither AMX nor AVX-512", slow)

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
-from treadle.errors import ConfigError, TreadleError
+from treadle.errors import ConfigError, TreadleError, require
 from treadle.launch import folder as run_folders
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import look_at_machine
 from treadle.launch.memory import MemorySampler
-from treadle.launch.model import check_extras, is_local, prepare_model
+from treadle.launch.model import is_local, prepare_model
 from treadle.launch.plan import (
     CONFIG_FILE,
     Plan,
@@ -33,18 +33,24 @@ from treadle.launch.probe import get_json
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
+from treadle.launch.wording import near, program
 
 STOPPED_BY_USER = 130
-_FIXED_FOR_LIFE = ("model", "seed", "output", "env.name", "env.task")
+# What the numbering of waves and steps hangs on.
+_FIXED_FOR_LIFE = (
+    "model", "seed", "output", "env.name", "env.task", "env.group_size", "env.wandb_name", "train.batch_size",
+    "train.gradient_accumulation_steps",
+)  # fmt: skip
 
 
 def start_run(config: RunConfig, *, plain: bool) -> int:
+    config.check_together()
     explicit = explicit_keys(config)
     check_one_model(config, explicit)
     choose_steps(config, explicit)
     # A busy port is cheap to notice and must not cost the user a download first.
     choose_ports(config, look_at_machine(wished_addresses(config)), explicit)
-    check_extras()
+    require("train", "torch", "transformers")
     warning = run_folders.check_disk_space(config.output)
     if warning:
         _say(f"warning: {warning}")
@@ -66,12 +72,18 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> i
         overrides = {"steps": steps, "train.steps": steps, **overrides}
     with run_folders.locked(folder):
         config = load_run(folder / CONFIG_FILE, overrides)
+        config.check_together()
+        run_folders.check_disk_space(folder)
         summary = load_summary(folder)
+        if summary is not None and summary.steps_taken > config.steps:
+            raise ConfigError(
+                f"{summary.steps_taken} steps are taken already", fix=f"--steps {summary.steps_taken + 1}"
+            )
         if summary is not None and summary.is_complete and summary.steps_taken >= config.steps:
             _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
             print_report(summary, Console())
             return 0
-        check_extras()
+        require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
         model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
@@ -105,7 +117,7 @@ def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset
     _say(f"run folder: {folder}")
     history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
-    how_to_resume = f"continue with: treadle run --resume {folder}"
+    how_to_resume = f"continue with: {program()} run --resume {near(folder)}"
     life = Life(plan, history)
     try:
         life.live(plain=plain)

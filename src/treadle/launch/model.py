@@ -1,8 +1,7 @@
-"""What a run needs before its first process: the optional packages, and the model on this disk."""
+"""What a run needs before its first process: the model on this disk."""
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,13 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from treadle.config.schema import DEFAULT_MODEL
-from treadle.errors import MissingExtra, ModelError
-
-
-def check_extras() -> None:
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtra(f"this needs {package}, which is not installed", fix="pip install 'treadle[train]'")
+from treadle.errors import ModelError
 
 
 def is_local(model: str) -> bool:

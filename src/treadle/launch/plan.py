@@ -1,7 +1,8 @@
 """RunConfig and machine facts -> what to start, with which settings. Pure: it reads and writes nothing.
 
-wave 1   hub, engine        serve until they are stopped; wave 2 waits until both answer
-wave 2   env, trainer       work until they are done; the run is complete when both are
+first    hub, engine        serve until they are stopped
+         trainer            loads its libraries meanwhile, and waits for both by itself
+then     env                when hub and engine answer; the run is complete when trainer and env are done
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def build_plan(
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
     ports = choose_ports(config, facts, explicit)
+    if "train.max_age" in explicit and config.train.max_age != config.env.max_age:
+        raise ConfigError(
+            f"env.max_age {config.env.max_age} and train.max_age {config.train.max_age} would wait for each other",
+            fix="give only --env.max-age",
+        )
     hub_url = _url(config.hub.host, ports["hub"])
     engine_url = _url(config.engine.host, ports["engine"])
     threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores

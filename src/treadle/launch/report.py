@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
+from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
 from treadle.errors import MissingExtra
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
-from treadle.launch.wording import duration, gigabytes, one_line, percent
+from treadle.launch.wording import duration, gigabytes, near, one_line, percent, program
 from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
@@ -112,7 +113,7 @@ def choose_examples(before: Evaluation | None, after: Evaluation | None, num: in
 
 
 def save_summary(summary: Summary, run_folder: Path) -> None:
-    (run_folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    replace_text(run_folder / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def load_summary(run_folder: Path) -> Summary | None:
@@ -144,11 +145,11 @@ def print_report(summary: Summary, console: Console) -> None:
     _print_examples(summary.examples, console)
     row("seconds per step", _split_in_words(summary.seconds_per_step))
     row("peak memory", _memory_in_words(summary))
-    row("trained model", _near(summary.final_model))
-    row("metrics", _near(summary.metrics))
-    row("reward plot", _near(summary.plot) if Path(summary.plot).exists() else "none")
-    row("logs", _near(summary.logs))
-    row("talk to it", f"treadle chat {_near(summary.run)}")
+    row("trained model", near(summary.final_model))
+    row("metrics", near(summary.metrics))
+    row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")
+    row("logs", near(summary.logs))
+    row("talk to it", f"{program()} chat {near(summary.run)}")
 
 
 def _print_examples(examples: list[dict[str, Any]], console: Console) -> None:
@@ -199,14 +200,6 @@ def _memory_in_words(summary: Summary) -> str:
     parts = sorted(summary.peak_memory_by_process.items(), key=lambda item: -item[1])
     each = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)
     return f"{gigabytes(summary.peak_memory_bytes)} over all processes (each at its own peak: {each})"
-
-
-def _near(path: str) -> str:
-    """As the user would type it: relative when it is below the current folder."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
 
 
 def _rounded(value: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """Start the processes of a plan, watch them, and stop them in order.
 
-start wave 1 -> wait until ready -> start wave 2 -> watch ----> complete ----> stop
+start some -> wait until ready -> start the rest -> watch ----> complete ----> stop
                      |                               |                          ^
                      +-- one dies: its last words ---+-- Ctrl-C ----------------+
 """
@@ -16,8 +16,8 @@ from types import FrameType
 from treadle.launch.plan import ProcessSpec
 from treadle.launch.process import ChildProcess
 
-# Who is stopped when, and by how many seconds after the request it must be gone. The trainer is first and
-# has the longest, because it saves a checkpoint; whoever is left after the last deadline is killed.
+# Who is waited for in which order, and by how many seconds after the request it must be gone. The trainer has the
+# longest, because it saves a checkpoint; whoever is left after the last deadline is killed.
 STOP_ORDER = (("trainer", 7.5), ("env", 8.3), ("engine", 9.0), ("hub", 9.4))
 _LAST_DEADLINE_S = 9.4
 _POLL_S = 0.1
@@ -123,6 +123,9 @@ class Supervisor:
         if not self._children:
             return
         begun, patience = time.monotonic(), self._stop.count
+        for name in ("trainer", "env"):  # both at once: the trainer saves faster when nobody asks the engine
+            if name in self._children:
+                self._children[name].terminate()
         named = [name for name, _ in self._stop_order]
         others = [(name, _LAST_DEADLINE_S) for name in self._children if name not in named]
         try:

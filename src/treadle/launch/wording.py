@@ -1,6 +1,25 @@
-"""Numbers in the words of the launcher's view and report."""
+"""Numbers and commands in the words of the launcher's view and report."""
 
 from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def near(path: str | Path) -> str:
+    """As the user would type it: relative when it is below the current folder."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def program() -> str:
+    """How to call us again: `treadle` where that is found, else the program beside our Python."""
+    own = Path(sys.executable).parent / "treadle"
+    found = shutil.which("treadle")
+    return "treadle" if found is not None and Path(found).resolve() == own.resolve() else near(own)
 
 
 def duration(seconds: float) -> str:

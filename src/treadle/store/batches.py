@@ -133,7 +133,11 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
 
 
 def release_holder(db: sqlite3.Connection, holder: str) -> None:
-    """A trainer that registers anew has forgotten its leases; tokens of its earlier life become stale."""
+    """A trainer that registers anew has forgotten its leases; tokens of its earlier life become stale.
+
+    That it was stopped says nothing against the groups: the delivery does not count.
+    """
+    db.execute("UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = ? AND state = 'open'", (holder,))
     _release(db, "holder = ?", holder)
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from treadle.errors import DiskFull, SyncError
 from treadle.log import get_logger
 from treadle.sync.layout import Layout, plan_layout
+from treadle.wire.serving import is_loopback
 
 log = get_logger("sync")
 
@@ -64,10 +65,11 @@ class SharedMemorySync:
     """Publish into memory that the engine serves from."""
 
     def __init__(self, engine_url: str, timeout_s: float = 180.0) -> None:
-        self._engine = httpx.Client(base_url=engine_url.rstrip("/").removesuffix("/v1"), timeout=timeout_s)
+        url = engine_url.rstrip("/").removesuffix("/v1")
+        self._engine = httpx.Client(base_url=url, timeout=timeout_s, trust_env=not is_loopback(url))
 
-    def fetch_layout(self, wait_s: float = 120.0) -> Layout:
-        """Ask the engine where its weights are; waits for an engine that is still starting."""
+    def fetch_layout(self, wait_s: float = 900.0) -> Layout:
+        """Ask the engine where its weights are; waits for an engine that is still loading a large model."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -91,11 +93,9 @@ class SharedMemorySync:
         return Receipt(version=version, wait_s=paused - started, write_s=written - paused)
 
     def _read_layout(self) -> Layout:
-        answer = self._engine.get("/bridge/state_dict_info")
+        answer = self._engine.get("/bridge/state_dict_info", timeout=5.0)
         if answer.status_code != 200:
-            raise SyncError(
-                f"the engine shares no weights: {answer.text}", fix="start it with --weights-file /dev/shm/NAME.weights"
-            )
+            raise SyncError(f"the engine shares no weights: {answer.text}", fix="start it with --weights-file FILE")
         return msgspec.json.decode(answer.content, type=Layout)
 
     def _call(self, verb: str, body: dict[str, int]) -> dict[str, object]:

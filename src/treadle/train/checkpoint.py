@@ -43,6 +43,7 @@ class Checkpoints:
         self._root = root
         self._model_folder = model_folder
         root.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
         staging = self._staging(f"step_{step}")
@@ -85,6 +86,17 @@ class Checkpoints:
         optimizer.load_state(moments)
         log.info("restored", step=recorded["step"], folder=str(folder))
         return int(recorded["step"])
+
+    def _clear_leftovers(self) -> None:
+        """What a killed process left: half-written folders go; a replaced one stays when nothing took its place."""
+        for half in self._root.glob(".*.partial"):
+            shutil.rmtree(half)
+        for old in self._root.glob(".*.old"):
+            target = self._root / old.name.removeprefix(".").removesuffix(".old")
+            if target.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(target)
 
     def _steps(self) -> list[int]:
         found = [p.name.removeprefix("step_") for p in self._root.glob("step_*") if (p / "trainer.json").is_file()]

@@ -9,15 +9,17 @@ from typing import Protocol
 import httpx
 import msgspec
 
-from treadle.errors import HubError
+from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import LeaseAnswer, LeaseRequest, LeaseUpdate, RegisterTrainer
+from treadle.wire.serving import is_loopback
 
 log = get_logger("feed")
 
 HOLDER = "trainer"
 POLL_S = 2.0  # how long one call waits at the hub: short enough to notice a request to stop
+DISK_FULL = 507  # the hub's answer when nothing more can be stored: repeating does not help
 PATIENCE_S = 120.0  # a hub that is away for longer is gone
 
 
@@ -33,7 +35,8 @@ class HubFeed:
     """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
 
     def __init__(self, url: str, check_stop: Callable[[], None]) -> None:
-        self._hub = httpx.Client(base_url=url, timeout=60.0, headers={"Treadle-Holder": HOLDER})
+        headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
+        self._hub = httpx.Client(base_url=url, timeout=60.0, headers=headers, trust_env=not is_loopback(url))
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
         self._newest = 0  # the last step whose batch was leased
@@ -67,18 +70,17 @@ class HubFeed:
     def ack(self, batch: LeasedBatch) -> None:
         self._post(f"/v1/batches/{batch.step}/ack", LeaseUpdate(token=batch.token))
 
-    def nack(self, batch: LeasedBatch, reason: str) -> None:
-        self._post(f"/v1/batches/{batch.step}/nack", LeaseUpdate(token=batch.token, reason=reason))
-
     def _post(self, path: str, body: msgspec.Struct) -> bytes:
         """Every call here may be repeated without harm, so a hub that restarts is waited for."""
         deadline = time.monotonic() + PATIENCE_S
         content = msgspec.json.encode(body)
         while True:
             try:
-                answer = self._hub.post(path, content=content, headers={"Content-Type": "application/json"})
+                answer = self._hub.post(path, content=content)
                 if answer.status_code < 500:
                     break
+                if answer.status_code == DISK_FULL:
+                    raise DiskFull("the hub's disk is full", fix="free some space and continue with --resume")
                 problem = f"{answer.status_code} {answer.text[:200]}"
             except httpx.TransportError as error:
                 problem = repr(error)

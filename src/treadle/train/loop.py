@@ -48,7 +48,12 @@ def train(
             clock = _Stopwatch()
             leased = feed.lease(step + 1)
             clock.lap("wait_s")
-            batch = pack(leased.groups, normalize_std=config.normalize_std, micro_tokens=config.micro_tokens)
+            batch = pack(
+                leased.groups,
+                normalize_std=config.normalize_std,
+                micro_tokens=config.micro_tokens,
+                all_tokens=config.kl_coef > 0,
+            )
             sums = accumulate_gradients(policy, batch, config, check_stop)
             clock.lap("gradient_s")
             # A version is published only when everything that is to be sampled under an older one has been: then the
@@ -59,13 +64,9 @@ def train(
             grad_norm, rate = optimizer.step(step + 1)
             clock.lap("optimizer_s")
             receipt = sync.publish(policy, version=step + 1)
-            clock.lap("publish_s")
+            clock.lap("published_s")
             metrics = batch.metrics(version=step)
             step += 1
-            if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
-                checkpoints.save(step, policy, optimizer)
-                saved = step
-            clock.lap("checkpoint_s")
             tracker.log(
                 step,
                 {
@@ -74,11 +75,16 @@ def train(
                     **loss_metrics(sums),
                     "optim/grad_norm": grad_norm,
                     "optim/lr": rate,
+                    "optim/skipped_in_a_row": optimizer.num_skipped_in_a_row,
                     **clock.metrics(),
                     **receipt.metrics(),
                     "perf/tokens_per_s": batch.num_loss_tokens / clock.total_s,
                 },
             )
+            # The line comes before the checkpoint: one too many is dropped on resume, a missing one never comes back.
+            if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
+                checkpoints.save(step, policy, optimizer)
+                saved = step
             feed.ack(leased)  # last: a crash before it repeats a step, it never skips one
     except StopRequested:
         if step > saved:
@@ -142,6 +148,6 @@ class _Stopwatch:
         return self._last - self._start
 
     def metrics(self) -> dict[str, float]:
-        laps = {f"perf/{name}": seconds for name, seconds in self._laps.items()}
+        laps = {f"perf/{name}": seconds for name, seconds in self._laps.items() if name != "published_s"}
         train_s = self._laps["gradient_s"] + self._laps["optimizer_s"]
         return {"perf/step_s": self.total_s, "perf/train_s": train_s, **laps}

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from treadle.config import TrainConfig
+from treadle.errors import TrainingError
 from treadle.train.policy import Policy
+
+MAX_SKIPPED = 5
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -36,6 +39,7 @@ class Optimizer:
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._policy = policy
         self._config = config
+        self.num_skipped_in_a_row = 0
         self._adamw = torch.optim.AdamW(
             list(policy.masters.values()),
             lr=config.lr,
@@ -47,11 +51,18 @@ class Optimizer:
     def step(self, step: int) -> tuple[float, float]:
         """Clip, move the masters, forget the gradients; returns (gradient norm before clipping, learning rate).
 
-        A gradient of exactly zero (no group had anything to teach) moves nothing: momentum alone is not evidence.
+        A gradient of exactly zero (no group had anything to teach) moves nothing: momentum alone is not evidence. One
+        that is not finite moves nothing either; five of those in a row end the training.
         """
         rate = learning_rate(step, self._config)
         norm = clip_gradients(self._policy.gradients(), self._config.max_grad_norm)
-        if norm > 0:
+        self.num_skipped_in_a_row = 0 if math.isfinite(norm) else self.num_skipped_in_a_row + 1
+        if self.num_skipped_in_a_row >= MAX_SKIPPED:
+            raise TrainingError(
+                f"the gradient was not a finite number in {MAX_SKIPPED} steps in a row; the weights were left alone",
+                fix="lower --train.lr, or look at the rewards and logprobs of the last batches",
+            )
+        if math.isfinite(norm) and norm > 0:
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
@@ -80,6 +91,6 @@ def clip_gradients(gradients: Iterable[Tensor], max_norm: float) -> float:
     """Scale gradients in place to at most `max_norm`; returns the norm they had."""
     grads = list(gradients)
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
-    if norm > max_norm:
+    if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)
     return norm

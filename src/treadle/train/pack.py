@@ -6,7 +6,8 @@
       R R R Q c c                        R, the root, is what all prompts of the micro begin with; a completion's token
       R R R Q d d                        sees the root, its group's prompt and its own completion up to itself
 
-Groups whose advantages are all zero have no gradient and are not forwarded; their tokens still count in the mean.
+Groups whose advantages are all zero have no gradient (unless there is a KL term) and are not forwarded; their tokens
+still count in the mean.
 """
 
 from __future__ import annotations
@@ -81,8 +82,13 @@ class PackedBatch:
         }
 
 
-def pack(groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: int) -> PackedBatch:
-    """Pack groups, in their order, into micros of at most `micro_tokens` (a larger single group gets its own)."""
+def pack(
+    groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: int, all_tokens: bool = False
+) -> PackedBatch:
+    """Pack groups, in their order, into micros of at most `micro_tokens` (a larger single group gets its own).
+
+    `all_tokens` keeps those without advantage too: a KL term has a gradient there.
+    """
     micros: list[list[_Trained]] = [[]]
     room = micro_tokens
     num_loss_tokens = num_tokens = 0
@@ -90,14 +96,15 @@ def pack(groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: in
         num_loss_tokens += sum(m != IGNORED for mask in group.masks for m in mask)
         num_tokens += sum(map(len, group.tokens))
         advantages = token_advantages(group, normalize_std=normalize_std)
-        if not any(a.any() for a in advantages):
+        if not (all_tokens or any(a.any() for a in advantages)):
             continue
         prefix = shared_prefix(group)
         size = prefix + sum(len(t) - prefix for t in group.tokens)
         if micros[-1] and size > room:
             micros.append([])
             room = micro_tokens
-        micros[-1].append(_Trained(group, advantages, prefix))
+        trained = [np.array(mask) != IGNORED for mask in group.masks] if all_tokens else [a != 0 for a in advantages]
+        micros[-1].append(_Trained(group, advantages, trained, prefix))
         room -= size
     return PackedBatch(tuple(_build(m) for m in micros if m), num_loss_tokens, num_tokens, groups)
 
@@ -142,6 +149,7 @@ class _Trained:
 
     group: ScoredGroup
     advantages: list[np.ndarray]  # one per token
+    carries_loss: list[np.ndarray]  # which tokens
     prefix: int  # leading tokens that all its rollouts share
 
     @property
@@ -193,7 +201,7 @@ class _MicroBuilder:
             self._append(tokens, prefix, len(tokens))
             completions.append((start, len(self._ids)))
             temperature = temperature_of(group, i)
-            for t in np.flatnonzero(trained.advantages[i]):
+            for t in np.flatnonzero(trained.carries_loss[i]):
                 if t == 0:
                     continue  # nothing stands before the first token that could predict it
                 self._source.append(start + int(t) - prefix - 1 if t > prefix else prompt_end - 1)

@@ -17,6 +17,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from treadle.errors import ModelError
+from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.train.attention import PackedContext, lay_out, plug_in
@@ -28,6 +30,8 @@ class Policy:
     """`score(micro)` gives logprobs; gradients of any number of micros add up in the masters, in fp32."""
 
     def __init__(self, model: Any, *, logprob_chunk: int, shared: dict[str, Tensor] | None = None) -> None:
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
         self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
         self.device: torch.device = next(model.parameters()).device
@@ -82,10 +86,6 @@ def load_policy(folder: Path, *, dtype: str, device: str, logprob_chunk: int) ->
     kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(device))
     return Policy(model, logprob_chunk=logprob_chunk)
-
-
-def choose_device(name: str) -> torch.device:
-    return torch.device(name if name != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def share_policy(layout: Layout, *, logprob_chunk: int, device: str = "cpu") -> Policy:

@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from treadle.config import TrainConfig
+from treadle.errors import ConfigError, ModelError
 from treadle.log import get_logger
+from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import OfflineSync, SharedMemorySync
 from treadle.track import JsonlTracker
 from treadle.train.checkpoint import Checkpoints
@@ -47,11 +49,25 @@ def _connect(config: TrainConfig) -> tuple[Sync, Policy, Path]:
     if config.weight_bridge_mode == "shared_memory":
         shared = SharedMemorySync(config.engine_url)
         layout = shared.fetch_layout()
+        _check_same_model(config, layout)
         policy = share_policy(layout, logprob_chunk=config.logprob_chunk, device=config.device)
         return shared, policy, Path(layout.model)
     folder = Path(config.model)
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder '{folder}'", fix="without an engine, --model takes a folder")
     policy = load_policy(folder, dtype=config.dtype, device=config.device, logprob_chunk=config.logprob_chunk)
     return OfflineSync(), policy, folder
+
+
+def _check_same_model(config: TrainConfig, layout: Layout) -> None:
+    """With shared weights the engine decides what is trained; a different wish is a mistake."""
+    wished = Path(config.model)
+    if wished.is_dir() and wished.resolve() != Path(layout.model).resolve():
+        raise ConfigError(f"the engine serves {layout.model}, not {wished}", fix="give both the same --model")
+    if config.dtype not in ("auto", layout.dtype):
+        raise ConfigError(
+            f"the engine's weights are {layout.dtype}, not {config.dtype}", fix="set --dtype at the engine"
+        )
 
 
 def _registration(config: TrainConfig, step: int) -> RegisterTrainer:

@@ -39,6 +39,20 @@ class RegisteredEnv(msgspec.Struct, kw_only=True):
     groups_accepted: int = 0  # ours: how many groups this name has already delivered; the cursor after a restart
 
 
+class BatchInfo(msgspec.Struct, kw_only=True):
+    """The answer of GET /info."""
+
+    batch_size: int  # sequences per optimizer step; -1 while no trainer is registered
+    max_token_len: int  # longest sequence the trainer takes; 0 or less: no limit
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """The answer of GET /status."""
+
+    current_step: int  # optimizer steps taken
+    queue_size: int = 0
+
+
 class LeaseRequest(msgspec.Struct, kw_only=True):
     """Ask for the batch of one optimizer step: the recorded one when the step was begun before, else a new one."""
 

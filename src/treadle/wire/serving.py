@@ -9,8 +9,10 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.responses import Response
 
 from treadle.errors import ConfigError, PortInUse
 
@@ -34,10 +36,15 @@ def take_port(host: str, port: int) -> socket.socket:
     return listener
 
 
+def is_loopback(url: str) -> bool:
+    """Whether a URL names this machine: a proxy meant for the internet must not swallow calls to it."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
 def serve_until_stopped(app: Any, listener: socket.socket, on_stop: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT. `on_stop` must end what waits, so that every client still gets an answer."""
     settings = uvicorn.Config(
-        app,
+        RefuseWebPages(app),
         log_level="warning",
         log_config=None,
         access_log=False,
@@ -45,6 +52,24 @@ def serve_until_stopped(app: Any, listener: socket.socket, on_stop: Callable[[],
         timeout_graceful_shutdown=1,  # for clients that do not read their answer
     )
     asyncio.run(_serve(_Server(settings), listener, on_stop))
+
+
+class RefuseWebPages:
+    """No request that a web page made is served: whoever opens one must not be able to wipe or pause a run.
+
+    Browsers mark such requests with Sec-Fetch-Site or Origin; our clients, curl and Atropos' send neither. A page that
+    a person typed the address of comes with "none".
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            await Response("requests of web pages are refused", 403)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

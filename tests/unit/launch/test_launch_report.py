@@ -54,7 +54,7 @@ def test_report_says_it_in_words(tmp_path: Path) -> None:
     assert "1.6 % (0.6 to 3.6) -> 73.0 % (72.0 to 75.0), 95 % intervals, 256 prompts" in text
     assert "5.00 (generation 3.00, training 4.00, waiting 0.50)" in text
     assert "4.21 GB over all processes" in text
-    assert f"treadle chat {tmp_path}" in text
+    assert f"chat {tmp_path}" in text
     for place in ("metrics.jsonl", "final_model", "logs"):
         assert place in text
 

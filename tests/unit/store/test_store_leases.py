@@ -109,12 +109,18 @@ def test_a_batch_given_back_comes_again_until_it_is_dead_lettered(full, terms):
     assert full.counts().accepted_groups == 6
 
 
-def test_a_batch_that_kills_its_trainer_is_dead_lettered_too(full, terms, trainer):
+def test_a_batch_that_nobody_ever_acknowledges_is_dead_lettered_too(full, terms):
     for _ in range(3):
         assert tags(full.lease(1, "a", terms).result()) == [0, 1]
-        full.register_trainer(trainer, holder="a").result()
     assert tags(full.lease(1, "a", terms).result()) == [2, 3]
     assert "never acknowledged" in full.dead_groups()[0].reason
+
+
+def test_stopping_a_trainer_says_nothing_against_its_batch(full, terms, trainer):
+    for _ in range(9):
+        assert tags(full.lease(1, "a", terms).result()) == [0, 1]
+        full.register_trainer(trainer, holder="a").result()
+    assert not full.dead_groups()
 
 
 def test_giving_back_a_batch_that_was_trained_only_releases_it(full, terms):
