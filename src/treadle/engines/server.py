@@ -13,7 +13,7 @@ from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError
 from treadle.log import get_logger
-from treadle.sync.shared_memory import remove_shared_file
+from treadle.sync.weights_file import remove_shared_file
 from treadle.wire.serving import serve_until_stopped, take_port
 
 log = get_logger("engine")

@@ -24,7 +24,7 @@ from treadle.engines.sampling import SamplingParams, sample, uniforms
 from treadle.errors import ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import adopt_weights, share_parameters
+from treadle.sync.weights_file import adopt_weights, share_parameters
 from treadle.wire.groups import common_prefix
 
 PROBE = [1, 2, 3, 4, 5, 6, 7]

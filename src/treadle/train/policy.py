@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treadle.errors import ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import bind_parameters, map_weights
+from treadle.sync.weights_file import bind_parameters, map_weights
 from treadle.train.attention import PackedContext, lay_out, plug_in
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.pack import Micro

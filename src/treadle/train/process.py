@@ -10,7 +10,8 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError, ModelError
 from treadle.log import get_logger
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import OfflineSync, SharedMemorySync
+from treadle.sync.offline import OfflineSync
+from treadle.sync.shared_memory import SharedMemorySync
 from treadle.track import JsonlTracker
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed

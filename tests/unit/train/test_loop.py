@@ -10,7 +10,7 @@ import torch
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
-from treadle.sync.shared_memory import OfflineSync
+from treadle.sync.offline import OfflineSync
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import accumulate_gradients, train
 from treadle.train.optim import Optimizer

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from treadle.errors import SyncError
 from treadle.sync.layout import Layout, Placement
-from treadle.sync.shared_memory import bind_parameters, remove_shared_file, share_parameters
+from treadle.sync.weights_file import bind_parameters, remove_shared_file, share_parameters
 from treadle.train.policy import share_policy
 
 

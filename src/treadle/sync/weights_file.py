@@ -1,0 +1,127 @@
+"""Weights in a file that several processes map.
+
+    engine:  share_parameters(model, file)   puts its parameters into the file and serves from there
+             adopt_weights(model, layout)    takes over what was published (a copy, where they are on a GPU)
+    trainer: bind_parameters(model, layout)  builds its model on the same bytes
+
+On a GPU the weights of either side are the GPU's; the file is then what they are handed over through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from treadle.errors import DiskFull, SyncError
+from treadle.log import get_logger
+from treadle.sync.layout import Layout, plan_layout
+
+log = get_logger("sync")
+
+
+def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
+    """Put every parameter of `model` into a new shared file at `path`; the file's layout lies beside it as JSON.
+
+    Parameters in main memory stand on the file from then on; those on a GPU are copied.
+    """
+    named = dict(model.named_parameters())  # a tied parameter comes once
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in named.values()}
+    if len(dtypes) != 1:
+        raise SyncError(f"a shared weights file holds one number format, this model has {sorted(dtypes)}")
+    layout = plan_layout(
+        str(path.resolve()), model_folder, dtypes.pop(), ((name, tuple(p.shape)) for name, p in named.items())
+    )
+    _create(path, layout.num_bytes)
+    views = map_weights(layout)
+    for name, parameter in named.items():
+        views[name].copy_(parameter.data)
+        if parameter.device.type == "cpu":
+            parameter.data = views[name]
+    _write_beside(path, layout)
+    log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
+    return layout
+
+
+def bind_parameters(model: nn.Module, layout: Layout) -> None:
+    """Make `model` (built without weights) stand on the bytes of `layout`; anything that does not map is refused."""
+    views = map_weights(layout)
+    missing = []
+    for name, parameter in list(model.named_parameters()):
+        view = views.pop(name, None)
+        if view is None or view.shape != parameter.shape:
+            missing.append(name)
+            continue
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(view))
+    if missing or views:
+        raise SyncError(
+            f"the engine's weights do not fit this model: not found {missing[:3]}, unused {list(views)[:3]}",
+            fix="give engine and trainer the same model",
+        )
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+
+
+@torch.no_grad()
+def adopt_weights(model: nn.Module, layout: Layout) -> None:
+    """Take over what was published: nothing to do in main memory, a copy for parameters on a GPU."""
+    elsewhere = {name: p for name, p in model.named_parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        views = map_weights(layout)
+        for name, parameter in elsewhere.items():
+            parameter.copy_(views[name])
+
+
+def remove_shared_file(path: Path) -> None:
+    for file in (path, _beside(path)):
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+
+
+def map_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    """The parameters in the shared file, by name."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    try:
+        whole = torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise SyncError(
+            f"cannot map the shared weights {layout.path}: {error}", fix="engine and trainer must be on one machine"
+        ) from None
+    return {
+        p.name: whole[p.offset : p.offset + p.num_elements * dtype.itemsize].view(dtype).view(p.shape)
+        for p in layout.parameters
+    }
+
+
+def _create(path: Path, num_bytes: int) -> None:
+    """A new file of its full size; room is checked first, because a write to a full memory disk is a bus error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_shared_file(path)
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise DiskFull(
+            f"{path.parent} has {free >> 20} MB free, the shared weights need {num_bytes >> 20} MB",
+            fix="free some space there, or name another place with --weights-file",
+        )
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(handle, num_bytes)
+    finally:
+        os.close(handle)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _write_beside(path: Path, layout: Layout) -> None:
+    staging = path.with_name(path.name + ".json.tmp")
+    staging.write_bytes(msgspec.json.encode(layout))
+    staging.replace(_beside(path))
