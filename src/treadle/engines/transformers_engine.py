@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from treadle.config import EngineConfig
 from treadle.engines.kv_cache import KVCache, plug_in
@@ -202,6 +203,7 @@ def load_model(folder: Path, dtype: Any) -> Any:
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
+    transformers_logging.disable_progress_bar()  # a log is no place for one
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 

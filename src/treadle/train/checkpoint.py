@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,13 @@ class Checkpoints:
         staging = self._staging(f"step_{step}")
         self._write_model(staging, policy)
         state = {MASTER + name: m.detach() for name, m in policy.masters.items()} | optimizer.state()
-        hashes = {}
-        for number, shard in enumerate(_shards(state)):
-            file = staging / f"state-{number:03d}.safetensors"
-            _write(shard, file)
-            hashes[file.name] = _sha256(file)
+        sealed: dict[str, Future[str]] = {}
+        with ThreadPoolExecutor(1) as sealer:  # one file is synced and hashed while the next is written
+            for number, shard in enumerate(_shards(state)):
+                file = staging / f"state-{number:03d}.safetensors"
+                _write(shard, file)
+                sealed[file.name] = sealer.submit(_seal, file)
+        hashes = {name: seal.result() for name, seal in sealed.items()}
         (staging / "trainer.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=2) + "\n")
         self._land(staging, f"step_{step}")
         for old in self._steps()[:-KEPT]:
@@ -154,6 +157,11 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
                 fix="free some space and continue with treadle run --resume",
             ) from None
         raise
+
+
+def _seal(path: Path) -> str:
+    _sync(path)
+    return _sha256(path)
 
 
 def _sha256(path: Path) -> str:
