@@ -63,7 +63,7 @@ def _run(words: list[str]) -> int:
     from treadle.config.schema import RunConfig, Section
 
     parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
-    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     add_flags(parser, RunConfig)
@@ -110,7 +110,7 @@ def _env(words: list[str]) -> int:
     parser = FlagParser(prog="treadle env", description="Run an environment.")
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic")
     parser.add_argument("_action", metavar="ACTION", choices=("serve", "evaluate"), help="serve or evaluate")
-    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
     values = parser.parse_args(words)
@@ -126,7 +126,7 @@ def _chat(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
 
     parser = FlagParser(prog="treadle chat", description="Talk to a model or to the result of a run.")
-    parser.add_argument("model", nargs="?", help="a run folder, a model folder or id; the newest run when absent")
+    parser.add_argument("model", nargs="?", help="a run or model folder, or an id; absent: the newest run in ./runs")
     parser.add_argument("--message", "-m", help="ask this one question and end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens")
@@ -157,7 +157,7 @@ def _one_section(name: str, words: list[str]) -> Any:
     from treadle.config.schema import RunConfig
 
     parser = FlagParser(prog=f"treadle {name}", description=VERBS[name])
-    parser.add_argument("--config", dest="_config", type=Path, help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
     values = parser.parse_args(words)
     _log_to_stderr()

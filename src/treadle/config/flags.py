@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -29,10 +29,18 @@ class FlagParser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("--"):
                 flag = word.split("=")[0]
-                self.error(f"unknown flag {flag}; {suggest(flag, self._option_string_actions) or 'see --help'}")
+                self.error(f"unknown flag {flag}; {self._nearest(flag) or 'see --help'}")
         if unknown:
             self.error(f"unexpected argument '{unknown[0]}'; see --help")
         return values
+
+    def _nearest(self, flag: str) -> str:
+        """`--lr` is near `--train.lr`: the section is what is left out most often."""
+        name = flag.removeprefix("--")
+        known = [option.removeprefix("--") for option in self._option_string_actions]
+        in_a_section = [option for option in known if option.rpartition(".")[2] == name]
+        near = f"did you mean '{in_a_section[0]}'?" if in_a_section else suggest(name, known)
+        return near.replace("mean '", "mean '--")
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: {message}\n")
@@ -55,7 +63,7 @@ def add_flags(
             dest=prefix + name,
             default=argparse.SUPPRESS,
             metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
-            help=(field.description or "").replace("%", "%%") + default,
+            help=(field.description or "").replace("%", "%%") + _choices(field) + default,
         )
 
 
@@ -74,6 +82,13 @@ def _dashed(word: str) -> str:
 def _extra_spellings(field: FieldInfo) -> list[str]:
     extra = field.json_schema_extra
     return [str(s) for s in extra.get("flags", [])] if isinstance(extra, dict) else []  # type: ignore[union-attr]
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values a setting can have, where they can be listed."""
+    if get_origin(field.annotation) is Literal:
+        return f": {', '.join(map(str, get_args(field.annotation)))}"
+    return ": true or false" if field.annotation is bool else ""
 
 
 def _is_section(field: FieldInfo) -> bool:

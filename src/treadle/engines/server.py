@@ -25,6 +25,7 @@ def run_engine(config: EngineConfig) -> None:
         started = time.monotonic()
         engine = TransformersEngine(config, resolve_model(config.model))
         log.info("loaded", model=str(engine.folder), device=str(engine.device), seconds=time.monotonic() - started)
+        log.info("listening", host=config.host, port=config.port)
         scheduler = Scheduler(engine, config.max_num_seqs, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         app = build_app(engine, scheduler, pause_timeout_s=config.pause_timeout_s)
         serve_until_stopped(app, listener, on_stop=scheduler.stop)

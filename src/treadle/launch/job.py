@@ -14,6 +14,7 @@ from rich.console import Console
 
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
+from treadle.envs.base import load_environment
 from treadle.errors import ConfigError, TreadleError, require
 from treadle.launch import folder as run_folders
 from treadle.launch.history import HistoryReader, reader_of
@@ -45,6 +46,7 @@ _FIXED_FOR_LIFE = (
 
 def start_run(config: RunConfig, *, plain: bool) -> int:
     config.check_together()
+    load_environment(config.env)  # a name or task that does not exist is refused before anything is made
     explicit = explicit_keys(config)
     check_one_model(config, explicit)
     choose_steps(config, explicit)

@@ -153,6 +153,10 @@ def print_report(summary: Summary, console: Console) -> None:
 
 
 def _print_examples(examples: list[dict[str, Any]], console: Console) -> None:
+    num_became_right = sum(e["after_is_right"] and not e["before_is_right"] for e in examples)
+    if examples:  # say how they were chosen: these are not a sample
+        kind = "that became right" if num_became_right == len(examples) else "(those that became right first)"
+        console.print(f"\n  [dim]{len(examples)} held-out prompts {kind}; all are in evals/[/dim]", highlight=False)
     for example in examples:
         console.print(f"\n  {one_line(str(example['prompt']), 100)}", highlight=False, markup=False, soft_wrap=True)
         for when in ("before", "after"):

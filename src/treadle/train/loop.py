@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from treadle.config import TrainConfig
+from treadle.log import get_logger
 from treadle.sync.receipt import Publishable, Receipt
 from treadle.track import Tracker
 from treadle.train.checkpoint import Checkpoints
@@ -17,6 +18,8 @@ from treadle.train.optim import Optimizer
 from treadle.train.pack import PackedBatch, pack
 from treadle.train.policy import Policy
 from treadle.train.stop import StopRequested
+
+log = get_logger("trainer")
 
 
 class Sync(Protocol):
@@ -81,6 +84,7 @@ def train(
                     "perf/tokens_per_s": batch.num_loss_tokens / clock.total_s,
                 },
             )
+            log.info("step", step=step, reward=metrics["reward/mean"], grad_norm=grad_norm, seconds=clock.total_s)
             # The line comes before the checkpoint: one too many is dropped on resume, a missing one never comes back.
             if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
                 checkpoints.save(step, policy, optimizer)
