@@ -84,3 +84,24 @@ def test_metrics_are_sums_over_tokens():
 def test_advantages(scores, normalized, centred):
     np.testing.assert_allclose(group_advantages(scores, normalize_std=True), normalized, atol=1e-5)
     np.testing.assert_allclose(group_advantages(scores, normalize_std=False), centred, atol=1e-12)
+
+
+def reference_advantages(scores, normalize_std):
+    """Mean and population standard deviation written out, without numpy's own."""
+    count = len(scores)
+    mean = sum(scores) / count
+    deviation = (sum((s - mean) ** 2 for s in scores) / count) ** 0.5
+    if count < 2 or max(scores) == min(scores):
+        return [0.0] * count
+    return [(s - mean) / (deviation + 1e-4) if normalize_std else s - mean for s in scores]
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_equal_the_reference(seed, normalize_std):
+    random = np.random.default_rng(seed)
+    for size in (1, 2, 3, 8, 64):
+        scores = random.choice([0.0, 0.1, 1.0, -1.0], size).tolist()
+        ours = group_advantages(scores, normalize_std=normalize_std)
+        np.testing.assert_allclose(ours, reference_advantages(scores, normalize_std), rtol=1e-9, atol=1e-12)
+        assert abs(ours.sum()) < 1e-9
