@@ -53,8 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_api() -> None:
-    """The command `run-api`, under which Atropos users know the hub."""
-    main(["hub", *sys.argv[1:]])
+    """The command `run-api`, under which Atropos users know the hub. Its --reload was for developers of the server."""
+    words = [word for word in sys.argv[1:] if word != "--reload"]
+    if len(words) < len(sys.argv) - 1:
+        sys.stderr.write("run-api: --reload has no effect: this hub watches no files\n")
+    main(["hub", *words])
 
 
 def _run(words: list[str]) -> int:
@@ -80,7 +83,7 @@ def _run(words: list[str]) -> int:
 
 def _hub(words: list[str]) -> int:
     run = _one_section("hub", words)
-    from treadle.hub import serve
+    from treadle.hub.process import serve
 
     serve(run.hub)
     return 0

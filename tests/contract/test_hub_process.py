@@ -71,8 +71,8 @@ def hub(tmp_path: Path) -> Iterator[HubProcess]:
         started.end(signal.SIGKILL)
 
 
-def group(tag: int) -> dict[str, Any]:
-    return {"tokens": [[tag, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "env_id": 0}
+def group(tag: int, env_id: int | None = 0) -> dict[str, Any]:
+    return {"tokens": [[tag, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "env_id": env_id}
 
 
 def register(client: httpx.Client, starting_step: int = 0) -> None:
@@ -101,7 +101,7 @@ def test_kill_9_loses_nothing_that_was_answered_and_the_hub_is_back_within_two_s
 
     with httpx.Client(base_url=hub.url, timeout=10.0) as client:
         register(client, starting_step=7)
-        client.post("/scored_data_list", json=[group(-1), group(-2)])
+        client.post("/scored_data_list", json=[group(900_001, None), group(900_002, None)])
         batch = client.post("/v1/lease", json={"step": 8, "holder": "t"}).json()["batch"]
         assert client.post("/v1/batches/8/ack", json={"token": batch["token"]}).status_code == 200
         env = {"max_token_length": 9, "desired_name": "math", "weight": 1.0, "group_size": 2}

@@ -36,12 +36,31 @@ class Section(BaseModel):
 class HubConfig(Section):
     """The rollout API process."""
 
-    host: str = option("127.0.0.1", "address to listen on")
+    host: str = option("127.0.0.1", "address to listen on; another than loopback needs a token")
     port: Port = option(8000, "port to listen on")
     database: Path = option(Path("treadle-hub.sqlite"), "file of the durable queue")
+    fresh: bool = option(False, "begin with an empty queue; the file of an earlier run is renamed, not deleted")
+    # who may call
+    token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")
+    admin_token_file: Path | None = option(None, "file of the token that may also reset the hub from another machine")
+    allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
+    # batches
     lease_s: Seconds = option(600.0, "a batch not acknowledged within this time is given out again")
     max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
+    max_age: Count | None = option(None, "groups sampled more than so many policy versions ago are stale; empty: none")
+    stale: Literal["drop", "downweight"] = option("drop", "what happens to stale groups")
+    vocab_size: PositiveInt | None = option(None, "token ids must be below this; empty: as the trainer registers")
+    # limits
     queue_limit_groups: PositiveInt = option(10_000, "groups that may wait before posts are answered 503")
+    queue_limit_bytes: PositiveInt = option(4 * 2**30, "bytes that may wait before posts are answered 503")
+    keep_trained_bytes: Count = option(
+        16 * 2**30, "trained groups are kept for replay and for looking, up to this size"
+    )
+    max_packed_bytes: PositiveInt = option(16 * 2**20, "largest compressed request body")
+    max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated")
+    max_connections: PositiveInt = option(1000, "connections that may be open at once; more are answered 503")
+    read_timeout_s: Seconds = option(30.0, "a request that takes longer to arrive is ended")
+    door_workers: Count = option(0, "processes that check posted groups; 0: one less than there are cores, at most 4")
 
 
 class EngineConfig(Section):

@@ -12,12 +12,14 @@ import msgspec
 from treadle.envs.transport import Patience, Peer, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import BatchInfo, Progress, RegisteredEnv, RegisterEnv
+from treadle.wire.serving import is_loopback
 
 log = get_logger("env")
 
-_GZIP_FROM_BYTES = 4096
+_LARGEST_POST_BYTES = 12 * 2**20  # the hub takes 16 MiB compressed, and no more
 _REGISTER_POLL_S = 0.25
 _CALL_TIMEOUT_S = 60.0
 _CONFLICT = 409
@@ -65,15 +67,17 @@ class HubClient:
         return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), Progress)
 
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
-        """Deliver groups as one list, once: the hub knows a repeated delivery by its key."""
-        body = msgspec.json.encode(groups)
-        headers = {"Idempotency-Key": key}
-        if len(body) >= _GZIP_FROM_BYTES:
-            body = gzip.compress(body, compresslevel=1, mtime=0)
+        """Deliver groups, once: the hub knows a repeated delivery by its key. What is too large goes in parts."""
+        packed = [pack_group(group) for group in groups]
+        for number, part in enumerate(_parts(packed, _LARGEST_POST_BYTES)):
+            await self._post_packed(join_groups(part), f"{key}.{number}" if number else key)
+
+    async def _post_packed(self, body: bytes, key: str) -> None:
+        headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
+        if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
+            body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
             headers["Content-Encoding"] = "gzip"
-        response = await self._peer.send(
-            "POST", "/scored_data_list", body=body, headers=headers, patience=self._never_give_up
-        )
+        response = await self._peer.send("POST", "/v1/groups", body=body, headers=headers, patience=self._never_give_up)
         if response.status_code == _CONFLICT:
             # After a restart the same prompts may get other completions. The first delivery stands.
             log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response))
@@ -85,3 +89,16 @@ class HubClient:
         at_once = Patience(give_up_after_s=0.0)
         body = msgspec.json.encode({"env_id": env_id})
         self._peer.read(await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any])
+
+
+def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:
+    """Cut a list, in its order, so that no part is larger than `max_bytes` (but for a single group that is)."""
+    parts: list[list[bytes]] = [[]]
+    size = 0
+    for group in packed:
+        if parts[-1] and size + len(group) > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(group)
+        size += len(group)
+    return parts

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from treadle.hub import door
-from treadle.hub.answers import Refused, json_answer, raw_json, unprocessable
-from treadle.hub.body import check_numbers, read_body, read_json
-from treadle.hub.routing import get, post
+from treadle.errors import TreadleError
+from treadle.hub.answers import json_answer, raw_json
+from treadle.hub.body import JSON, read_message
+from treadle.hub.delivery import as_json
+from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
+from treadle.hub.refusals import Refused, unprocessable
+from treadle.hub.reset import reset
+from treadle.hub.routing import TEXT, Endpoint, Link, Parameter
 from treadle.hub.state import GONE_AFTER_S, HubState
 from treadle.hub.status import env_status
 from treadle.log import get_logger
-from treadle.store import Appended, NewGroup, Post
-from treadle.wire.hub import RegisteredEnv, RegisterEnv, RegisterTrainer
+from treadle.store import Batch, DamagedGroups
+from treadle.wire.groups import ScoredGroup
+from treadle.wire.http_protocol import FLUSHED
+from treadle.wire.hub import (
+    BatchInfo,
+    Disconnected,
+    EnvProgress,
+    LatestExample,
+    PostedGroup,
+    PostedGroups,
+    Progress,
+    RegisteredEnv,
+    RegisteredTrainer,
+    RegisterEnv,
+    RegisterTrainer,
+    Service,
+    TakenBatch,
+    TrackerInfo,
+)
 
-MAX_KEY_CHARS = 255
 MAX_ID_CHARS = 18  # any such number fits in 64 bits
 UNSET = -1
+ENV_ID_IN_QUERY = Parameter(
+    "env_id", "query", "in place of the body", {"type": "integer", "minimum": 1 - 10**17, "maximum": 10**18 - 1}
+)
+HOLDER = Parameter("Treadle-Holder", "header", "who leases: what it held before is free again", {"type": "string"})
+RESUME = Parameter(
+    "Treadle-Resume",
+    "header",
+    '"1": the newcomer is the one that was here before',
+    {"type": "string"},
+)
+EXAMPLE = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
 log = get_logger("hub")
 
 
@@ -48,33 +79,65 @@ NOTHING_YET: dict[str, list[object]] = {
 class AtroposRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
+        self._intake = Intake(hub)
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            get("/", self.root),
-            post("/register", self.register),
-            post("/register-env", self.register_env),
-            post("/disconnect-env", self.disconnect_env),
-            get("/wandb_info", self.wandb_info),
-            get("/info", self.info),
-            get("/batch", self.batch),
-            get("/latest_example", self.latest_example),
-            post("/scored_data", self.scored_data),
-            post("/scored_data_list", self.scored_data_list),
-            get("/status", self.status),
-            get("/status-env", self.status_env),
-            get("/reset_data", self.reset_data),
-        ]
+            Endpoint("GET", "/", self.root, "name of the service", answer=Service),
+            Endpoint(
+                "POST", "/register", self.register, "a trainer registers",
+                body=RegisterTrainer, parameters=(HOLDER,), answer=RegisteredTrainer, refusals=(507,),
+            ),
+            Endpoint(
+                "POST", "/register-env", self.register_env, "an environment registers",
+                body=RegisterEnv, parameters=(RESUME,), answer=RegisteredEnv, refusals=(507,),
+                links={
+                    "status": Link("GET", "/status-env", "ask with the id", {"env_id": "$response.body#/env_id"}),
+                    "leave": Link("POST", "/disconnect-env", "leave", body={"env_id": "{$response.body#/env_id}"}),
+                },
+            ),
+            Endpoint(
+                "POST", "/disconnect-env", self.disconnect_env, "an environment leaves",
+                body=EnvIdBody, answer=Disconnected, refusals=(507,),
+            ),
+            Endpoint(
+                "GET", "/wandb_info", self.wandb_info, "group and project of the trainer's tracker", answer=TrackerInfo
+            ),
+            Endpoint("GET", "/info", self.info, "batch size and longest sequence", answer=BatchInfo),
+            Endpoint(
+                "GET", "/batch", self.batch, "the next batch, given out once", answer=TakenBatch, refusals=(507,)
+            ),
+            Endpoint("GET", "/latest_example", self.latest_example, "the group that came last", answer=LatestExample),
+            Endpoint(
+                "POST", "/scored_data", self.scored_data, "post one group",
+                body=ScoredGroup, example=EXAMPLE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroup,
+                refusals=(409, 507),
+            ),
+            Endpoint(
+                "POST", "/scored_data_list", self.scored_data_list, "post several groups: all are stored, or none",
+                body=list[ScoredGroup], example=[EXAMPLE], parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
+                refusals=(409, 507),
+            ),
+            Endpoint("GET", "/status", self.status, "step and queue", answer=Progress),
+            Endpoint(
+                "GET", "/status-env", self.status_env, "step and queue as one environment sees them",
+                body=EnvIdBody, body_required=False, parameters=(ENV_ID_IN_QUERY,), answer=EnvProgress, refusals=(404,),
+            ),
+            Endpoint(
+                "GET", "/reset_data", self.reset_data, "forget everything: from this machine, or with the admin token",
+                media_type=TEXT, refusals=(507,),
+            ),
+        ]  # fmt: skip
 
     async def root(self, _: Request) -> Response:
-        return json_answer({"message": "AtroposLib API"})
+        return json_answer(Service(message="AtroposLib API"))
 
     # ---- registration
 
     async def register(self, request: Request) -> Response:
         """A trainer's values always replace the earlier ones, whether data came before it or not."""
-        trainer = await read_json(request, TRAINER)
-        check_numbers(trainer)
+        trainer = await read_message(request, TRAINER, self._hub.config.read_timeout_s)
+        await self._hub.settled()
         holder = request.headers.get("treadle-holder")
         await asyncio.wrap_future(self._hub.store.register_trainer(trainer, holder))
         self._hub.bell.ring()
@@ -82,9 +145,9 @@ class AtroposRoutes:
         return raw_json(b'{"uuid":%d}' % uuid4().int)  # Atropos' 128-bit number, too large for most encoders
 
     async def register_env(self, request: Request) -> Response:
-        env = await read_json(request, ENV)
-        check_numbers(env)
         hub = self._hub
+        env = await read_message(request, ENV, hub.config.read_timeout_s)
+        await hub.settled()
         run = hub.store.run_state()
         if run.trainer is None or not run.started:
             return json_answer({"status": "wait for trainer to start"})
@@ -109,82 +172,116 @@ class AtroposRoutes:
         )
 
     async def disconnect_env(self, request: Request) -> Response:
-        body = await read_json(request, ENV_ID)
-        check_numbers(body)
+        body = await read_message(request, ENV_ID, self._hub.config.read_timeout_s)
         if await asyncio.wrap_future(self._hub.store.disconnect_env(body.env_id)):
-            return json_answer({"status": "success"})
-        return json_answer({"status": "failure", "error": f"no environment has the id {body.env_id}"})
+            return json_answer(Disconnected(status="success"))
+        return json_answer(Disconnected(status="failure", error=f"no environment has the id {body.env_id}"))
 
     async def wandb_info(self, _: Request) -> Response:
         trainer = self._hub.store.run_state().trainer
         group, project = (trainer.wandb_group, trainer.wandb_project) if trainer else (None, None)
-        return json_answer({"group": group, "project": project})
+        return json_answer(TrackerInfo(group=group, project=project))
 
     async def info(self, _: Request) -> Response:
         trainer = self._hub.store.run_state().trainer
         sizes = (trainer.batch_size, trainer.max_token_len) if trainer else (UNSET, UNSET)
-        return json_answer({"batch_size": sizes[0], "max_token_len": sizes[1]})
+        return json_answer(BatchInfo(batch_size=sizes[0], max_token_len=sizes[1]))
 
     # ---- data
 
     async def scored_data(self, request: Request) -> Response:
-        body = await read_body(request)
-        appended = await self._append(request, body, [door.read_group(body)])
-        return json_answer({"status": "duplicate" if appended.duplicate else "received"})
+        appended = await self._intake.receive(request, "group", JSON)
+        if appended.duplicate:
+            return json_answer(PostedGroup(status="duplicate"))
+        if appended.num_odd:
+            return json_answer(PostedGroup(status="buffered", buffer_size=appended.odd_sequences))
+        return json_answer(PostedGroup(status="received"))
 
     async def scored_data_list(self, request: Request) -> Response:
-        body = await read_body(request)
-        appended = await self._append(request, body, door.read_groups(body))
-        status = "duplicate" if appended.duplicate else "received"
-        return json_answer({"status": status, "groups_processed": appended.num_groups})
+        appended = await self._intake.receive(request, "groups", JSON)
+        told = PostedGroups(
+            status="duplicate" if appended.duplicate else "received", groups_processed=appended.num_groups
+        )
+        if appended.num_odd:
+            told.buffered, told.last_buffer_size = appended.num_odd, appended.odd_sequences
+        return json_answer(told)
 
-    async def _append(self, request: Request, body: bytes, groups: Sequence[NewGroup]) -> Appended:
-        """The key stands for the inflated body: a client that compresses again may get other bytes."""
-        hub = self._hub
-        key = request.headers.get("idempotency-key")
-        if key is not None and not 0 < len(key) <= MAX_KEY_CHARS:
-            raise Refused(422, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters")
-        body_hash = hashlib.sha256(body).digest() if key is not None else b""
-        for env_id in {group.env_id for group in groups if group.env_id is not None}:
-            if hub.store.env(env_id) is not None:  # unknown ids are stored, but not kept in memory
-                hub.presence.mark(env_id)
-        new = Post(groups, key, body_hash)
-        appended = await asyncio.wrap_future(hub.store.append(new, limit_groups=hub.config.queue_limit_groups))
-        hub.bell.ring()
-        return appended
-
-    async def batch(self, _: Request) -> Response:
+    async def batch(self, request: Request) -> Response:
         """Each batch once, oldest first. A trainer that can acknowledge should use /v1/lease instead."""
         store = self._hub.store
+        await self._hub.settled()
         if store.run_state().trainer is None:
             message = "Trainer not registered. Call /register first."
-            return json_answer({"status": "error", "message": message, "batch": []})
-        batch = await asyncio.wrap_future(store.take(self._hub.terms))
+            return json_answer(TakenBatch(status="error", message=message, batch=[]))
+        batch = await self._take()
         if batch is None:
-            return json_answer({"batch": None})
+            return json_answer(TakenBatch(batch=None))
+        try:
+            groups = [await as_json(group.format, group.payload) for group in batch.groups]
+            response = raw_json(b"".join((b'{"batch":[', b",".join(groups), b"]}")))
+        except BaseException:
+            self._give_back(batch, "the answer could not be made")
+            raise
+        response.background = BackgroundTask(self._after_delivery, batch, request.scope.get(FLUSHED))
+        return response
+
+    async def _take(self) -> Batch | None:
+        store = self._hub.store
+        while (lease := await asyncio.wrap_future(store.take(self._hub.terms))) is not None:
+            with contextlib.suppress(DamagedGroups):  # they are set aside: the next try has others
+                return await asyncio.to_thread(store.batch_of, lease)
+        return None
+
+    async def _after_delivery(self, batch: Batch, flushed: Callable[[], Awaitable[bool]] | None) -> None:
+        """Acknowledge what has left, in the trainer's place. What did not leave is given out again."""
+        try:
+            has_left = flushed is None or await flushed()
+        except asyncio.CancelledError:  # the hub stops
+            has_left = False
+        if not has_left:
+            self._give_back(batch, "the trainer went away before it had the whole batch")
+            return
         log.info("batch_taken", step=batch.step, groups=len(batch.groups))
-        return raw_json(b'{"batch":[' + b",".join(group.payload for group in batch.groups) + b"]}")
+        self._hub.metrics.deliver(batch)
+        done = asyncio.ensure_future(self._acknowledge(batch))
+        self._hub.settling.add(done)
+        done.add_done_callback(self._hub.settling.discard)
+        await done
+
+    async def _acknowledge(self, batch: Batch) -> None:
+        keep = self._hub.config.keep_trained_bytes
+        try:
+            await asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
+        except TreadleError as error:  # a full disk, or a trainer that registered anew: the batch comes again
+            log.warning("batch_not_acknowledged", step=batch.step, problem=error.message)
+
+    def _give_back(self, batch: Batch, reason: str) -> None:
+        """Not waited for: if it fails, the lease runs out."""
+        log.warning("batch_not_delivered", step=batch.step, reason=reason)
+        limit = self._hub.config.max_deliveries
+        self._hub.store.nack(batch.step, batch.token, reason=reason, max_deliveries=limit, counts=False)
+        self._hub.bell.ring()
 
     async def latest_example(self, _: Request) -> Response:
-        payload = self._hub.store.latest_payload()
-        return json_answer(NOTHING_YET) if payload is None else raw_json(payload)
+        latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes
+        return json_answer(NOTHING_YET) if latest is None else raw_json(await as_json(*latest))
 
-    async def reset_data(self, _: Request) -> Response:
-        await asyncio.wrap_future(self._hub.store.reset())
-        self._hub.presence.forget()
-        log.warning("reset")
+    async def reset_data(self, request: Request) -> Response:
+        await reset(self._hub, request)
         return PlainTextResponse("Reset successful")
 
     # ---- looking
 
     async def status(self, _: Request) -> Response:
+        await self._hub.settled()
         store = self._hub.store
         queued = store.counts().queued.groups
-        return json_answer({"current_step": store.run_state().current_step, "queue_size": queued})
+        return json_answer(Progress(current_step=store.run_state().current_step, queue_size=queued))
 
     async def status_env(self, request: Request) -> Response:
         """The id comes in a JSON body, as Atropos' environments send it, or as ?env_id=."""
         env_id = await self._asked_env_id(request)
+        await self._hub.settled()
         store = self._hub.store
         env = store.env(env_id)
         if env is None:
@@ -195,9 +292,7 @@ class AtroposRoutes:
     async def _asked_env_id(self, request: Request) -> int:
         asked = request.query_params.get("env_id")
         if asked is None:
-            body = await read_json(request, ENV_ID)
-            check_numbers(body)
-            return body.env_id
+            return (await read_message(request, ENV_ID, self._hub.config.read_timeout_s)).env_id
         if not asked.removeprefix("-").isdecimal() or len(asked) > MAX_ID_CHARS:
             raise unprocessable("int_parsing", ("env_id",), "expected an integer", asked[:100])
         return int(asked)

@@ -1,73 +1,238 @@
-"""Which groups make the next batch, and in words why none can be made. Pure: no clock, no database."""
+"""Which groups make the next batch, and in words why none can be made. Pure: no clock, no database.
+
+lanes, one per environment  ->  an order of preference  ->  the first exact choice in that order
+(oldest first in each)          (arrival, or by weight;       (sizes mixed freely)
+                                 minimums stand in front)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from treadle.store import Waiting
+from treadle.store import Lane, Plan, Waiting
 
 # The exact search keeps one bit for each (group, number of sequences); this bounds its memory to 16 MiB.
 MAX_SEARCH_BITS = 2**27
+MIN_WEIGHT = 1e-3  # an environment of weight 0 is served when nobody else has anything, not never
+HOARD_BATCHES = 4  # groups that can never make a batch are set aside once so many batches' worth of them wait
 
 
-def choose(waiting: Sequence[Waiting], size: int) -> list[int] | None:
-    """Ids of groups whose sizes sum to exactly `size`, oldest first; None when no choice does.
+def plan(lanes: Sequence[Lane], size: int) -> Plan:
+    """The groups whose sizes sum to exactly `size`, by preference; or the reason why there are none.
 
-    The plain line is taken when it fits. When it does not, groups are passed over, as few of the old ones as
-    can be: the oldest is in the batch whenever any exact batch has it, then the second oldest, and so on.
-    Groups larger than a batch can never be used and never stand in the way.
-
-        choose([Waiting(1, 4), Waiting(2, 3), Waiting(3, 4)], 8)  # [1, 3]
+    plan([Lane(None, [Waiting(1, 4), Waiting(2, 3), Waiting(3, 4)])], 8).ids == [1, 3]
     """
-    usable = [group for group in waiting if 0 < group.size <= size]
-    num_plain, total = _plain_line(usable, size)
+    if size <= 0:
+        return Plan(None, f"the trainer registered batch_size {size}: no batch can have so many sequences")
+    if _supply(lanes) < size:
+        return Plan(None, _told(lanes, size))
+    first, waived, lacking = _minimums(lanes, size)
+    if lacking:
+        return Plan(None, "; ".join([_told(lanes, size), *lacking]), waived=waived)
+    reserved = {group.id for group in first}
+    order = _useful((group for group in _order(lanes) if group.id not in reserved), _sizes(lanes), size)
+    chosen = _exact([*first, *order], size)
+    misfits = _misfits(lanes, size)
+    if chosen is None:
+        return Plan(None, _why_none(lanes, size), waived=waived, misfits=misfits)
+    missed = reserved - {group.id for group in chosen}
+    if missed:
+        missing = [lane.name for lane in lanes if any(group.id in missed for group in lane.waiting)]
+        if _supply(lanes) < HOARD_BATCHES * size:
+            told = f"with the minimum of {', '.join(missing)} no choice sums to {size} yet"
+            return Plan(None, f"{_told(lanes, size)}; {told}", waived=waived)
+        waived |= dict.fromkeys(missing, f"with its groups no choice sums to {size}, and {HOARD_BATCHES} batches wait")
+    return Plan([group.id for group in chosen], "", _tags_after(lanes, chosen), waived, misfits)
+
+
+def freshness(age: int | None, max_age: int | None) -> float:
+    """What a stale group still counts: 1 up to `max_age`, then a half, a third, ... Unknown ages count in full."""
+    if age is None or max_age is None or age <= max_age:
+        return 1.0
+    return 1.0 / (1 + age - max_age)
+
+
+# ---- the order of preference
+
+
+def _order(lanes: Sequence[Lane]) -> Iterable[Waiting]:
+    """The order of arrival while all weights are the same; else weighted between lanes, by arrival within one."""
+    if not _weights_differ(lanes):
+        return heapq.merge(*(lane.waiting for lane in lanes))
+    return _weighted(lanes)
+
+
+def _useful(order: Iterable[Waiting], sizes: Mapping[int, int], size: int) -> list[Waiting]:
+    """Of each size the first, as many as a batch can hold. An exact choice by preference never has others, and so its
+    cost is that of a batch, however many environments there are."""
+    missing = {one: min(count, size // one) for one, count in sizes.items()}
+    num_missing = sum(missing.values())
+    kept = []
+    for group in order:
+        if num_missing == 0:
+            break
+        if missing.get(group.size):
+            missing[group.size] -= 1
+            num_missing -= 1
+            kept.append(group)
+    return kept
+
+
+def _weights_differ(lanes: Sequence[Lane]) -> bool:
+    return len({lane.weight for lane in lanes if lane.env_id is not None}) > 1
+
+
+def _weighted(lanes: Sequence[Lane]) -> Iterable[Waiting]:
+    """Start-time fair queueing: a lane's tag grows by size / weight with each of its groups; the lowest is next."""
+    heap: list[tuple[float, Waiting, int, int]] = []
+    now = min((lane.tag for lane in lanes if lane.waiting), default=0.0)
+    for index, lane in enumerate(lanes):
+        if lane.waiting:
+            heapq.heappush(heap, (max(lane.tag, now), lane.waiting[0], index, 0))
+    while heap:
+        tag, group, index, place = heapq.heappop(heap)
+        lane = lanes[index]
+        tag += group.size / max(lane.weight, MIN_WEIGHT)
+        yield group
+        if place + 1 < len(lane.waiting):
+            heapq.heappush(heap, (tag, lane.waiting[place + 1], index, place + 1))
+
+
+def _tags_after(lanes: Sequence[Lane], chosen: Sequence[Waiting]) -> dict[int | None, float]:
+    """The tags once `chosen` are gone, as what each lane is ahead of the busy lane that got least.
+
+    So a lane that was empty for a while, or that is new, starts where the others are: it has no claim on what it
+    missed.
+    """
+    if not _weights_differ(lanes):
+        return {}
+    ids = {group.id for group in chosen}
+    began = min((lane.tag for lane in lanes if lane.waiting), default=0.0)
+    tags = {}
+    for lane in lanes:
+        taken = sum(group.size for group in lane.waiting if group.id in ids)
+        tags[lane.env_id] = max(lane.tag, began) + taken / max(lane.weight, MIN_WEIGHT)
+    now = min((tags[lane.env_id] for lane in lanes if lane.waiting), default=0.0)
+    return {env_id: max(0.0, tag - now) for env_id, tag in tags.items()}
+
+
+# ---- minimum allocations
+
+
+def _minimums(lanes: Sequence[Lane], size: int) -> tuple[list[Waiting], dict[str, str], list[str]]:
+    """(groups that must be in the batch, minimums that are waived and why, minimums that lack groups).
+
+    A minimum is in whole groups: `int(size * minimum)` sequences, rounded up to a group where the batch has room for
+    it. Whose oldest group waits longest comes first: where there is no room for all, they take turns.
+    """
+    needs = {index: int(size * min(1.0, max(0.0, lane.minimum))) for index, lane in enumerate(lanes)}
+    needs = {index: need for index, need in needs.items() if need > 0}
+    total = sum(needs.values())
+    if total > size:  # more than everything was promised: each gets its part of it
+        needs = {index: max(1, need * size // total) for index, need in needs.items()}
+    must: list[Waiting] = []
+    waived, lacking = {}, []
+    room = size
+    sizes = _sizes(lanes) if needs else ()
+    for index in sorted(needs, key=lambda index: _oldest_id(lanes[index])):
+        lane, need = lanes[index], needs[index]
+        if not lane.is_alive:
+            waived[lane.name] = "the environment has not been heard of for a while"
+            continue
+        has = _supply([lane])
+        if has < need and _smallest(lane) <= room - has:
+            some = f"{has} wait" if has else "none waits"
+            lacking.append(f"waiting for {lane.name}: its minimum is {need} of {size} sequences and {some}")
+            continue
+        # An odd group in front must not make the whole minimum impossible: then groups of one size are tried.
+        fronts = [_front(waiting, need, room) for waiting in (lane.waiting, *_by_size(lane))]
+        fitting = [front for front in fronts if front and _fits(sizes, front, room)]
+        if fitting:
+            taken = max(fitting, key=lambda front: min(need, _num_sequences(front)))
+            must += taken
+            room -= _num_sequences(taken)
+        elif fronts[0]:
+            waived[lane.name] = f"with its groups, what waits cannot make a batch of exactly {size} sequences"
+        else:
+            waived[lane.name] = f"its groups do not fit beside the other minimums in a batch of {size}"
+    return must, waived, lacking
+
+
+def _fits(sizes: Iterable[int], front: Sequence[Waiting], room: int) -> bool:
+    return _reachable(sizes, room - _num_sequences(front))
+
+
+def _num_sequences(groups: Iterable[Waiting]) -> int:
+    return sum(group.size for group in groups)
+
+
+def _by_size(lane: Lane) -> Iterable[list[Waiting]]:
+    """The lane's groups of each size apart, the size whose first group is oldest before the others."""
+    apart: dict[int, list[Waiting]] = {}
+    for group in lane.waiting:
+        apart.setdefault(group.size, []).append(group)
+    return apart.values() if len(apart) > 1 else ()
+
+
+def _oldest_id(lane: Lane) -> float:
+    return lane.waiting[0].id if lane.waiting else math.inf
+
+
+def _smallest(lane: Lane) -> int:
+    """The smallest group that waits; where none does, that is to be expected."""
+    return min(_sizes([lane]), default=max(1, lane.group_size))
+
+
+def _front(waiting: Sequence[Waiting], need: int, room: int) -> list[Waiting]:
+    """The oldest groups until `need` sequences are met, as long as there is room."""
+    taken: list[Waiting] = []
+    for group in waiting:
+        if need <= 0:
+            break
+        if group.size <= room:
+            taken.append(group)
+            room -= group.size
+            need -= group.size
+    return taken
+
+
+# ---- the exact choice
+
+
+def _exact(preferred: Sequence[Waiting], size: int) -> list[Waiting] | None:
+    """The plain line when it fits. Else groups are passed over, as few of the preferred ones as can be: the first
+    is in the batch whenever any exact batch has it, then the second, and so on."""
+    num_plain, total = _plain_line(preferred, size)
     if total == size:
-        return [group.id for group in usable[:num_plain]]
-    if sum(group.size for group in usable) < size:  # also keeps the search's memory in proportion to the data
+        return list(preferred[:num_plain])
+    if sum(group.size for group in preferred) < size:  # also keeps the search's memory in proportion to the data
         return None
     num_searched = max(2, MAX_SEARCH_BITS // (size + 1))
-    # Beyond the search's reach (batches of many thousand sequences) the oldest groups are taken unasked.
-    start = max(0, num_plain - num_searched // 2) if len(usable) > num_searched else 0
-    taken = usable[:start]
-    rest = _oldest_exact(usable[start : start + num_searched], size - sum(group.size for group in taken))
-    return None if rest is None else [group.id for group in (*taken, *rest)]
+    # Beyond the search's reach (batches of many thousand sequences) the first groups are taken unasked.
+    start = max(0, num_plain - num_searched // 2) if len(preferred) > num_searched else 0
+    taken = list(preferred[:start])
+    rest = _first_exact(preferred[start : start + num_searched], size - sum(group.size for group in taken))
+    return None if rest is None else taken + rest
 
 
-def explain(sizes: Mapping[int, int], batch_size: int) -> str:
-    """Why no batch can be formed now, from how many groups of each size wait ({8: 3}: three groups of 8)."""
-    if batch_size <= 0:
-        return f"the trainer registered batch_size {batch_size}: no batch can have so many sequences"
-    usable = {size: count for size, count in sizes.items() if 0 < size <= batch_size}
-    num_groups = sum(usable.values())
-    num_sequences = sum(size * count for size, count in usable.items())
-    needed = [batch_size // size for size in usable if batch_size % size == 0]
-    of_groups = f" of {needed[0]}" if len(usable) == 1 and needed and num_sequences < batch_size else ""
-    noun = "group waits" if num_groups == 1 and not of_groups else "groups wait"
-    told = f"{num_groups or 'no'}{of_groups} {noun} ({num_sequences} of {batch_size} sequences)"
-    if num_sequences >= batch_size:
-        listed = ", ".join(f"{count} of size {size}" for size, count in sorted(usable.items()))
-        told += f"; no choice of them sums to exactly {batch_size}: {listed}"
-    oversize = sum(sizes.values()) - num_groups
-    if oversize:
-        told += f"; {oversize} more can never be used, being larger than the batch"
-    return told
-
-
-def _plain_line(usable: Sequence[Waiting], size: int) -> tuple[int, int]:
+def _plain_line(preferred: Sequence[Waiting], size: int) -> tuple[int, int]:
     """How many groups from the front fit, and how many sequences they have."""
     total = 0
-    for index, group in enumerate(usable):
+    for index, group in enumerate(preferred):
         if total + group.size > size:
             return index, total
         total += group.size
-    return len(usable), total
+    return len(preferred), total
 
 
-def _oldest_exact(candidates: Sequence[Waiting], size: int) -> list[Waiting] | None:
-    """The exact choice that has the oldest groups.
+def _first_exact(candidates: Sequence[Waiting], size: int) -> list[Waiting] | None:
+    """The exact choice that has the first groups.
 
     Bit n of `reachable[i]` is set when some of the candidates from the i-th on have n sequences together.
-    With that known, one walk from the oldest takes every group after which the remainder can still be
+    With that known, one walk from the first takes every group after which the remainder can still be
     reached.
     """
     mask = (1 << (size + 1)) - 1
@@ -84,3 +249,72 @@ def _oldest_exact(candidates: Sequence[Waiting], size: int) -> list[Waiting] | N
             chosen.append(group)
             missing -= group.size
     return chosen
+
+
+def _reachable(sizes: Iterable[int], size: int) -> bool:
+    """Whether groups of these sizes, any number of each, can sum to `size`."""
+    sizes = set(sizes)
+    if size == 0 or any(size % one == 0 for one in sizes):
+        return True
+    if size > MAX_SEARCH_BITS:  # so far out, everything that their divisor allows can be reached
+        return bool(sizes) and size % math.gcd(*sizes) == 0
+    sums, mask = 1, (1 << (size + 1)) - 1
+    for one in sizes:
+        step = one
+        while step <= size:  # doubling covers every number of copies
+            sums |= (sums << step) & mask
+            step *= 2
+    return bool(sums >> size & 1)
+
+
+def _expected(lanes: Sequence[Lane]) -> set[int]:
+    """The sizes that wait, or that live environments registered."""
+    return {*_sizes(lanes), *(lane.group_size for lane in lanes if lane.is_alive and lane.group_size > 0)}
+
+
+def _misfits(lanes: Sequence[Lane], size: int) -> list[int]:
+    """Groups to set aside: they pile up, and no batch can ever have a group of their size.
+
+    Left alone they would fill the queue, and then nobody could post any more.
+    """
+    odd = {one: count for one, count in _sizes(lanes).items() if size % one}
+    if sum(one * count for one, count in odd.items()) < HOARD_BATCHES * size:  # seldom more, so this is cheap
+        return []
+    expected = _expected(lanes)
+    hopeless = {one for one in odd if one > size or not _reachable(expected, size - one)}
+    piled_up = sum(one * odd[one] for one in hopeless)
+    if piled_up < HOARD_BATCHES * size:
+        return []
+    return sorted(group.id for lane in lanes for group in lane.waiting if group.size in hopeless)
+
+
+# ---- in words
+
+
+def _why_none(lanes: Sequence[Lane], size: int) -> str:
+    listed = ", ".join(f"{count} of size {one}" for one, count in sorted(_sizes(lanes).items()))
+    told = f"{_told(lanes, size)}; no choice of them sums to exactly {size}: {listed}"
+    if not _reachable(_expected(lanes), size):
+        told += f"; groups of these sizes never will: choose a group size that divides {size}"
+    return told
+
+
+def _told(lanes: Sequence[Lane], size: int) -> str:
+    """How much waits: "3 of 8 groups wait (24 of 64 sequences)"."""
+    sizes, num_sequences = _sizes(lanes), _supply(lanes)
+    num_groups = sum(sizes.values())
+    needed = [size // one for one in sizes if size % one == 0]
+    of_groups = f" of {needed[0]}" if len(sizes) == 1 and needed and num_sequences < size else ""
+    noun = "group waits" if num_groups == 1 and not of_groups else "groups wait"
+    return f"{num_groups or 'no'}{of_groups} {noun} ({num_sequences} of {size} sequences)"
+
+
+def _sizes(lanes: Sequence[Lane]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for lane in lanes:
+        total.update(lane.sizes or Counter(group.size for group in lane.waiting))
+    return total
+
+
+def _supply(lanes: Sequence[Lane]) -> int:
+    return sum(one * count for one, count in _sizes(lanes).items())

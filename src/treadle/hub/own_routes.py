@@ -13,20 +13,40 @@ from dataclasses import asdict
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from treadle.hub.answers import Refused, json_answer, raw_json, unprocessable
-from treadle.hub.batching import choose, explain
-from treadle.hub.body import check_numbers, read_json
-from treadle.hub.routing import get, post
+from treadle.hub.answers import json_answer, raw_json
+from treadle.hub.body import read_message
+from treadle.hub.delivery import lease_binary, lease_json
+from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
+from treadle.hub.refusals import Refused, unprocessable
+from treadle.hub.reset import reset
+from treadle.hub.routing import Endpoint, Link, Parameter
 from treadle.hub.state import HubState
 from treadle.log import get_logger
-from treadle.store import Batch, StoredGroup
-from treadle.wire.hub import EnvStatus, HubStatus, LeaseAnswer, LeaseRequest, LeaseUpdate
+from treadle.store import Batch, DamagedGroups
+from treadle.wire import binary
+from treadle.wire.hub import (
+    Acknowledged,
+    DeadLetter,
+    DeadLetters,
+    EnvStatus,
+    Explanation,
+    Health,
+    HubStatus,
+    LeaseAnswer,
+    LeaseRequest,
+    LeaseUpdate,
+    PostedGroups,
+    Renewed,
+    Returned,
+    WasReset,
+)
 
 MAX_WAIT_S = 300.0
-MAX_TEXT_CHARS = 1000
 MAX_STEP_DIGITS = 18  # any such number fits in 64 bits
+STEP = Parameter(
+    "step", "path", "the optimizer step that the batch is for", {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}
+)
 LEASE = msgspec.json.Decoder(LeaseRequest, strict=False)
 UPDATE = msgspec.json.Decoder(LeaseUpdate, strict=False)
 log = get_logger("hub")
@@ -35,47 +55,88 @@ log = get_logger("hub")
 class OwnRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
+        self._intake = Intake(hub)
 
-    def routes(self) -> list[Route]:
+    def endpoints(self) -> list[Endpoint]:
         return [
-            post("/v1/lease", self.lease),
-            post("/v1/batches/{step}/renew", self.renew),
-            post("/v1/batches/{step}/ack", self.ack),
-            post("/v1/batches/{step}/nack", self.nack),
-            get("/v1/dead-letters", self.dead_letters),
-            get("/v1/explain", self.explain),
-            get("/v1/status", self.status),
-            get("/healthz", self.healthz),
-        ]
+            Endpoint(
+                "POST", "/v1/groups", self.groups, "post groups in our binary form",
+                body_type=binary.CONTENT_TYPE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
+                refusals=(409, 415, 507),
+            ),
+            Endpoint(
+                "POST", "/v1/lease", self.lease, "lease the batch of a step; held until there is one, or for wait_s",
+                body=LeaseRequest, example={"step": 1, "holder": "trainer", "wait_s": 0.0}, answer=LeaseAnswer,
+                further_types=(binary.CONTENT_TYPE,), refusals=(409, 507),
+                links={verb: _of_the_lease(verb) for verb in ("renew", "ack", "nack")},
+            ),
+            *(
+                Endpoint(
+                    "POST", f"/v1/batches/{{step}}/{verb}", handler, summary, body=LeaseUpdate,
+                    parameters=(STEP,), answer=answer, refusals=(404, 409, 507),
+                )
+                for verb, handler, summary, answer in (
+                    ("renew", self.renew, "hold a lease for longer", Renewed),
+                    ("ack", self.ack, "the step is trained", Acknowledged),
+                    ("nack", self.nack, "give a batch back", Returned),
+                )
+            ),
+            Endpoint("GET", "/v1/dead-letters", self.dead_letters, "groups that failed too often", answer=DeadLetters),
+            Endpoint("GET", "/v1/explain", self.explain, "why there is no batch now", answer=Explanation),
+            Endpoint("GET", "/v1/status", self.status, "what the hub holds", answer=HubStatus),
+            Endpoint(
+                "POST", "/v1/reset", self.reset, "forget everything: from this machine, or with the admin token",
+                answer=WasReset, refusals=(507,),
+            ),
+            Endpoint("GET", "/healthz", self.healthz, "whether the hub can do its work", answer=Health),
+        ]  # fmt: skip
+
+    async def groups(self, request: Request) -> Response:
+        received = await self._intake.receive(request, "binary", binary.CONTENT_TYPE)
+        return json_answer(
+            PostedGroups(status="duplicate" if received.duplicate else "received", groups_processed=received.num_groups)
+        )
 
     async def lease(self, request: Request) -> Response:
         """Answer with a batch as soon as there is one, or with the reason once `wait_s` is over."""
-        asked = await read_json(request, LEASE)
-        check_numbers(asked)
+        config = self._hub.config
+        asked = await read_message(request, LEASE, config.read_timeout_s)
         if asked.step < 0:
             raise unprocessable("greater_than_equal", ("step",), "must be 0 or more", asked.step)
-        if not 0 < len(asked.holder) <= MAX_TEXT_CHARS:
-            raise unprocessable("value_error", ("holder",), "must name the trainer", asked.holder[:100])
+        if not asked.holder:
+            raise unprocessable("value_error", ("holder",), "must name the trainer", asked.holder)
         batch = await self._wait_for_batch(asked)
+        if batch is not None:
+            log.info(
+                "leased", step=batch.step, holder=asked.holder, groups=len(batch.groups), delivery=batch.deliveries
+            )
+        max_age = config.max_age if config.stale == "downweight" else None
+        if binary.CONTENT_TYPE in request.headers.get("accept", ""):
+            packed = (
+                lease_binary(batch, config.lease_s, max_age)
+                if batch is not None
+                else binary.pack_answer(binary.BinaryAnswer(batch=None, reason=self._reason()))
+            )
+            return Response(packed, media_type=binary.CONTENT_TYPE)
         if batch is None:
             return json_answer(LeaseAnswer(batch=None, reason=self._reason()))
-        log.info(
-            "leased",
-            step=batch.step,
-            holder=asked.holder,
-            groups=len(batch.groups),
-            delivery=batch.deliveries,
-        )
-        return raw_json(_lease_json(batch, self._hub.config.lease_s))
+        return raw_json(await lease_json(batch, config.lease_s, max_age))
 
     async def _wait_for_batch(self, asked: LeaseRequest) -> Batch | None:
         hub = self._hub
         until_s = asyncio.get_running_loop().time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
         while True:
             rung = hub.bell.listen()
-            batch = await asyncio.wrap_future(hub.store.lease(asked.step, asked.holder, hub.terms))
-            if batch is not None or hub.bell.closing:
+            lease = await asyncio.wrap_future(hub.store.lease(asked.step, asked.holder, hub.terms))
+            if lease is not None:
+                try:
+                    batch = await asyncio.to_thread(hub.store.batch_of, lease)
+                except DamagedGroups:  # they are set aside: the next try has others
+                    continue
+                hub.metrics.deliver(batch, hub.config.max_age if hub.config.stale == "downweight" else None)
                 return batch
+            if hub.bell.closing:
+                return None
             try:
                 async with asyncio.timeout_at(until_s):
                     await rung.wait()
@@ -85,51 +146,65 @@ class OwnRoutes:
     async def renew(self, request: Request) -> Response:
         step, update = await self._read_update(request)
         await asyncio.wrap_future(self._hub.store.renew(step, update.token, self._hub.config.lease_s))
-        return json_answer({"status": "renewed", "lease_s": self._hub.config.lease_s})
+        return json_answer(Renewed(status="renewed", lease_s=self._hub.config.lease_s))
 
     async def ack(self, request: Request) -> Response:
         step, update = await self._read_update(request)
-        await asyncio.wrap_future(self._hub.store.ack(step, update.token))
+        keep = self._hub.config.keep_trained_bytes
+        await asyncio.wrap_future(self._hub.store.ack(step, update.token, keep_trained_bytes=keep))
         log.info("acknowledged", step=step)
-        return json_answer({"status": "acknowledged", "current_step": step})
+        return json_answer(Acknowledged(status="acknowledged", current_step=step))
 
     async def nack(self, request: Request) -> Response:
         step, update = await self._read_update(request)
         hub = self._hub
-        reason = update.reason[:MAX_TEXT_CHARS]
+        reason = update.reason
         is_dead = await asyncio.wrap_future(
-            hub.store.nack(step, update.token, reason=reason, max_deliveries=hub.config.max_deliveries)
+            hub.store.nack(
+                step,
+                update.token,
+                reason=reason,
+                max_deliveries=hub.config.max_deliveries,
+                counts=update.counts,
+            )
         )
         hub.bell.ring()
         log.warning("dead_lettered" if is_dead else "given_back", step=step, reason=reason)
-        return json_answer({"status": "dead-lettered" if is_dead else "returned"})
+        return json_answer(Returned(status="dead-lettered" if is_dead else "returned"))
 
     async def _read_update(self, request: Request) -> tuple[int, LeaseUpdate]:
         step = request.path_params["step"]
         if not step.isdecimal() or len(step) > MAX_STEP_DIGITS:
             raise Refused(404, "Not Found")
-        return int(step), await read_json(request, UPDATE)
+        return int(step), await read_message(request, UPDATE, self._hub.config.read_timeout_s)
 
     async def dead_letters(self, _: Request) -> Response:
         """The newest first."""
-        return json_answer({"dead_letters": [asdict(group) for group in self._hub.store.dead_groups()]})
+        return json_answer(
+            DeadLetters(dead_letters=[DeadLetter(**asdict(group)) for group in self._hub.store.dead_groups()])
+        )
 
     async def explain(self, _: Request) -> Response:
-        return json_answer({"reason": self._reason()})
+        return json_answer(Explanation(reason=self._reason()))
 
     def _reason(self) -> str:
         store = self._hub.store
         trainer = store.run_state().trainer
         if trainer is None:
             return "no trainer has registered, so the size of a batch is not known"
-        if trainer.batch_size > 0 and choose(store.waiting(trainer.batch_size), trainer.batch_size):
+        plan = store.plan(trainer.batch_size, self._hub.terms)
+        if plan.ids is not None:
             return "a batch can be formed: it waits for the trainer to ask"
-        told = explain(store.waiting_sizes(), trainer.batch_size)
-        connected = sum(env.connected for env in store.envs())
-        return f"{told}; {connected} environment{'' if connected == 1 else 's'} registered"
+        leased = store.counts().leased.groups
+        held = f"; {leased} more are in batches that were given out" if leased else ""
+        envs = [env for env in store.envs() if env.connected]
+        silent = [env.name for env in envs if not self._hub.presence.is_alive(env.env_id)]
+        told = f"{plan.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
+        return f"{told}; not heard of for a while: {', '.join(silent)}" if silent else told
 
     async def status(self, _: Request) -> Response:
         hub = self._hub
+        await hub.settled()
         run, counts = hub.store.run_state(), hub.store.counts()
         envs = [
             EnvStatus(
@@ -150,38 +225,32 @@ class OwnRoutes:
                 batch_size=run.trainer.batch_size if run.trainer else None,
                 queued_groups=counts.queued.groups,
                 queued_sequences=counts.queued.sequences,
+                queued_bytes=counts.queued.bytes,
                 leased_groups=counts.leased.groups,
                 trained_groups=counts.trained.groups,
+                dropped_groups=counts.dropped.groups,
                 dead_groups=counts.dead.groups,
                 accepted_groups=counts.accepted_groups,
                 envs=envs,
             )
         )
 
+    async def reset(self, request: Request) -> Response:
+        await reset(self._hub, request)
+        return json_answer(WasReset(status="reset"))
+
     async def healthz(self, _: Request) -> Response:
         self._hub.store.run_state()  # a hub that cannot read its queue is not well
         if self._hub.store.is_broken:
             raise Refused(503, "the disk failed: restart the hub")
-        return json_answer({"status": "ok"})
+        return json_answer(Health(status="ok"))
 
 
-def _lease_json(batch: Batch, lease_s: float) -> bytes:
-    """A LeaseAnswer written around the stored bytes.
-
-    To decode a large batch only to encode it again would hold up every other request for as long.
-    """
-    head = b'{"batch":{"step":%d,"token":"%s","lease_s":%s,"groups":[' % (
-        batch.step,
-        batch.token.encode(),
-        msgspec.json.encode(lease_s),
+def _of_the_lease(verb: str) -> Link:
+    return Link(
+        "POST",
+        f"/v1/batches/{{step}}/{verb}",
+        f"{verb} the batch that was leased",
+        parameters={"step": "$response.body#/batch/step"},
+        body={"token": "{$response.body#/batch/token}"},
     )
-    return head + b",".join(map(_group_json, batch.groups)) + b']},"reason":""}'
-
-
-def _group_json(group: StoredGroup) -> bytes:
-    ours = (
-        msgspec.json.encode(group.policy_version),
-        msgspec.json.encode(group.item),
-        group.metrics or b"null",
-    )
-    return group.payload[:-1] + b',"policy_version":%s,"item":%s,"metrics":%s}' % ours

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 
 from treadle.config.schema import HubConfig
+from treadle.faults import reach
 from treadle.hub.app import app_of
+from treadle.hub.guard import Access
 from treadle.hub.state import HubState
 from treadle.log import get_logger
-from treadle.store import Store
+from treadle.store import Store, set_aside
+from treadle.wire.http_limits import HttpLimits
 from treadle.wire.serving import serve_until_stopped, take_port
 
 log = get_logger("hub")
@@ -16,12 +21,32 @@ log = get_logger("hub")
 
 def serve(config: HubConfig) -> None:
     """Run until SIGTERM or SIGINT; then answer what waits, flush and return."""
+    access = Access.of(config, os.environ)
     listener = take_port(config.host, config.port)
+    limits = HttpLimits(max_connections=config.max_connections, read_timeout_s=config.read_timeout_s)
     try:
+        if config.fresh:
+            set_aside(config.database)
         with Store.open(config.database) as store:
             hub = HubState.build(store, config, time.monotonic)
+            _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
-            serve_until_stopped(app_of(hub), listener, on_stop=hub.bell.close)
+            gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
+            serve_until_stopped(app_of(hub, access), listener, on_stop=hub.bell.close, limits=limits)
+            reach("hub:stopping")
     finally:
         listener.close()
     log.info("stopped")
+
+
+def _tell_what_was_there(store: Store) -> None:
+    """Whoever starts a new run on an old file should know it."""
+    counts, run = store.counts(), store.run_state()
+    if counts.accepted_groups:
+        log.info(
+            "continuing",
+            step=run.current_step,
+            groups_waiting=counts.queued.groups,
+            groups_trained=counts.trained.groups,
+            hint="--fresh begins with an empty queue",
+        )

@@ -1,18 +1,79 @@
-"""Routes that answer errors in one way and that take exactly the method they name."""
+"""An endpoint: its path, what it takes, what it answers. Routes, counters and the OpenAPI page are made from it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.hub.answers import Handler, answering
+from treadle.hub.answers import Handler, answer
+
+JSON = "application/json"
+TEXT = "text/plain"
+Watch = Callable[["Endpoint", int, str, float], None]  # (endpoint, status, reason of a refusal, seconds)
 
 
-def get(path: str, handler: Handler) -> Route:
-    """GET only. HEAD, which comes with GET elsewhere, would take a batch and throw it away."""
-    route = Route(path, answering(handler), methods=["GET"])
-    route.methods = {"GET"}
-    return route
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`schema` is JSON Schema of the value as it is written: a step in a path is an integer."""
+
+    name: str
+    place: Literal["path", "query", "header"]
+    summary: str
+    schema: Mapping[str, Any]
 
 
-def post(path: str, handler: Handler) -> Route:
-    return Route(path, answering(handler), methods=["POST"])
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How an answer leads to the next call: `parameters` and `body` are OpenAPI's runtime expressions."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`body` and `answer` are types of JSON; None: the bytes are described by their media type alone.
+
+    `refusals` are the statuses beside those that every route, or every route with a body, can answer.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    body_type: str = JSON
+    body_required: bool = True
+    example: Any = None  # a body, as JSON
+    parameters: Sequence[Parameter] = ()
+    answer: Any = None
+    media_type: str = JSON
+    further_types: Sequence[str] = ()  # what else the 200 may be, when the client asks for it
+    refusals: Sequence[int] = ()
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    @property
+    def takes_body(self) -> bool:
+        return self.body is not None or self.body_type != JSON
+
+    def route(self, watch: Watch) -> Route:
+        """GET only means GET: HEAD, which comes with it elsewhere, would take a batch and throw it away."""
+
+        async def handle(request: Request) -> Response:
+            began = time.perf_counter()
+            response, reason = await answer(self.handler, request)
+            watch(self, response.status_code, reason, time.perf_counter() - began)
+            return response
+
+        route = Route(self.path, handle, methods=[self.method])
+        route.methods = {self.method}
+        return route

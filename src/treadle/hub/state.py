@@ -1,17 +1,23 @@
-"""What the routes share: the store, the settings, who was seen when, the bell for waiting trainers."""
+"""What all requests of one hub share: the queue, the configuration, the porters, who was heard of, who waits."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
-from treadle.hub.batching import choose
-from treadle.store import LeaseTerms, Store
+from treadle.hub.batching import plan
+from treadle.hub.checks import Rules
+from treadle.hub.metrics import Metrics
+from treadle.hub.porters import Porters
+from treadle.store import LeaseTerms, Limits, Store
 
 Clock = Callable[[], float]
 GONE_AFTER_S = 10.0  # environments call several times a second; one silent for this long is taken to be gone
+MOST_PORTERS = 4
+SETTLE_S = 1.0
 
 
 class Bell:
@@ -48,6 +54,9 @@ class Presence:
     def idle_s(self, env_id: int) -> float:
         return self._clock() - self._seen_s.get(env_id, self._since_s)
 
+    def is_alive(self, env_id: int) -> bool:
+        return self.idle_s(env_id) <= GONE_AFTER_S
+
     def forget(self) -> None:
         self._seen_s.clear()
 
@@ -58,11 +67,52 @@ class HubState:
     config: HubConfig
     presence: Presence
     bell: Bell
+    porters: Porters
+    metrics: Metrics
     terms: LeaseTerms
+    limits: Limits
+    # Acknowledgements of batches whose answer has left, on their way to the disk.
+    settling: set[asyncio.Future[None]] = field(default_factory=set)
     # Two environments of one name that register at once must not both be taken for the one that was here.
     registering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def build(cls, store: Store, config: HubConfig, clock: Clock) -> HubState:
-        terms = LeaseTerms(lease_s=config.lease_s, max_deliveries=config.max_deliveries, choose=choose)
-        return cls(store, config, Presence(clock), Bell(), terms)
+        presence = Presence(clock)
+        terms = LeaseTerms(
+            lease_s=config.lease_s,
+            max_deliveries=config.max_deliveries,
+            plan=plan,
+            is_alive=presence.is_alive,
+            drop_older_than=config.max_age if config.stale == "drop" else None,
+            keep_trained_bytes=config.keep_trained_bytes,
+        )
+        return cls(
+            store=store,
+            config=config,
+            presence=presence,
+            bell=Bell(),
+            porters=Porters(config.door_workers or max(1, min(MOST_PORTERS, (os.cpu_count() or 2) - 1))),
+            metrics=Metrics(),
+            terms=terms,
+            limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
+        )
+
+    async def settled(self) -> None:
+        """To be awaited before the step is told: who has a batch in hand must not hear that it was not given out."""
+        if self.settling:
+            await asyncio.wait(self.settling, timeout=SETTLE_S)
+
+    def rules(self) -> Rules:
+        """What groups that arrive now must agree with."""
+        run, num_envs, newest_step = self.store.door_facts()
+        trainer = run.trainer
+        if trainer is None:
+            return Rules(num_envs=num_envs, vocab_size=self.config.vocab_size)
+        return Rules(
+            num_envs=num_envs,
+            vocab_size=self.config.vocab_size or trainer.vocab_size,
+            max_token_len=trainer.max_token_len if trainer.max_token_len > 0 else None,
+            batch_size=trainer.batch_size if trainer.batch_size > 0 else None,
+            newest_version=newest_step,
+        )

@@ -40,4 +40,5 @@ def _share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
     total = sum(other.max_token_length * max(0.0, other.weight) for other in envs if other.connected)
     if total <= 0 or not math.isfinite(total):
         return MIN_ENV_WEIGHT
-    return max(MIN_ENV_WEIGHT, env.max_token_length * env.weight / total)
+    share = env.max_token_length * env.weight / total
+    return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT

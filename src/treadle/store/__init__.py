@@ -1,27 +1,37 @@
 """The durable queue: groups come in, batches are leased, acknowledged, and can be given out again.
 
 append --> queued --lease--> leased --ack--> trained
-                               |  ^
-                               |  +-- nack, or a lease that ran out: the same batch, in the same order
-                               +--- too many deliveries --> dead (kept, with the reason)
+             |                 |  ^
+             |                 |  +-- nack, or a lease that ran out: the same batch, in the same order
+             |                 +--- too many deliveries, or its content rotted --> dead (kept, with the reason)
+             +--- stale, or larger than a batch --> dropped (kept, with the reason)
 """
 
+from treadle.store.figures import Figures
 from treadle.store.records import (
     Appended,
     Batch,
-    Choose,
     Counts,
-    DeadGroup,
     EnvLoad,
     EnvRecord,
+    Event,
+    Format,
+    Lane,
+    Lease,
     LeaseTerms,
+    Limits,
     NewGroup,
+    Plan,
     Post,
     RunState,
+    SetAside,
     StoredGroup,
+    Tally,
     Waiting,
 )
 from treadle.store.refusals import (
+    BatchPruned,
+    DamagedGroups,
     HeldByAnother,
     KeyReused,
     QueueFull,
@@ -29,27 +39,37 @@ from treadle.store.refusals import (
     StorageFailed,
     StoreRefusal,
 )
-from treadle.store.sqlite import Store
+from treadle.store.sqlite import Store, set_aside
 
 __all__ = [
     "Appended",
     "Batch",
-    "Choose",
+    "BatchPruned",
     "Counts",
-    "DeadGroup",
+    "DamagedGroups",
     "EnvLoad",
     "EnvRecord",
+    "Event",
+    "Figures",
+    "Format",
     "HeldByAnother",
     "KeyReused",
+    "Lane",
+    "Lease",
     "LeaseTerms",
+    "Limits",
     "NewGroup",
+    "Plan",
     "Post",
     "QueueFull",
     "RunState",
+    "SetAside",
     "StaleToken",
     "StorageFailed",
     "Store",
     "StoreRefusal",
     "StoredGroup",
+    "Tally",
     "Waiting",
+    "set_aside",
 ]

@@ -11,11 +11,19 @@ import json
 import secrets
 import sqlite3
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treadle.store import groups, runs
-from treadle.store.records import Batch, LeaseTerms
-from treadle.store.refusals import HeldByAnother, StaleToken
+from treadle.faults import reach
+from treadle.store import envs, events, groups, runs
+from treadle.store.records import Lane, Lease, LeaseTerms, Waiting
+from treadle.store.refusals import BatchPruned, HeldByAnother, StaleToken
+from treadle.wire.hub import RegisterTrainer
+
+# A trainer that resumes goes back to its last checkpoint, or to the one before when that is damaged.
+CHECKPOINTS_KEPT = 2
+TAKER = "/batch"  # the hub itself, in place of a trainer that takes batches there
+_COLUMNS = "id, step, state, group_ids, deliveries, token, holder, process, deadline_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class _Record:
         return on_our_clock and self.deadline_s is not None and self.deadline_s > moment.now_s
 
 
-def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: Moment) -> Batch | None:
+def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: Moment) -> Lease | None:
     """The recorded batch of `step`, or a new one; None when no exact batch can be formed now."""
     state = runs.read(db)
     if state.trainer is None:
@@ -53,6 +61,8 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
     record = _find(db, step)
     if record is not None and record.holder != holder and record.is_held(moment):
         raise HeldByAnother(f"step {step} is leased by '{record.holder}'")
+    if record is not None and record.state == "pruned":
+        raise BatchPruned(f"the data of step {step} is no longer kept", fix="raise --keep-trained-bytes of the hub")
     if record is not None and record.state == "open" and record.deliveries >= terms.max_deliveries:
         _bury(db, record, f"delivered {record.deliveries} times and never acknowledged")
         record = None
@@ -60,91 +70,154 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
         record = _form(db, step, state.trainer.batch_size, terms)
     if record is None:
         return None
-    token = secrets.token_hex(16)
-    db.execute(
-        "UPDATE batches SET deliveries = deliveries + 1, token = ?, holder = ?, process = ?, deadline_s = ?"
-        " WHERE id = ?",
-        (token, holder, moment.process, moment.now_s + terms.lease_s, record.id),
-    )
-    return Batch(step, token, record.deliveries + 1, groups.fetch(db, record.group_ids))
+    return _lease_to(db, record, holder, terms, moment)
 
 
-def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Batch | None:
-    """Give out the next batch once and for all, for trainers that cannot acknowledge (Atropos' /batch).
+def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | None:
+    """The next batch, for a trainer that cannot acknowledge (Atropos' /batch).
 
-    A batch that somebody gave back comes first. One that was trained never comes again on this way: such a
-    trainer registers from step 0 each time it starts, and must not be fed the old data of the steps it counts
-    anew.
+    The hub does it in its place: it acknowledges once the answer has left, and gives the batch back when it could not.
+    A batch that was given back comes first. One that was trained never comes again on this way: such a trainer
+    registers from step 0 each time it starts, and must not be fed the old data of the steps it counts anew.
     """
     state = runs.read(db)
     if state.trainer is None:
         return None
     if not state.started:
         runs.mark_started(db)
-    step = state.current_step + 1
-    record = _find(db, step)
-    if record is not None and record.is_held(moment):
+    while (record := _next_to_take(db, state.trainer.batch_size, state.current_step, terms, moment)) is not None:
+        if record.deliveries < terms.max_deliveries:
+            return _lease_to(db, record, TAKER, terms, moment)
+        _bury(db, record, f"delivered {record.deliveries} times and never acknowledged")
+    return None
+
+
+def _next_to_take(
+    db: sqlite3.Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: Moment
+) -> _Record | None:
+    earlier = db.execute(
+        f"SELECT {_COLUMNS} FROM batches WHERE state = 'open' AND step <= ? ORDER BY step",  # noqa: S608
+        (current_step,),
+    )
+    for given_back in (_Record(*row) for row in earlier):
+        if not given_back.is_held(moment):
+            return given_back
+    step = current_step + 1
+    while (record := _find(db, step)) is not None and record.is_held(moment):  # on its way to another caller
+        step += 1
+    if record is not None and record.state == "open":
+        return record
+    chosen = _choose(db, step, batch_size, terms)
+    if chosen is None:
         return None
-    if record is not None and record.state == "trained":
-        chosen = _choose(db, state.trainer.batch_size, terms)
-        if chosen is None:
-            return None
+    if record is not None:
         db.execute("UPDATE batches SET state = 'superseded' WHERE id = ?", (record.id,))
-        record = _insert(db, step, chosen)
-    elif record is None:
-        record = _form(db, step, state.trainer.batch_size, terms)
-    if record is None:
-        return None
+    return _insert(db, step, chosen)
+
+
+def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: LeaseTerms, moment: Moment) -> Lease:
     token = secrets.token_hex(16)
-    db.execute("UPDATE batches SET deliveries = deliveries + 1, token = ? WHERE id = ?", (token, record.id))
-    _finish(db, record)
-    return Batch(step, token, record.deliveries + 1, groups.fetch(db, record.group_ids))
+    events.add(db, "leased", step=record.step, holder=holder, delivery=record.deliveries + 1)
+    db.execute(
+        "UPDATE batches SET deliveries = deliveries + 1, token = ?, holder = ?, process = ?, deadline_s = ?"
+        " WHERE id = ?",
+        (token, holder, moment.process, moment.now_s + terms.lease_s, record.id),
+    )
+    return Lease(record.step, token, record.deliveries + 1, record.group_ids)
 
 
 def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment: Moment) -> None:
     """Hold on for longer. A lease that ran out may still be renewed, as long as nobody else took it."""
     record = _held_under(db, step, token)
+    reach("store:renewing")
     db.execute(
         "UPDATE batches SET process = ?, deadline_s = ? WHERE id = ?",
         (moment.process, moment.now_s + lease_s, record.id),
     )
 
 
-def ack(db: sqlite3.Connection, step: int, token: str) -> None:
+def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) -> None:
     """The step is trained. Saying so again under the same token (a lost answer) changes nothing."""
     record = _find(db, step)
-    if record is None or record.token != token:
+    trainer = runs.read(db).trainer
+    if record is None or trainer is None or record.token != token:
         raise StaleToken(f"the lease of step {step} is no longer yours")
     if record.holder is not None:
-        _finish(db, record)
+        _finish(db, record, trainer, keep_trained_bytes)
 
 
-def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliveries: int) -> bool:
+def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliveries: int, counts: bool) -> bool:
     """Give the batch back: it is delivered again, or dead-lettered after too many deliveries (then True).
 
-    A batch that was trained before is only released: its groups did their work.
+    A batch that was trained before is only released: its groups did their work. When it does not count, nothing is
+    held against the groups: the trainer was stopped before it was done.
     """
     record = _held_under(db, step, token)
-    if record.state == "open" and record.deliveries >= max_deliveries:
+    if not counts:
+        db.execute("UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE id = ?", (record.id,))
+    elif record.state == "open" and record.deliveries >= max_deliveries:
         _bury(db, record, reason or "given back without a reason")
         return True
     _release(db, "id = ?", record.id)
+    events.add(db, "returned", step=step, reason=reason)
     return False
 
 
 def release_holder(db: sqlite3.Connection, holder: str) -> None:
     """A trainer that registers anew has forgotten its leases; tokens of its earlier life become stale.
 
-    That it was stopped says nothing against the groups: the delivery does not count.
+    The delivery counts against the oldest of them, which it was at work on: it may be what ended that life. What it
+    had leased ahead was not touched yet.
     """
-    db.execute("UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = ? AND state = 'open'", (holder,))
+    db.execute(
+        "UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = ?1 AND state = 'open'"
+        " AND step > (SELECT min(step) FROM batches WHERE holder = ?1 AND state = 'open')",
+        (holder,),
+    )
     _release(db, "holder = ?", holder)
+
+
+def dissolve_other_sizes(db: sqlite3.Connection, batch_size: int) -> None:
+    """A trainer registers: batches that were made for another size and never trained go back into the queue."""
+    rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE state = 'open'").fetchall()  # noqa: S608
+    for record in (_Record(*row) for row in rows):
+        if groups.num_sequences(db, record.group_ids) != batch_size:
+            groups.move(db, record.group_ids, "queued")
+            _forget(db, record, "the trainer registered another batch size")
+
+
+def dissolve_what_nobody_has(db: sqlite3.Connection, moment: Moment) -> None:
+    """A trainer of Atropos' registers: it counts its steps anew, and would come to what was given back at step 500 only
+    at its own step 500. So those groups go back into the queue, in their old places."""
+    rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE state = 'open'").fetchall()  # noqa: S608
+    for record in (_Record(*row) for row in rows):
+        if record.holder == TAKER or not record.is_held(moment):
+            groups.move(db, record.group_ids, "queued")
+            _forget(db, record, "another trainer registered")
+
+
+def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[int]) -> None:
+    """Content that rotted on the disk is set aside; the other groups of its batch wait again, in their old places.
+
+    Where the step was trained before and is only repeated, the others did their work and stay trained.
+    """
+    record = _find(db, lease.step)
+    if record is None or record.token != lease.token:
+        raise StaleToken(f"the lease of step {lease.step} is no longer yours")
+    if record.state == "open":
+        groups.move(db, record.group_ids, "queued")
+    groups.set_aside(db, _ids(damaged), "dead", record.step, "damaged")
+    _forget(db, record, "damaged")
+
+
+def _forget(db: sqlite3.Connection, record: _Record, reason: str) -> None:
+    db.execute("DELETE FROM batches WHERE id = ?", (record.id,))
+    events.add(db, "dissolved", step=record.step, reason=reason)
 
 
 def _find(db: sqlite3.Connection, step: int) -> _Record | None:
     row = db.execute(
-        "SELECT id, step, state, group_ids, deliveries, token, holder, process, deadline_s FROM batches"
-        " WHERE step = ? AND state IN ('open', 'trained')",
+        f"SELECT {_COLUMNS} FROM batches WHERE step = ? AND state IN ('open', 'trained', 'pruned')",  # noqa: S608
         (step,),
     ).fetchone()
     return None if row is None else _Record(*row)
@@ -157,38 +230,127 @@ def _held_under(db: sqlite3.Connection, step: int, token: str) -> _Record:
     return record
 
 
-def _choose(db: sqlite3.Connection, batch_size: int, terms: LeaseTerms) -> list[int] | None:
-    return terms.choose(groups.waiting(db, batch_size), batch_size) if batch_size > 0 else None
+def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], bool]) -> list[Lane]:
+    """The queue as the choice sees it: of each environment and size, as many of the oldest as a batch can use.
+
+    That is enough for any exact choice, and it is a bounded number however long the queue is.
+    """
+    sizes: dict[int | None, dict[int, int]] = {}
+    for (env_id, size), num_groups in groups.queued_sizes(db).items():
+        sizes.setdefault(env_id, {})[size] = num_groups
+    supply = sum(size * num for by_size in sizes.values() for size, num in by_size.items())
+    waiting: dict[int | None, list[Waiting]] = {
+        env_id: [
+            group
+            for size in by_size
+            if size <= batch_size <= supply  # with too few sequences in all, which they are does not matter
+            for group in groups.oldest(db, env_id, size, batch_size // size)
+        ]
+        for env_id, by_size in sizes.items()
+    }
+    known = {env.env_id: env for env in envs.read_all(db)}
+    tags: dict[str, float] = dict(db.execute("SELECT env, tag FROM lanes").fetchall())
+    made = []
+    for env_id in {*waiting, *(env_id for env_id, env in known.items() if env.connected)}:
+        env = None if env_id is None else known.get(env_id)
+        made.append(
+            Lane(
+                env_id=env_id,
+                waiting=sorted(waiting.get(env_id, ())),
+                sizes=sizes.get(env_id, {}),
+                name=env.name if env else "posts without an environment",
+                weight=env.weight if env else 1.0,
+                tag=tags.get(_lane_name(env_id), 0.0),
+                minimum=(env.min_batch_allocation or 0.0) if env and env.connected else 0.0,
+                is_alive=env is not None and env.connected and is_alive(env.env_id),
+                group_size=env.group_size if env and env.connected else 0,
+            )
+        )
+    return sorted(made, key=lambda lane: -1 if lane.env_id is None else lane.env_id)
+
+
+def _lane_name(env_id: int | None) -> str:
+    return "none" if env_id is None else str(env_id)
+
+
+def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> list[int] | None:
+    if batch_size <= 0:
+        return None
+    if terms.drop_older_than is not None:  # the trainer of step s is at version s - 1
+        groups.drop_stale(db, step - 1 - terms.drop_older_than, step)
+    if groups.queued(db).sequences < batch_size:  # the usual case of a trainer that waits, answered at once
+        return None
+    plan = terms.plan(lanes(db, batch_size, terms.is_alive), batch_size)
+    if plan.misfits:
+        groups.set_aside(db, _ids(plan.misfits), "dropped", step, "never_fits")
+    if plan.ids is not None:
+        db.execute("DELETE FROM lanes")  # who is not named again has no debt
+        db.executemany("INSERT INTO lanes VALUES (?, ?)", [(_lane_name(env), tag) for env, tag in plan.tags.items()])
+        for name, why in plan.waived.items():
+            events.add(db, "minimum_waived", step=step, env=name, reason=why)
+    return plan.ids
 
 
 def _form(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> _Record | None:
-    chosen = _choose(db, batch_size, terms)
+    chosen = _choose(db, step, batch_size, terms)
     return None if chosen is None else _insert(db, step, chosen)
 
 
+def _ids(chosen: Sequence[int]) -> str:
+    return json.dumps(list(chosen), separators=(",", ":"))
+
+
 def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
-    group_ids = json.dumps(chosen, separators=(",", ":"))
+    reach("store:forming")
+    group_ids = _ids(chosen)
     db.execute("INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time()))
     groups.move(db, group_ids, "leased")
+    events.add(db, "formed", step=step, groups=len(chosen))
     record = _find(db, step)
     assert record is not None  # noqa: S101 - inserted two lines above
     return record
 
 
-def _finish(db: sqlite3.Connection, record: _Record) -> None:
-    # The token stays, so that a repeated acknowledgement is recognised.
+def _finish(db: sqlite3.Connection, record: _Record, trainer: RegisterTrainer, keep_trained_bytes: int) -> None:
+    # The token stays, so that a repeated acknowledgement is recognised. What was pruned meanwhile stays pruned.
     db.execute(
-        "UPDATE batches SET state = 'trained', holder = NULL, process = NULL, deadline_s = NULL WHERE id = ?",
+        "UPDATE batches SET state = iif(state = 'open', 'trained', state), holder = NULL, process = NULL,"
+        " deadline_s = NULL WHERE id = ?",
         (record.id,),
     )
     groups.move(db, record.group_ids, "trained")
-    runs.set_step(db, record.step)
+    runs.reach_step(db, record.step)
+    events.add(db, "trained", step=record.step)
+    _prune(db, record.step, trainer.save_checkpoint_interval, keep_trained_bytes)
+
+
+def _prune(db: sqlite3.Connection, step: int, save_interval: int, keep_trained_bytes: int) -> None:
+    """Forget the data of the oldest steps when it takes too much room, but none that a resume may ask for.
+
+    Without an interval the trainer saves only at the end, so everything may be asked for again; but never what
+    another batch of the same step took the place of.
+    """
+    if groups.counts(db).trained.bytes <= keep_trained_bytes:
+        return
+    replaced = db.execute("SELECT id, group_ids FROM batches WHERE state = 'superseded' ORDER BY id LIMIT 2").fetchall()
+    for batch_id, group_ids in replaced:
+        groups.prune(db, group_ids)
+        db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+    if replaced or save_interval <= 0:
+        return
+    done = db.execute(
+        "SELECT id, group_ids FROM batches WHERE state = 'trained' AND step <= ? ORDER BY step LIMIT 2",
+        (step - CHECKPOINTS_KEPT * save_interval,),
+    ).fetchall()
+    for batch_id, group_ids in done:  # two for each that is added: it shrinks until it is small enough
+        groups.prune(db, group_ids)
+        db.execute("UPDATE batches SET state = 'pruned' WHERE id = ?", (batch_id,))
 
 
 def _bury(db: sqlite3.Connection, record: _Record, reason: str) -> None:
     _release(db, "id = ?", record.id)
     db.execute("UPDATE batches SET state = 'dead' WHERE id = ?", (record.id,))
-    groups.bury(db, record.group_ids, record.step, reason)
+    groups.set_aside(db, record.group_ids, "dead", record.step, reason)
 
 
 def _release(db: sqlite3.Connection, condition: str, value: int | str) -> None:

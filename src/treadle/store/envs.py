@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from treadle.store import events
 from treadle.store.records import EnvRecord
 from treadle.wire.hub import RegisterEnv
 
@@ -35,7 +36,7 @@ def register(
     if returning is not None and (resume or idle_s(returning.env_id) > gone_after_s):
         env_id, name = returning.env_id, returning.name
     else:
-        (env_id,) = db.execute("SELECT count(*) FROM envs").fetchone()
+        env_id = count(db)
         name = _unused_name(db, desired_name, len(namesakes))
     db.execute(
         "INSERT INTO envs (env_id, name, desired_name, weight, group_size, max_token_length,"
@@ -46,6 +47,7 @@ def register(
         (env_id, name, desired_name, 1.0 if env.weight is None else env.weight, env.group_size,
          env.max_token_length, env.min_batch_allocation),
     )  # fmt: skip
+    events.add(db, "env_registered", env_id=env_id, name=name)
     registered = read(db, env_id)
     assert registered is not None  # noqa: S101 - inserted above
     return registered
@@ -53,7 +55,16 @@ def register(
 
 def disconnect(db: sqlite3.Connection, env_id: int) -> bool:
     """False when there is no such environment. What it posted stays."""
-    return db.execute("UPDATE envs SET connected = 0 WHERE env_id = ?", (env_id,)).rowcount > 0
+    found = db.execute("UPDATE envs SET connected = 0 WHERE env_id = ?", (env_id,)).rowcount > 0
+    if found:
+        events.add(db, "env_disconnected", env_id=env_id)
+    return found
+
+
+def count(db: sqlite3.Connection) -> int:
+    """Ids are the numbers below this."""
+    (num_envs,) = db.execute("SELECT count(*) FROM envs").fetchone()
+    return int(num_envs)
 
 
 def read(db: sqlite3.Connection, env_id: int) -> EnvRecord | None:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Sequence
+import zlib
+from collections import Counter
+from typing import NamedTuple
 
-from treadle.store.records import Appended, Counts, DeadGroup, EnvLoad, Post, StoredGroup, Tally, Waiting
-from treadle.store.refusals import KeyReused, QueueFull
+from treadle.store import envs, events, runs
+from treadle.store.records import (
+    Appended,
+    Counts,
+    EnvLoad,
+    Format,
+    Limits,
+    NewGroup,
+    Post,
+    SetAside,
+    StoredGroup,
+    Tally,
+    Waiting,
+)
+from treadle.store.refusals import BatchPruned, KeyReused, QueueFull, StaleToken
+
+REMEMBER_KEYS_S = 7 * 24 * 3600.0
+Size = tuple[int | None, int]  # (env id, sequences of a group)
 
 
-def append(db: sqlite3.Connection, post: Post, limit_groups: int) -> Appended:
+def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
     """Store the groups of one request. A repeated key stores nothing, even when the queue is full by now."""
     if post.key is not None:
         earlier = db.execute("SELECT body_hash, num_groups FROM posts WHERE key = ?", (post.key,)).fetchone()
@@ -18,47 +37,149 @@ def append(db: sqlite3.Connection, post: Post, limit_groups: int) -> Appended:
             if earlier[0] != post.body_hash:
                 raise KeyReused("this idempotency key was used for another body")
             return Appended(num_groups=earlier[1], duplicate=True)
-    waiting = counts(db).queued.groups
-    if waiting + len(post.groups) > limit_groups and post.groups:
-        raise QueueFull(f"{waiting} groups wait for the trainer; the limit is {limit_groups}")
-    if post.key is not None:
-        db.execute("INSERT INTO posts VALUES (?, ?, ?)", (post.key, post.body_hash, len(post.groups)))
+    if post.groups:
+        _check_room(db, post, limits)
     now = time.time()
+    if post.key is not None:
+        db.execute("DELETE FROM posts WHERE received_at < ?", (now - REMEMBER_KEYS_S,))
+        db.execute("INSERT INTO posts VALUES (?, ?, ?, ?)", (post.key, post.body_hash, len(post.groups), now))
+    if not post.groups:
+        return Appended(num_groups=0)
     for group in post.groups:
-        db.execute(
+        row = db.execute(
             "INSERT INTO groups"
-            " (env_id, size, num_tokens, policy_version, item, received_at, metrics, payload)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.env_id, group.size, group.num_tokens, group.policy_version, group.item, now, group.metrics,
-             group.payload),
+            " (env_id, size, num_tokens, num_bytes, crc, policy_version, item, received_at, metrics)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (group.env_id, group.size, group.num_tokens, len(group.payload), _crc(_Content.of(group)),
+             group.policy_version, group.item, now, group.metrics),
         )  # fmt: skip
-        db.execute("UPDATE envs SET groups_accepted = groups_accepted + 1 WHERE env_id = ?", (group.env_id,))
+        db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.lastrowid, group.format, group.payload))
+    by_env = Counter(group.env_id for group in post.groups)
+    for env_id, num_groups in by_env.items():
+        if env_id is not None:
+            db.execute("UPDATE envs SET groups_accepted = groups_accepted + ? WHERE env_id = ?", (num_groups, env_id))
+    num_sequences = sum(group.size for group in post.groups)
+    events.add(db, "accepted", groups=len(post.groups), sequences=num_sequences, envs=list(by_env))
     return Appended(num_groups=len(post.groups))
 
 
-def waiting(db: sqlite3.Connection, batch_size: int) -> list[Waiting]:
-    """The oldest groups that can be part of a batch: a bounded window, however long the queue is.
+def _check_room(db: sqlite3.Connection, post: Post, limits: Limits) -> None:
+    waiting = queued(db)
+    num_bytes = sum(len(group.payload) for group in post.groups)
+    if waiting.groups + len(post.groups) > limits.groups:
+        full = f"{waiting.groups} groups wait for the trainer; the limit is {limits.groups}"
+    elif waiting.bytes + num_bytes > limits.bytes:
+        full = f"{waiting.bytes / 1e6:.0f} MB wait for the trainer; the limit is {limits.bytes / 1e6:.0f} MB"
+    else:
+        return
+    posted: Counter[int | None] = Counter()
+    for group in post.groups:
+        posted[group.env_id] += group.size
+    if not all(_is_needed(db, env_id, num_sequences) for env_id, num_sequences in posted.items()):
+        raise QueueFull(full)
 
-    A batch needs at most `batch_size` groups (of one sequence each); the slack lets the choice pass over
-    some.
+
+def _is_needed(db: sqlite3.Connection, env_id: int | None, num_sequences: int) -> bool:
+    """Whether a batch may lack just what this environment sends: then it may post although others filled the queue.
+
+    It sends no more than a batch, and has nothing waiting, or less than the share of a batch that is set aside for it.
     """
-    slack = 256
-    window = min(batch_size, 2**31) + slack  # a trainer may register any 64-bit number
+    env = None if env_id is None else envs.read(db, env_id)
+    trainer = runs.read(db).trainer
+    if env is None or trainer is None or num_sequences > trainer.batch_size:
+        return False
+    waiting = sum(size * num for (owner, size), num in queued_sizes(db).items() if owner == env_id)
+    return waiting < max(1, int(trainer.batch_size * min(1.0, env.min_batch_allocation or 0.0)))
+
+
+def queued(db: sqlite3.Connection) -> Tally:
+    row = db.execute(
+        "SELECT ifnull(sum(groups), 0), ifnull(sum(groups * size), 0), ifnull(sum(bytes), 0)"
+        " FROM tally WHERE state = 'queued'"
+    ).fetchone()
+    return Tally(*row)
+
+
+def queued_sizes(db: sqlite3.Connection) -> dict[Size, int]:
+    """How many groups of each environment and size wait: {(0, 8): 3} is three groups of eight of environment 0."""
+    rows = db.execute("SELECT env, size, groups FROM tally WHERE state = 'queued' AND groups > 0")
+    return {(None if env == "none" else int(env), size): num for env, size, num in rows}
+
+
+def oldest(db: sqlite3.Connection, env_id: int | None, size: int, limit: int) -> list[Waiting]:
     rows = db.execute(
-        "SELECT id, size FROM groups WHERE state = 'queued' AND size <= ? ORDER BY id LIMIT ?",
-        (batch_size, window),
+        "SELECT id, size FROM groups WHERE state = 'queued' AND env_id IS ? AND size = ? ORDER BY id LIMIT ?",
+        (env_id, size, limit),
     )
     return [Waiting(*row) for row in rows]
 
 
-def fetch(db: sqlite3.Connection, group_ids: str) -> Sequence[StoredGroup]:
-    """The groups of a JSON array of ids, in its order."""
-    rows = db.execute(
-        "SELECT g.id, g.payload, g.policy_version, g.item, g.metrics"
-        " FROM json_each(?) AS j JOIN groups AS g ON g.id = j.value ORDER BY j.key",
-        (group_ids,),
-    )
-    return [StoredGroup(*row) for row in rows]
+class _Content(NamedTuple):
+    """What the trainer gets of a group, and what the choice of a batch goes by."""
+
+    payload: bytes
+    format: Format
+    env_id: int | None
+    size: int
+    policy_version: int | None
+    item: int | None
+    metrics: bytes | None
+
+    @classmethod
+    def of(cls, group: NewGroup) -> _Content:
+        return cls(*(getattr(group, name) for name in cls._fields))
+
+
+def _crc(content: _Content) -> int:
+    payload, *rest = content
+    return zlib.crc32(repr(rest).encode(), zlib.crc32(payload))
+
+
+def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
+    """The groups of a JSON array of ids, in its order; and the ids of those that are not as they were written."""
+    stored, damaged = [], []
+    db.execute("BEGIN")  # all as of one moment
+    try:
+        for group_id in json.loads(group_ids):
+            try:
+                group = _read_checked(db, group_id)
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF != sqlite3.SQLITE_CORRUPT:
+                    raise
+                group = None
+            if group is None:
+                damaged.append(group_id)
+            else:
+                stored.append(group)
+    finally:
+        db.execute("ROLLBACK")  # nothing was written; a commit would repeat what a damaged page has said
+    return stored, damaged
+
+
+def _read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
+    row = db.execute(
+        "SELECT g.received_at, g.num_bytes, g.crc,"
+        " p.body, p.format, g.env_id, g.size, g.policy_version, g.item, g.metrics"
+        " FROM groups AS g LEFT JOIN payloads AS p ON p.id = g.id WHERE g.id = ?",
+        (group_id,),
+    ).fetchone()
+    if row is None:
+        raise StaleToken("the hub was reset: this lease is no longer yours")
+    received_at, num_bytes, crc, *rest = row
+    if num_bytes == 0:
+        raise BatchPruned("the data of this step is no longer kept", fix="raise --keep-trained-bytes of the hub")
+    content = _Content(*rest)
+    if content.payload is None or _crc(content) != crc:
+        return None
+    tags = (content.policy_version, content.item, content.metrics)
+    return StoredGroup(group_id, content.format, content.payload, *tags, received_at)
+
+
+def num_sequences(db: sqlite3.Connection, group_ids: str) -> int:
+    (num,) = db.execute(
+        "SELECT ifnull(sum(size), 0) FROM groups WHERE id IN (SELECT value FROM json_each(?))", (group_ids,)
+    ).fetchone()
+    return int(num)
 
 
 def move(db: sqlite3.Connection, group_ids: str, state: str) -> None:
@@ -68,43 +189,95 @@ def move(db: sqlite3.Connection, group_ids: str, state: str) -> None:
     )
 
 
-def bury(db: sqlite3.Connection, group_ids: str, step: int, reason: str) -> None:
-    """Set groups aside for good. They stay in the file, with the reason."""
-    move(db, group_ids, "dead")
-    db.execute(
-        "UPDATE groups SET dead_step = ?, dead_reason = ? WHERE id IN (SELECT value FROM json_each(?))",
-        (step, reason, group_ids),
+def set_aside(db: sqlite3.Connection, group_ids: str, state: str, step: int, reason: str) -> None:
+    """Take groups out of the queue for good. They stay in the file, with the reason."""
+    changed = db.execute(
+        "UPDATE groups SET state = ?, aside_step = ?, aside_reason = ? WHERE id IN (SELECT value FROM json_each(?))",
+        (state, step, reason, group_ids),
     )
+    _tell_aside(db, state, changed.rowcount, step, reason)
 
 
-def latest_payload(db: sqlite3.Connection) -> bytes | None:
-    row = db.execute("SELECT payload FROM groups ORDER BY id DESC LIMIT 1").fetchone()
-    return None if row is None else bytes(row[0])
+def drop_stale(db: sqlite3.Connection, oldest_version: int, step: int) -> None:
+    changed = db.execute(
+        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = 'stale'"
+        " WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
+        (step, oldest_version),
+    )
+    _tell_aside(db, "dropped", changed.rowcount, step, "stale")
+
+
+def drop_oversize(db: sqlite3.Connection, batch_size: int, step: int) -> None:
+    """What waits may be larger than the batches of a trainer that registers later."""
+    changed = db.execute(
+        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = 'oversize'"
+        " WHERE state = 'queued' AND size > ?",
+        (step, batch_size),
+    )
+    _tell_aside(db, "dropped", changed.rowcount, step, "oversize")
+
+
+def _tell_aside(db: sqlite3.Connection, state: str, num_groups: int, step: int, reason: str) -> None:
+    if num_groups:
+        events.add(db, state, groups=num_groups, step=step, reason=reason)
+
+
+def prune(db: sqlite3.Connection, group_ids: str) -> None:
+    """Forget the content of groups that are done with; that they were here is kept."""
+    db.execute("DELETE FROM payloads WHERE id IN (SELECT value FROM json_each(?))", (group_ids,))
+    db.execute("UPDATE groups SET num_bytes = 0 WHERE id IN (SELECT value FROM json_each(?))", (group_ids,))
+
+
+def latest_payload(db: sqlite3.Connection) -> tuple[Format, bytes] | None:
+    row = db.execute("SELECT format, body FROM payloads ORDER BY id DESC LIMIT 1").fetchone()
+    row = row or db.execute("SELECT latest_format, latest FROM run WHERE latest IS NOT NULL").fetchone()
+    return None if row is None else (row[0], bytes(row[1]))
 
 
 def counts(db: sqlite3.Connection) -> Counts:
-    rows = db.execute("SELECT state, sum(groups), sum(sequences) FROM tally GROUP BY state")
-    return Counts(**{state: Tally(groups, sequences) for state, groups, sequences in rows})
+    rows = db.execute("SELECT state, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state")
+    return Counts(**{state: Tally(*sums) for state, *sums in rows})
 
 
-def waiting_sizes(db: sqlite3.Connection) -> dict[int, int]:
-    """How many groups of each size wait: {8: 3} is three groups of eight sequences."""
-    rows = db.execute("SELECT size, count(*) FROM groups WHERE state = 'queued' GROUP BY size ORDER BY size")
-    return dict(rows.fetchall())
+def tallies(db: sqlite3.Connection) -> dict[tuple[str, int | None], Tally]:
+    """How much there is by state and environment."""
+    rows = db.execute("SELECT state, env, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state, env")
+    return {(state, None if env == "none" else int(env)): Tally(*sums) for state, env, *sums in rows}
+
+
+def counts_aside(db: sqlite3.Connection) -> dict[tuple[int | None, str], int]:
+    """Dropped groups by environment and reason."""
+    rows = db.execute("SELECT env_id, aside_reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2")
+    return {(env_id, reason): num for env_id, reason, num in rows}
+
+
+def oldest_waiting_at(db: sqlite3.Connection) -> float | None:
+    """When the group arrived that has waited longest."""
+    times = [
+        db.execute(
+            "SELECT received_at FROM groups WHERE state = 'queued' AND env_id IS ? AND size = ? ORDER BY id LIMIT 1",
+            key,
+        ).fetchone()
+        for key in queued_sizes(db)
+    ]
+    return min((at for (at,) in filter(None, times)), default=None)
 
 
 def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
-    rows = db.execute("SELECT env, sequences FROM tally WHERE state = 'queued' AND groups > 0").fetchall()
-    (largest,) = db.execute("SELECT max(size) FROM groups WHERE state = 'queued'").fetchone()
-    (own,) = db.execute("SELECT max(size) FROM groups WHERE state = 'queued' AND env_id = ?", (env_id,)).fetchone()
-    sequences = {None if env == "none" else int(env): total for env, total in rows}
-    return EnvLoad(sequences=sequences, largest_group=largest or 0, largest_own_group=own or 0)
+    sequences: dict[int | None, int] = {}
+    largest = largest_own = 0
+    for (owner, size), num_groups in queued_sizes(db).items():
+        sequences[owner] = sequences.get(owner, 0) + size * num_groups
+        largest = max(largest, size)
+        largest_own = max(largest_own, size) if owner == env_id else largest_own
+    return EnvLoad(sequences=sequences, largest_group=largest, largest_own_group=largest_own)
 
 
-def dead_groups(db: sqlite3.Connection, limit: int) -> list[DeadGroup]:
+def dead_groups(db: sqlite3.Connection, limit: int) -> list[SetAside]:
+    """The newest first."""
     rows = db.execute(
-        "SELECT id, env_id, size, item, policy_version, dead_step, dead_reason FROM groups"
+        "SELECT id, env_id, size, item, policy_version, aside_step, aside_reason FROM groups"
         " WHERE state = 'dead' ORDER BY id DESC LIMIT ?",
         (limit,),
     )
-    return [DeadGroup(*row) for row in rows]
+    return [SetAside(*row) for row in rows]

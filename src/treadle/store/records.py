@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from treadle.wire.hub import RegisterTrainer
+
+Format = Literal["json", "binary"]
 
 
 class Waiting(NamedTuple):
@@ -16,24 +18,60 @@ class Waiting(NamedTuple):
     size: int
 
 
-# (waiting groups, oldest first; sequences wanted) -> ids of the chosen, or None when no choice is exact
-Choose = Callable[[Sequence[Waiting], int], list[int] | None]
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The queue of one environment. It holds, of each size, as many of the oldest groups as a batch can use."""
+
+    env_id: int | None  # None: groups that were posted without an environment
+    waiting: Sequence[Waiting]  # oldest first
+    sizes: Mapping[int, int] = field(default_factory=dict)  # how many of each size there are in all: {8: 300}
+    name: str = ""
+    weight: float = 1.0
+    tag: float = 0.0  # how far it has come in the weighted order
+    minimum: float = 0.0  # the share of a batch that is set aside for it
+    is_alive: bool = True
+    group_size: int = 0  # as registered; 0: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The groups of the next batch, or in words why there is none."""
+
+    ids: list[int] | None
+    reason: str
+    tags: Mapping[int | None, float] = field(default_factory=dict)  # of the lanes, once this batch is taken
+    waived: Mapping[str, str] = field(default_factory=dict)  # minimums that were not waited for: name -> why
+    misfits: Sequence[int] = ()  # groups that no batch of this size can ever hold
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
+    """How batches are made and held. `plan` and `is_alive` must have no side effects: a call may be repeated."""
+
     lease_s: float
     max_deliveries: int
-    choose: Choose
+    plan: Callable[[Sequence[Lane], int], Plan]
+    is_alive: Callable[[int], bool]
+    drop_older_than: int | None = None  # groups sampled more versions ago than this are dropped as stale
+    keep_trained_bytes: int = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may wait."""
+
+    groups: int
+    bytes: int = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A checked group on its way in. `payload` is JSON with just Atropos' keys, so it leaves unparsed."""
+    """A checked group on its way in. The content leaves as it came: it is never parsed again here."""
 
-    payload: bytes
+    payload: bytes  # JSON with just Atropos' keys, or our binary form
     size: int
     num_tokens: int
+    format: Format = "json"
     env_id: int | None = None
     policy_version: int | None = None
     item: int | None = None
@@ -58,10 +96,22 @@ class Appended:
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
     id: int
+    format: Format
     payload: bytes
     policy_version: int | None
     item: int | None
     metrics: bytes | None
+    received_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who may train which groups, without the groups themselves: those are read outside of the writer's turn."""
+
+    step: int
+    token: str
+    deliveries: int
+    group_ids: str  # JSON array, in the order of delivery
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +148,7 @@ class EnvRecord:
 class Tally:
     groups: int = 0
     sequences: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +158,12 @@ class Counts:
     queued: Tally = Tally()
     leased: Tally = Tally()
     trained: Tally = Tally()
+    dropped: Tally = Tally()
     dead: Tally = Tally()
 
     @property
     def accepted_groups(self) -> int:
-        return self.queued.groups + self.leased.groups + self.trained.groups + self.dead.groups
+        return sum(tally.groups for tally in (self.queued, self.leased, self.trained, self.dropped, self.dead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +176,9 @@ class EnvLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadGroup:
+class SetAside:
+    """A group that is not trained: dropped (stale, too large) or dead (its deliveries failed)."""
+
     id: int
     env_id: int | None
     size: int
@@ -132,3 +186,11 @@ class DeadGroup:
     policy_version: int | None
     step: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    id: int
+    at: float
+    kind: str
+    data: str  # JSON object

@@ -6,6 +6,7 @@ import sqlite3
 
 import msgspec
 
+from treadle.store import events
 from treadle.store.records import RunState
 from treadle.wire.hub import RegisterTrainer
 
@@ -25,6 +26,7 @@ def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
         "UPDATE run SET trainer = ?, current_step = ?, started = 0",
         (msgspec.json.encode(trainer), trainer.starting_step),
     )
+    events.add(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
 
 
 def mark_started(db: sqlite3.Connection) -> None:
@@ -36,12 +38,25 @@ def begin_life(db: sqlite3.Connection) -> None:
     db.execute("UPDATE run SET started = 0")
 
 
-def set_step(db: sqlite3.Connection, step: int) -> None:
-    db.execute("UPDATE run SET current_step = ?", (step,))
+def reach_step(db: sqlite3.Connection, step: int) -> None:
+    """Batches may be acknowledged out of order; only a trainer that registers can go back."""
+    db.execute("UPDATE run SET current_step = max(current_step, ?)", (step,))
+
+
+def latest_step(db: sqlite3.Connection) -> int:
+    """The newest step that any batch was made for: no policy can be newer than that."""
+    (current,) = db.execute("SELECT current_step FROM run").fetchone()
+    (formed,) = db.execute("SELECT max(step) FROM batches").fetchone()
+    return int(max(current, formed or 0))
 
 
 def reset(db: sqlite3.Connection) -> None:
-    """Forget everything. Group and batch ids are not used again."""
-    for table in ("groups", "batches", "posts", "envs", "tally"):
+    """Forget everything but the latest example and the events. Group and batch ids are not used again."""
+    db.execute(
+        "UPDATE run SET (latest_format, latest) = (SELECT format, body FROM payloads ORDER BY id DESC LIMIT 1)"
+        " WHERE EXISTS (SELECT 1 FROM payloads)"
+    )
+    for table in ("groups", "payloads", "batches", "posts", "envs", "lanes", "tally"):
         db.execute(f"DELETE FROM {table}")  # noqa: S608 - names from the line above
     db.execute("UPDATE run SET trainer = NULL, current_step = 0, started = 0")
+    events.add(db, "reset")

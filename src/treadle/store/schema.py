@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 from treadle.errors import ConfigError
+from treadle.log import get_logger
 
 APPLICATION_ID = 0x74726564  # "tred": tells our files from other programs' SQLite files
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_MS = 5000
+PAGE_BYTES = 8192  # a group has a hundred kilobytes and more: fewer, larger pages write faster
+CHECK_S = 0.5  # a hub must be ready soon: a very long queue is not checked to its end
+CHECK_EVERY = 10_000  # steps of SQLite's between two looks at the clock
+log = get_logger("store")
 
 # tally is kept by triggers, inside the transaction that changes a group. Counting is then a look at a few
 # rows however long the queue is, and it can never disagree with the groups themselves.
+#
+# A group's content is in a table of its own: to change the state of a group must not rewrite its content.
 _TABLES = """
 CREATE TABLE run (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     trainer BLOB,                                -- JSON of the registration; NULL before it
     current_step INTEGER NOT NULL DEFAULT 0,
-    started INTEGER NOT NULL DEFAULT 0
+    started INTEGER NOT NULL DEFAULT 0,
+    latest_format TEXT,                          -- the last group before a reset, which outlives it
+    latest BLOB
 ) STRICT;
 INSERT INTO run (id) VALUES (1);
 
@@ -38,32 +48,41 @@ CREATE TABLE envs (
 CREATE TABLE posts (
     key TEXT PRIMARY KEY,
     body_hash BLOB NOT NULL,
-    num_groups INTEGER NOT NULL
+    num_groups INTEGER NOT NULL,
+    received_at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX posts_age ON posts (received_at);
 
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY AUTOINCREMENT,        -- the order of arrival
-    state TEXT NOT NULL DEFAULT 'queued' CHECK (state IN ('queued', 'leased', 'trained', 'dead')),
-    env_id INTEGER,                              -- as posted; it need not be registered
+    state TEXT NOT NULL DEFAULT 'queued' CHECK (state IN ('queued', 'leased', 'trained', 'dropped', 'dead')),
+    env_id INTEGER,                              -- NULL: posted without one
     size INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,                  -- of its content; 0 once that was pruned
+    crc INTEGER NOT NULL,                        -- of all that the trainer gets: disks rot without a word
     policy_version INTEGER,
     item INTEGER,
     received_at REAL NOT NULL,
-    dead_step INTEGER,
-    dead_reason TEXT,
-    metrics BLOB,
-    payload BLOB NOT NULL                        -- last, so that the small columns are read without it
+    aside_step INTEGER,                          -- dropped or dead: at which step, and why
+    aside_reason TEXT,
+    metrics BLOB
 ) STRICT;
-CREATE INDEX groups_queued ON groups (id, size) WHERE state = 'queued';
-CREATE INDEX groups_queued_size ON groups (size) WHERE state = 'queued';
-CREATE INDEX groups_queued_env ON groups (env_id, size) WHERE state = 'queued';
+CREATE INDEX groups_queued_size ON groups (env_id, size, id) WHERE state = 'queued';
+CREATE INDEX groups_queued_version ON groups (policy_version) WHERE state = 'queued' AND policy_version IS NOT NULL;
 CREATE INDEX groups_dead ON groups (id) WHERE state = 'dead';
+CREATE INDEX groups_dropped ON groups (env_id, aside_reason) WHERE state = 'dropped';
+
+CREATE TABLE payloads (
+    id INTEGER PRIMARY KEY,                      -- of the group
+    format TEXT NOT NULL CHECK (format IN ('json', 'binary')),
+    body BLOB NOT NULL
+) STRICT;
 
 CREATE TABLE batches (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     step INTEGER NOT NULL,
-    state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'trained', 'dead', 'superseded')),
+    state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'trained', 'dead', 'superseded', 'pruned')),
     group_ids TEXT NOT NULL,                     -- JSON array, in the order of delivery
     deliveries INTEGER NOT NULL DEFAULT 0,
     token TEXT,                                  -- fencing token of the latest lease
@@ -72,25 +91,41 @@ CREATE TABLE batches (
     deadline_s REAL,
     formed_at REAL NOT NULL
 ) STRICT;
-CREATE UNIQUE INDEX batches_of_step ON batches (step) WHERE state IN ('open', 'trained');
+CREATE UNIQUE INDEX batches_of_step ON batches (step) WHERE state IN ('open', 'trained', 'pruned');
+CREATE INDEX batches_open ON batches (step) WHERE state = 'open';
+CREATE INDEX batches_trained ON batches (step) WHERE state = 'trained';
+CREATE INDEX batches_superseded ON batches (id) WHERE state = 'superseded';
 CREATE INDEX batches_held ON batches (holder) WHERE holder IS NOT NULL;
+
+CREATE TABLE lanes (                             -- how far each environment has come in the weighted order
+    env TEXT PRIMARY KEY,
+    tag REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    kind TEXT NOT NULL,
+    data TEXT NOT NULL                           -- JSON object
+) STRICT;
 
 CREATE TABLE tally (
     state TEXT NOT NULL,
     env TEXT NOT NULL,                           -- the env id in digits, 'none' when there is none
+    size INTEGER NOT NULL,
     groups INTEGER NOT NULL,
-    sequences INTEGER NOT NULL,
-    PRIMARY KEY (state, env)
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (state, env, size)
 ) STRICT, WITHOUT ROWID;
 CREATE TRIGGER tally_insert AFTER INSERT ON groups BEGIN
-    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), 1, NEW.size)
-    ON CONFLICT DO UPDATE SET groups = groups + 1, sequences = sequences + excluded.sequences;
+    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), NEW.size, 1, NEW.num_bytes)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, bytes = bytes + excluded.bytes;
 END;
-CREATE TRIGGER tally_move AFTER UPDATE OF state ON groups BEGIN
-    UPDATE tally SET groups = groups - 1, sequences = sequences - OLD.size
-    WHERE state = OLD.state AND env = ifnull(CAST(OLD.env_id AS TEXT), 'none');
-    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), 1, NEW.size)
-    ON CONFLICT DO UPDATE SET groups = groups + 1, sequences = sequences + excluded.sequences;
+CREATE TRIGGER tally_move AFTER UPDATE OF state, num_bytes ON groups BEGIN
+    UPDATE tally SET groups = groups - 1, bytes = bytes - OLD.num_bytes
+    WHERE state = OLD.state AND env = ifnull(CAST(OLD.env_id AS TEXT), 'none') AND size = OLD.size;
+    INSERT INTO tally VALUES (NEW.state, ifnull(CAST(NEW.env_id AS TEXT), 'none'), NEW.size, 1, NEW.num_bytes)
+    ON CONFLICT DO UPDATE SET groups = groups + 1, bytes = bytes + excluded.bytes;
 END;
 """
 
@@ -106,13 +141,15 @@ def connect(path: Path) -> sqlite3.Connection:
     """A connection in autocommit mode: transactions are begun by hand. A commit returns after fsync."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # counts only for a file that is still empty
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
     return db
 
 
 def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in a new file; refuse a file that is not ours or that a newer version wrote."""
+    """Create the tables in a new file; refuse a file that is not ours or that another version wrote."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (num_tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if version == 0 and num_tables == 0:
@@ -124,8 +161,39 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
         raise ConfigError(f"{path} is a database of another program", fix="choose another file with --database")
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
+        age = "newer" if version > SCHEMA_VERSION else "older"
         raise ConfigError(
-            f"{path} has schema version {version}; this program knows versions up to {SCHEMA_VERSION}",
-            fix="use the newer release that wrote it, or choose another file with --database",
+            f"{path} has schema version {version}; this release reads version {SCHEMA_VERSION}",
+            fix=f"finish the run with the {age} release that wrote it, or choose another file with --database",
         )
+
+
+def find_damage(db: sqlite3.Connection) -> str | None:
+    """What is wrong with the file, in words. The groups' content has checksums, which are looked at when it is read."""
+    until_s = time.monotonic() + CHECK_S
+    db.set_progress_handler(lambda: time.monotonic() > until_s, CHECK_EVERY)
+    try:
+        for table in ("run", "envs", "batches", "posts", "lanes", "tally", "events", "groups"):
+            for (told,) in db.execute(f"PRAGMA integrity_check('{table}')"):
+                if told != "ok":
+                    return f"table {table}: {told.strip().splitlines()[-1]}"
+        (num_wrong,) = db.execute(_MISCOUNTED).fetchone()
+        return "the groups are not those that were counted" if num_wrong else None
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        log.info("checked_in_part", seconds=CHECK_S)
+        return None
+    finally:
+        db.set_progress_handler(None, 0)
+
+
+_MISCOUNTED = """
+SELECT count(*) FROM (
+    SELECT * FROM (
+        SELECT state, ifnull(CAST(env_id AS TEXT), 'none'), size, count(*), sum(num_bytes) FROM groups GROUP BY 1, 2, 3
+        UNION ALL SELECT state, env, size, groups, bytes FROM tally WHERE groups > 0
+    ) GROUP BY 1, 2, 3, 4, 5 HAVING count(*) != 2
+)
+"""

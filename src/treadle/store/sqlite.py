@@ -16,24 +16,32 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from treadle.errors import ConfigError, DiskFull, UserError
-from treadle.store import batches, envs, groups, runs, schema
+from treadle.log import get_logger
+from treadle.store import batches, envs, events, figures, groups, progress_note, runs, schema
+from treadle.store.figures import Figures
 from treadle.store.records import (
     Appended,
     Batch,
     Counts,
-    DeadGroup,
     EnvLoad,
     EnvRecord,
+    Event,
+    Format,
+    Lease,
     LeaseTerms,
+    Limits,
+    Plan,
     Post,
     RunState,
-    Waiting,
+    SetAside,
 )
-from treadle.store.writer import GroupCommitWriter
+from treadle.store.refusals import DamagedGroups
+from treadle.store.writer import CommitWatcher, GroupCommitWriter
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
 
 T = TypeVar("T")
 Clock = Callable[[], float]
+log = get_logger("store")
 
 
 class Store:
@@ -44,9 +52,10 @@ class Store:
 
         with Store.open(Path("hub.sqlite")) as store:
             store.register_trainer(registration).result()
-            store.append(Post([group]), limit_groups=1000).result()
-            batch = store.lease(step=1, holder="trainer", terms=terms).result()
-            store.ack(step=1, token=batch.token).result()
+            store.append(Post([group]), Limits(groups=1000)).result()
+            lease = store.lease(step=1, holder="trainer", terms=terms).result()
+            batch = store.batch_of(lease)
+            store.ack(step=1, token=lease.token).result()
     """
 
     def __init__(self, path: Path, writing: sqlite3.Connection, clock: Clock, lock_fd: int) -> None:
@@ -57,7 +66,10 @@ class Store:
         self._writing = writing
         self._reading = schema.connect(path)
         self._reading_lock = threading.Lock()
+        self._fetching = schema.connect(path)
+        self._fetching_lock = threading.Lock()
         self._writer = GroupCommitWriter(writing)
+        self._writer.watchers.append(self._note_progress)
 
     @classmethod
     def open(cls, path: Path, *, clock: Clock = time.monotonic, max_bytes: int | None = None) -> Self:
@@ -66,7 +78,9 @@ class Store:
         try:
             writing = schema.connect(path)
             schema.prepare(writing, path)
+            _refuse_damaged(path, writing, lock_fd)
             runs.begin_life(writing)
+            writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what a hub left that was killed, again and again
         except sqlite3.DatabaseError as error:
             os.close(lock_fd)
             raise _unreadable(path, error) from error
@@ -81,8 +95,9 @@ class Store:
     def close(self) -> None:
         """Finish the writes under way and fold the log into the file."""
         self._writer.close()
-        with self._reading_lock:
+        with self._reading_lock, self._fetching_lock:
             self._reading.close()
+            self._fetching.close()
         with contextlib.suppress(sqlite3.Error):  # all is safe in the log already: this is a courtesy
             self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._writing.close()
@@ -99,36 +114,49 @@ class Store:
         return self._writer.num_commits
 
     @property
+    def commit_watchers(self) -> list[CommitWatcher]:
+        """Called after each commit, on the writer's thread: (number of changes in it, seconds). Must not raise."""
+        return self._writer.watchers
+
+    @property
     def is_broken(self) -> bool:
         """The disk failed to keep a promise; only a restart, which reads what is really there, helps."""
         return self._writer.is_broken
 
     # ---- changes
 
-    def append(self, post: Post, *, limit_groups: int) -> Future[Appended]:
-        return self._writer.submit(lambda db: groups.append(db, post, limit_groups))
+    def append(self, post: Post, limits: Limits) -> Future[Appended]:
+        num_bytes = sum(len(group.payload) for group in post.groups)
+        return self._writer.submit(lambda db: groups.append(db, post, limits), num_bytes=num_bytes)
 
-    def lease(self, step: int, holder: str, terms: LeaseTerms) -> Future[Batch | None]:
+    def lease(self, step: int, holder: str, terms: LeaseTerms) -> Future[Lease | None]:
+        """`batch_of` reads what was leased."""
         return self._writer.submit(lambda db: batches.lease(db, step, holder, terms, self._moment()))
 
-    def take(self, terms: LeaseTerms) -> Future[Batch | None]:
+    def take(self, terms: LeaseTerms) -> Future[Lease | None]:
+        """The next batch in line; to be acknowledged or given back like any other."""
         return self._writer.submit(lambda db: batches.take(db, terms, self._moment()))
 
     def renew(self, step: int, token: str, lease_s: float) -> Future[None]:
         return self._writer.submit(lambda db: batches.renew(db, step, token, lease_s, self._moment()))
 
-    def ack(self, step: int, token: str) -> Future[None]:
-        return self._writer.submit(lambda db: batches.ack(db, step, token))
+    def ack(self, step: int, token: str, *, keep_trained_bytes: int = 2**62) -> Future[None]:
+        return self._writer.submit(lambda db: batches.ack(db, step, token, keep_trained_bytes))
 
-    def nack(self, step: int, token: str, *, reason: str, max_deliveries: int) -> Future[bool]:
+    def nack(self, step: int, token: str, *, reason: str, max_deliveries: int, counts: bool = True) -> Future[bool]:
         """True when the batch was dead-lettered."""
-        return self._writer.submit(lambda db: batches.nack(db, step, token, reason, max_deliveries))
+        return self._writer.submit(lambda db: batches.nack(db, step, token, reason, max_deliveries, counts))
 
     def register_trainer(self, trainer: RegisterTrainer, holder: str | None = None) -> Future[None]:
         def register(db: sqlite3.Connection) -> None:
             runs.register_trainer(db, trainer)
+            if trainer.batch_size > 0:  # else nothing can be trained, and nothing is known of what will fit
+                batches.dissolve_other_sizes(db, trainer.batch_size)
+                groups.drop_oversize(db, trainer.batch_size, trainer.starting_step)
             if holder is not None:
                 batches.release_holder(db, holder)
+            else:
+                batches.dissolve_what_nobody_has(db, self._moment())
 
         return self._writer.submit(register)
 
@@ -153,11 +181,29 @@ class Store:
     def counts(self) -> Counts:
         return self._look(groups.counts)
 
-    def waiting_sizes(self) -> dict[int, int]:
-        return self._look(groups.waiting_sizes)
+    def batch_of(self, lease: Lease) -> Batch:
+        """The groups of a lease. Reads megabytes: on a connection of its own, beside everything else.
 
-    def waiting(self, batch_size: int) -> list[Waiting]:
-        return self._look(lambda db: groups.waiting(db, batch_size))
+        Groups that are not as they were written are set aside, and the others wait for another batch.
+        """
+        with self._fetching_lock:
+            stored, damaged = groups.fetch(self._fetching, lease.group_ids)
+        if damaged:
+            log.error("groups_damaged", step=lease.step, groups=damaged)
+            self._writer.submit(lambda db: batches.set_damaged_aside(db, lease, damaged)).result()
+            raise DamagedGroups(f"groups {damaged} are not as they were written and were set aside: ask again")
+        return Batch(lease.step, lease.token, lease.deliveries, stored)
+
+    def queued_sizes(self) -> dict[groups.Size, int]:
+        return self._look(groups.queued_sizes)
+
+    def plan(self, batch_size: int, terms: LeaseTerms) -> Plan:
+        """What the next batch would be, or why there is none. Changes nothing."""
+        return self._look(lambda db: terms.plan(batches.lanes(db, batch_size, terms.is_alive), batch_size))
+
+    def door_facts(self) -> tuple[RunState, int, int]:
+        """What posts are checked against: the run, how many environments there are, the newest step."""
+        return self._look(lambda db: (runs.read(db), envs.count(db), runs.latest_step(db)))
 
     def env(self, env_id: int) -> EnvRecord | None:
         return self._look(lambda db: envs.read(db, env_id))
@@ -168,18 +214,51 @@ class Store:
     def env_load(self, env_id: int) -> EnvLoad:
         return self._look(lambda db: groups.env_load(db, env_id))
 
-    def latest_payload(self) -> bytes | None:
+    def latest_payload(self) -> tuple[Format, bytes] | None:
         return self._look(groups.latest_payload)
 
-    def dead_groups(self, limit: int = 1000) -> list[DeadGroup]:
+    def dead_groups(self, limit: int = 1000) -> list[SetAside]:
         return self._look(lambda db: groups.dead_groups(db, limit))
+
+    def figures(self, after_event: int) -> Figures:
+        """What the metrics tell. May take milliseconds: beside everything else, as the reading of batches."""
+        with self._fetching_lock:
+            return figures.read(self._fetching, after_event)
+
+    def events_after(self, last_id: int, limit: int = 500) -> list[Event]:
+        return self._look(lambda db: events.after(db, last_id, limit))
+
+    def event_ends(self) -> tuple[int, int]:
+        return self._look(events.ends)
 
     def _look(self, read: Callable[[sqlite3.Connection], T]) -> T:
         with self._reading_lock:
             return read(self._reading)
 
+    def _note_progress(self, *_commit: object) -> None:
+        _, newest = events.ends(self._writing)
+        progress_note.write(self._lock_fd, newest)
+
     def _moment(self) -> batches.Moment:
         return batches.Moment(self._process, self._clock())
+
+
+def set_aside(path: Path) -> None:
+    """Rename the files of an earlier queue, if there is one: `hub.sqlite` becomes `hub.sqlite.20260102-030405`."""
+    if not path.exists():
+        return
+    lock_fd = _create_and_lock(path)
+    try:
+        with contextlib.suppress(sqlite3.Error):  # a damaged one is renamed as it is
+            db = schema.connect(path)
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # then the one file is the whole queue
+            db.close()
+        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        for part in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(f"{path}{part}", f"{path}.{written}{part}")
+    finally:
+        os.close(lock_fd)
 
 
 def _create_and_lock(path: Path) -> int:
@@ -188,6 +267,7 @@ def _create_and_lock(path: Path) -> int:
     The lock is on a file beside the database: closing a second handle of the database itself would drop the
     locks that SQLite holds on it.
     """
+    is_new = not path.exists()
     try:
         schema.create_file(path)
         lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -202,7 +282,22 @@ def _create_and_lock(path: Path) -> int:
         os.close(lock_fd)
         fix = "stop it, or choose another file with --database"
         raise ConfigError(f"the queue {path} is in use by another hub", fix=fix) from None
+    if is_new:  # the note tells of a file that somebody deleted
+        progress_note.clear(lock_fd)
     return lock_fd
+
+
+def _refuse_damaged(path: Path, db: sqlite3.Connection, lock_fd: int) -> None:
+    damage = schema.find_damage(db)
+    if damage is not None:
+        fix = "restore it, or choose another file with --database"
+        raise ConfigError(f"the queue {path} is damaged: {damage}", fix=fix)
+    (_, newest), noted = events.ends(db), progress_note.read(lock_fd)
+    if newest < noted:
+        raise ConfigError(
+            f"the queue {path} has lost its last {noted - newest} changes: the file or its log {path}-wal is damaged",
+            fix=f"restore both, or delete {path}.lock to go on without these changes",
+        )
 
 
 def _unreadable(path: Path, error: sqlite3.DatabaseError) -> UserError:

@@ -1,27 +1,32 @@
 """One thread that writes, and commits what waits together.
 
 An fsync costs milliseconds whatever it carries. So the requests that arrive while one commit is on its way
-share the next: each runs in a savepoint of its own (a refused one undoes only itself), then one commit makes
-all of them durable, and only then are their futures resolved. An answer can never be sent for something that
-is not on disk.
+share the next: they run one after the other, then one commit makes all of them durable, and only then are
+their futures resolved. An answer can never be sent for something that is not on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from treadle.errors import DiskFull, TreadleError
+from treadle.faults import reach
 from treadle.log import get_logger
 from treadle.store.refusals import StorageFailed
 
 T = TypeVar("T")
+CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
 MAX_JOBS_PER_COMMIT = 64
+FOLD_LOG_BYTES = 2 * 2**20  # a longer log is folded into the file after a commit; less at once stalls nobody for long
+BYTES_PER_COMMIT = 128 * 1024  # pages of tables and indexes that any commit writes, about
 # After a failed fsync the kernel may have dropped the pages and report success the next time. Nothing that is
 # written from then on can be trusted to be on disk.
 NO_LONGER_DURABLE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
@@ -32,6 +37,7 @@ log = get_logger("store")
 class _Job:
     run: Callable[[sqlite3.Connection], Any]
     future: Future[Any]
+    num_bytes: int  # roughly what it writes
 
 
 class GroupCommitWriter:
@@ -43,22 +49,24 @@ class GroupCommitWriter:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
+        self._log_bytes = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
         self.num_commits = 0
+        self.watchers: list[CommitWatcher] = []
         self.is_broken = False
         self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def submit(self, run: Callable[[sqlite3.Connection], T], *, num_bytes: int = 0) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:  # nothing may be queued behind the end marker: nobody would answer it
             if self._closed or self.is_broken:
                 why = "can no longer be trusted with data: restart the hub" if self.is_broken else "is closed"
                 future.set_exception(StorageFailed(f"the store {why}"))
             else:
-                self._jobs.put(_Job(run, future))
+                self._jobs.put(_Job(run, future, num_bytes))
         return future
 
     def close(self) -> None:
@@ -97,40 +105,58 @@ class GroupCommitWriter:
             for job in jobs:  # one request that does not fit on the disk must not fail its neighbours
                 self._commit_or_split([job])
             return
+        reach("store:after_commit")
         for job, (result, refusal) in zip(jobs, outcomes, strict=True):
             if refusal is not None:
                 job.future.set_exception(refusal)
             else:
                 job.future.set_result(result)
+        self._log_bytes += BYTES_PER_COMMIT + sum(job.num_bytes for job in jobs)
+        if self._log_bytes > FOLD_LOG_BYTES:
+            self._fold_log()
+
+    def _fold_log(self) -> None:
+        """Keep the log short. All callers have their answer by now; what fails here is tried again later."""
+        reach("store:checkpoint")
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(RESTART)")
+        self._log_bytes = 0
 
     def _commit(self, jobs: Sequence[_Job]) -> list[tuple[Any, Exception | None]]:
         outcomes: list[tuple[Any, Exception | None]] = []
+        began = time.perf_counter()
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for job in jobs:
-                outcomes.append(self._run_in_savepoint(job))
+                outcomes.append(self._run(job))
+            reach("store:before_commit")
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
                 self._db.execute("ROLLBACK")
             raise
         self.num_commits += 1
+        for watcher in self.watchers:
+            try:
+                watcher(len(jobs), time.perf_counter() - began)
+            except Exception:  # what is committed must not be taken for failed: it would be done again
+                log.error("watcher_failed", exc_info=True)
         return outcomes
 
-    def _run_in_savepoint(self, job: _Job) -> tuple[Any, Exception | None]:
-        self._db.execute("SAVEPOINT job")
+    def _run(self, job: _Job) -> tuple[Any, Exception | None]:
+        """A refusal is usually found out before anything is written. Where it is not, the whole transaction is undone
+        and each job of it tried alone: cheaper than a savepoint for every job."""
+        changes = self._db.total_changes
         try:
-            result = job.run(self._db)
+            return job.run(self._db), None
         except sqlite3.Error:
             raise
         except Exception as refusal:
             if not isinstance(refusal, TreadleError):
                 log.error("job_failed", exc_info=True)
-            self._db.execute("ROLLBACK TO job")
-            self._db.execute("RELEASE job")
+            if self._db.total_changes != changes:
+                raise
             return None, refusal
-        self._db.execute("RELEASE job")
-        return result, None
 
 
 def _in_our_words(error: Exception) -> TreadleError:

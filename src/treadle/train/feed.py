@@ -1,9 +1,11 @@
-"""Where batches come from: the hub, under a lease."""
+"""Where batches come from: the hub, under leases that are renewed for as long as the trainer works."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import httpx
@@ -11,15 +13,18 @@ import msgspec
 
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
+from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
-from treadle.wire.hub import LeaseAnswer, LeaseRequest, LeaseUpdate, RegisterTrainer
+from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
 from treadle.wire.serving import is_loopback
 
 log = get_logger("feed")
 
 HOLDER = "trainer"
 POLL_S = 2.0  # how long one call waits at the hub: short enough to notice a request to stop
+RENEWALS_PER_LEASE = 4  # some may get lost
 DISK_FULL = 507  # the hub's answer when nothing more can be stored: repeating does not help
+CONFLICT = 409
 PATIENCE_S = 120.0  # a hub that is away for longer is gone
 
 
@@ -35,11 +40,11 @@ class HubFeed:
     """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
 
     def __init__(self, url: str, check_stop: Callable[[], None]) -> None:
-        headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
-        self._hub = httpx.Client(base_url=url, timeout=60.0, headers=headers, trust_env=not is_loopback(url))
+        self._hub = _client(url)
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
         self._newest = 0  # the last step whose batch was leased
+        self._leases = _Leases(_client(url))
 
     def register(self, registration: RegisterTrainer) -> None:
         self._post("/register", registration)
@@ -59,24 +64,37 @@ class HubFeed:
         request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
         while True:
             self._check_stop()
-            answer = msgspec.json.decode(self._post("/v1/lease", request), type=LeaseAnswer)
+            answer = binary.unpack_answer(self._post("/v1/lease", request, {"Accept": binary.CONTENT_TYPE}))
             if answer.batch is not None:
                 self._newest = step
+                self._leases.hold(answer.batch)
                 return answer.batch
             if answer.reason != reason:
                 reason = answer.reason
                 log.info("waiting_for_batch", step=step, reason=reason)
 
     def ack(self, batch: LeasedBatch) -> None:
+        self._leases.drop(batch.step)
         self._post(f"/v1/batches/{batch.step}/ack", LeaseUpdate(token=batch.token))
 
-    def _post(self, path: str, body: msgspec.Struct) -> bytes:
+    def give_back(self, reason: str, *, counts: bool) -> None:
+        """Return what is held, so that nobody waits for a lease to run out; `counts`: as a delivery that failed.
+
+        A courtesy: a hub that does not answer now takes the leases back by itself.
+        """
+        for number, batch in enumerate(self._leases.drop_all()):
+            # What was leased ahead was not touched: only the oldest can be the one that failed.
+            update = LeaseUpdate(token=batch.token, reason=reason, counts=counts and number == 0)
+            with contextlib.suppress(httpx.HTTPError):
+                self._hub.post(f"/v1/batches/{batch.step}/nack", content=msgspec.json.encode(update), timeout=5.0)
+
+    def _post(self, path: str, body: msgspec.Struct, headers: Mapping[str, str] | None = None) -> bytes:
         """Every call here may be repeated without harm, so a hub that restarts is waited for."""
         deadline = time.monotonic() + PATIENCE_S
         content = msgspec.json.encode(body)
         while True:
             try:
-                answer = self._hub.post(path, content=content)
+                answer = self._hub.post(path, content=content, headers=headers)
                 if answer.status_code < 500:
                     break
                 if answer.status_code == DISK_FULL:
@@ -88,6 +106,77 @@ class HubFeed:
                 raise HubError(f"the hub at {self._hub.base_url} does not serve {path}: {problem}", fix="see its log")
             self._check_stop()
             time.sleep(0.5)
+        if answer.status_code == CONFLICT:
+            raise HubError(f"the hub gave this trainer's batch away: {answer.text[:500]}", fix=_ONE_TRAINER)
         if answer.status_code != 200:
             raise HubError(f"the hub refused {path}: {answer.status_code} {answer.text[:500]}")
         return answer.content
+
+
+class _Leases:
+    """Renews what is held from a thread of its own: a step may take longer than a lease.
+
+    A renewal that fails is not an error here. The acknowledgement tells whether the batch is still ours.
+    """
+
+    def __init__(self, hub: httpx.Client) -> None:
+        self._hub = hub
+        self._held: dict[int, LeasedBatch] = {}
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def hold(self, batch: LeasedBatch) -> None:
+        with self._lock:
+            self._held[batch.step] = batch
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._renew_for_ever, name="lease-renewal", daemon=True)
+            self._thread.start()
+
+    def drop(self, step: int) -> None:
+        with self._lock:
+            self._held.pop(step, None)
+
+    def drop_all(self) -> list[LeasedBatch]:
+        """What was held, the oldest first."""
+        with self._lock:
+            held = [self._held[step] for step in sorted(self._held)]
+            self._held.clear()
+        return held
+
+    def _renew_for_ever(self) -> None:
+        while True:
+            with self._lock:
+                held = list(self._held.values())
+            if not held:
+                self._changed.wait()
+                self._changed.clear()
+                continue
+            time.sleep(min(batch.lease_s for batch in held) / RENEWALS_PER_LEASE)
+            for batch in held:
+                with self._lock:
+                    is_held = self._held.get(batch.step) is batch
+                if is_held:
+                    self._renew(batch)
+
+    def _renew(self, batch: LeasedBatch) -> None:
+        try:
+            content = msgspec.json.encode(LeaseUpdate(token=batch.token))
+            answer = self._hub.post(f"/v1/batches/{batch.step}/renew", content=content)
+        except httpx.HTTPError as error:
+            log.warning("renewal_failed", step=batch.step, problem=repr(error))
+        else:
+            if answer.status_code != 200:
+                log.warning("renewal_refused", step=batch.step, status=answer.status_code, hub_says=answer.text[:200])
+
+
+_ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
+
+
+def _client(url: str) -> httpx.Client:
+    headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
+    local = is_loopback(url)
+    if local:
+        headers["Accept-Encoding"] = "identity"  # to compress costs more than to copy
+    return httpx.Client(base_url=url, timeout=60.0, headers=headers, trust_env=not local)

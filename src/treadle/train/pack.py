@@ -112,17 +112,18 @@ def pack(
 def token_advantages(group: ScoredGroup, *, normalize_std: bool) -> list[np.ndarray]:
     """One advantage per token: the environment's own where it sent them, else the rollout's; zero where masked."""
     per_rollout = group_advantages(group.scores, normalize_std=normalize_std)
+    own = group.advantages or []  # clients send them in any length; what does not fit is not meant per token
+    overrides = group.overrides or []
     result = []
     for i, mask in enumerate(group.masks):
-        own = group.advantages[i] if group.advantages else None
-        if own is not None and len(own) == len(mask):
-            values = np.array(own, dtype=np.float64)
+        if i < len(own) and len(own[i]) == len(mask):
+            values = np.array(own[i], dtype=np.float64)
         else:
             values = np.full(len(mask), per_rollout[i])
-        if group.overrides and group.overrides[i].get("set_advantage_to_zero"):
+        if i < len(overrides) and overrides[i].get("set_advantage_to_zero"):
             values[:] = 0.0
         values[np.array(mask) == IGNORED] = 0.0
-        result.append(values)
+        result.append(values * group.weight)
     return result
 
 

@@ -50,6 +50,10 @@ class Policy:
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
     def score(self, micro: Micro) -> tuple[Tensor, Tensor]:
         """(logprobs_L, entropy_L) of the tokens that carry loss, in fp32."""
         self._context.blocks = lay_out(micro.segments, self.device)

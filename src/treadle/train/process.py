@@ -21,6 +21,7 @@ from treadle.train.policy import Policy, load_policy, share_policy
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.wire.hub import RegisterTrainer
 
+MAX_REASON_CHARS = 1000
 log = get_logger("trainer")
 
 
@@ -37,12 +38,16 @@ def run_trainer(config: TrainConfig) -> None:
     tracker = JsonlTracker(config.metrics_file or config.save_path / "metrics.jsonl")
     tracker.truncate_after(step)
     feed = HubFeed(config.atropos_url, stop.check)
-    feed.register(_registration(config, step))
+    feed.register(_registration(config, step, policy.vocab_size))
     log.info("ready", step=step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
         train(config, policy, optimizer, feed, sync, checkpoints, tracker, first_step=step, check_stop=stop.check)
     except StopRequested:
+        feed.give_back("the trainer was stopped", counts=False)
         log.info("stopped", reason="asked to")
+    except Exception as error:
+        feed.give_back(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS], counts=True)
+        raise
 
 
 def _connect(config: TrainConfig) -> tuple[Sync, Policy, Path]:
@@ -71,7 +76,7 @@ def _check_same_model(config: TrainConfig, layout: Layout) -> None:
         )
 
 
-def _registration(config: TrainConfig, step: int) -> RegisterTrainer:
+def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTrainer:
     return RegisterTrainer(
         wandb_group="",
         wandb_project="",
@@ -81,4 +86,5 @@ def _registration(config: TrainConfig, step: int) -> RegisterTrainer:
         save_checkpoint_interval=config.checkpoint_interval or config.steps,
         starting_step=step,
         num_steps=config.steps,
+        vocab_size=vocab_size,
     )

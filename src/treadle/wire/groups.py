@@ -29,7 +29,7 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     """G rollouts of one prompt with their scores.
 
     `masks[i]` is -100 where a token is not trained and the token id where it is; `inference_logprobs[i]` is 1.0 where
-    a token was not sampled. The last three fields are ours: absent when an Atropos client posts.
+    a token was not sampled. The last four fields are ours: absent when an Atropos client posts.
     """
 
     tokens: list[list[int]]
@@ -49,6 +49,7 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     policy_version: int | None = None  # the oldest version that any of its tokens was sampled under
     item: int | None = None  # the environment's ordinal of the prompt
     metrics: dict[str, float] | None = None  # for example {"accuracy": 0.25}
+    weight: float = 1.0  # the hub's: what a stale group still counts; its advantages are multiplied by it
 
     @property
     def size(self) -> int:

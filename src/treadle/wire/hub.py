@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal
+
 import msgspec
 
-from treadle.wire.groups import LeasedBatch
+from treadle.wire.groups import LeasedBatch, ScoredGroup
 
 
 class RegisterTrainer(msgspec.Struct, kw_only=True):
@@ -16,6 +18,7 @@ class RegisterTrainer(msgspec.Struct, kw_only=True):
     save_checkpoint_interval: int
     starting_step: int
     num_steps: int
+    vocab_size: int | None = None  # ours: token ids in posted groups must be below it
 
 
 class RegisterEnv(msgspec.Struct, kw_only=True):
@@ -56,8 +59,8 @@ class Progress(msgspec.Struct, kw_only=True):
 class LeaseRequest(msgspec.Struct, kw_only=True):
     """Ask for the batch of one optimizer step: the recorded one when the step was begun before, else a new one."""
 
-    step: int
-    holder: str
+    step: Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0})]
+    holder: Annotated[str, msgspec.Meta(extra_json_schema={"minLength": 1})]
     wait_s: float = 0.0  # answer at once, or hold the call until a batch can be formed
 
 
@@ -71,6 +74,7 @@ class LeaseUpdate(msgspec.Struct, kw_only=True):
 
     token: str
     reason: str = ""
+    counts: bool = True  # nack: whether this was a delivery that failed; not when the trainer was merely stopped
 
 
 class EnvStatus(msgspec.Struct, kw_only=True):
@@ -84,15 +88,166 @@ class EnvStatus(msgspec.Struct, kw_only=True):
 
 
 class HubStatus(msgspec.Struct, kw_only=True):
-    """GET /v1/status. `accepted_groups` is the sum of the four counts of groups."""
+    """GET /v1/status. `accepted_groups` is the sum of the five counts of groups."""
 
     step: int  # the last one acknowledged
     started: bool
     batch_size: int | None  # None until a trainer registers
     queued_groups: int
     queued_sequences: int
+    queued_bytes: int
     leased_groups: int
     trained_groups: int
+    dropped_groups: int
     dead_groups: int
     accepted_groups: int
     envs: list[EnvStatus]
+
+
+# What the other routes answer. A field of type UnsetType is left out where it does not apply.
+
+Uint128 = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 2**128 - 1})]
+Left = msgspec.UnsetType
+LEFT_OUT = msgspec.UNSET
+
+
+class Service(msgspec.Struct, kw_only=True):
+    """GET /"""
+
+    message: str
+
+
+class RegisteredTrainer(msgspec.Struct, kw_only=True):
+    """POST /register"""
+
+    uuid: Uint128
+
+
+class Disconnected(msgspec.Struct, kw_only=True):
+    """POST /disconnect-env. That there is no such environment is told here, with status 200."""
+
+    status: Literal["success", "failure"]
+    error: str | Left = LEFT_OUT
+
+
+class TrackerInfo(msgspec.Struct, kw_only=True):
+    """GET /wandb_info; null until a trainer registers."""
+
+    group: str | None
+    project: str | None
+
+
+class PostedGroup(msgspec.Struct, kw_only=True):
+    """POST /scored_data. "buffered": stored, and of another size than its environment registered."""
+
+    status: Literal["received", "buffered", "duplicate"]
+    buffer_size: int | Left = LEFT_OUT  # sequences that wait in such groups
+
+
+class PostedGroups(msgspec.Struct, kw_only=True):
+    """POST /scored_data_list and POST /v1/groups."""
+
+    status: Literal["received", "duplicate"]
+    groups_processed: int
+    buffered: int | Left = LEFT_OUT
+    last_buffer_size: int | Left = LEFT_OUT
+
+
+class TakenBatch(msgspec.Struct, kw_only=True):
+    """GET /batch: null while no batch can be made."""
+
+    batch: list[ScoredGroup] | None
+    status: Literal["error"] | Left = LEFT_OUT
+    message: str | Left = LEFT_OUT
+
+
+class LatestExample(msgspec.Struct, kw_only=True):
+    """GET /latest_example: a group, or empty lists while there is none."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    messages: list[list[dict[str, Any]]] | None
+    generation_params: dict[str, Any] | list[Any] | None
+    inference_logprobs: list[list[float]] | None
+    images: Any
+
+
+class EnvProgress(msgspec.Struct, kw_only=True):
+    """GET /status-env: the step and the queue as one environment sees them, in groups of its size."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+class Renewed(msgspec.Struct, kw_only=True):
+    status: Literal["renewed"]
+    lease_s: float
+
+
+class Acknowledged(msgspec.Struct, kw_only=True):
+    status: Literal["acknowledged"]
+    current_step: int
+
+
+class Returned(msgspec.Struct, kw_only=True):
+    status: Literal["returned", "dead-lettered"]
+
+
+class DeadLetter(msgspec.Struct, kw_only=True):
+    """A group whose deliveries failed. It is kept, and not given out again."""
+
+    id: int
+    env_id: int | None
+    size: int
+    item: int | None
+    policy_version: int | None
+    step: int
+    reason: str
+
+
+class DeadLetters(msgspec.Struct, kw_only=True):
+    dead_letters: list[DeadLetter]  # the newest first
+
+
+class WasReset(msgspec.Struct, kw_only=True):
+    status: Literal["reset"]
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    reason: str
+
+
+class Health(msgspec.Struct, kw_only=True):
+    status: Literal["ok"]
+
+
+class HubEvent(msgspec.Struct, kw_only=True):
+    """The data of an event of GET /v1/events."""
+
+    id: int
+    at: float  # Unix time
+    kind: str
+    data: dict[str, Any]
+
+
+class Problem(msgspec.Struct, kw_only=True):
+    """What is wrong with which field: loc is ["body", "tokens", 0, 3]."""
+
+    type: str
+    loc: list[str | int]
+    msg: str
+    input: Any
+
+
+class Refusal(msgspec.Struct, kw_only=True):
+    """Every answer that is not 200."""
+
+    detail: str | list[Problem]
+    incident: str | Left = LEFT_OUT  # of an internal error: where to look in the hub's log

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,13 +14,26 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.responses import Response
+import uvloop
+from starlette.responses import JSONResponse
 
 from treadle.errors import ConfigError, PortInUse
+from treadle.wire.http_limits import HttpLimits
+from treadle.wire.http_protocol import Connections
+
+DEFAULT_LIMITS = HttpLimits()
+
+FIRST_HANDED_FD = 3
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything slow is done: a second process ends having touched nothing."""
+    """A listening socket, taken before anything slow is done: a second process ends having touched nothing.
+
+    A service manager may hand one over (LISTEN_FDS, as systemd does). It stays open there while this process restarts,
+    so that clients which give up quickly, as Atropos' environments do, wait in line and notice nothing.
+    """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+        return socket.socket(fileno=FIRST_HANDED_FD)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sends small answers at once; without it each waits 40 ms (Nagle).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -41,17 +56,29 @@ def is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def serve_until_stopped(app: Any, listener: socket.socket, on_stop: Callable[[], None]) -> None:
+def serve_until_stopped(
+    app: Any,
+    listener: socket.socket,
+    on_stop: Callable[[], None],
+    limits: HttpLimits = DEFAULT_LIMITS,
+) -> None:
     """Serve until SIGTERM or SIGINT. `on_stop` must end what waits, so that every client still gets an answer."""
+    connections = Connections(limits)
     settings = uvicorn.Config(
         RefuseWebPages(app),
+        http=connections.protocol(),
+        ws="none",
         log_level="warning",
         log_config=None,
         access_log=False,
         server_header=False,
+        date_header=False,
+        proxy_headers=False,  # a header must not be able to say that its sender is on this machine
+        timeout_keep_alive=math.ceil(limits.idle_s),
         timeout_graceful_shutdown=1,  # for clients that do not read their answer
     )
-    asyncio.run(_serve(_Server(settings), listener, on_stop))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(_Server(settings), listener, on_stop, connections))
 
 
 class RefuseWebPages:
@@ -67,7 +94,8 @@ class RefuseWebPages:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
         if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            await Response("requests of web pages are refused", 403)(scope, receive, send)
+            detail = "requests of web pages are refused: call from a program, or open the address itself"
+            await JSONResponse({"detail": detail}, 403)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -79,7 +107,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(server: _Server, listener: socket.socket, on_stop: Callable[[], None]) -> None:
+async def _serve(
+    server: _Server, listener: socket.socket, on_stop: Callable[[], None], connections: Connections
+) -> None:
     def stop() -> None:
         on_stop()
         server.should_exit = True
@@ -87,4 +117,8 @@ async def _serve(server: _Server, listener: socket.socket, on_stop: Callable[[],
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    await server.serve(sockets=[listener])
+    watch = loop.create_task(connections.watch())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from treadle.wire.binary import split_groups, unpack_group
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest
 from treadle.wire.groups import ScoredGroup
 
@@ -113,7 +114,7 @@ class HubDouble:
                 Route("/register-env", self._register, methods=["POST"]),
                 Route("/info", self._info),
                 Route("/status", self._status),
-                Route("/scored_data_list", self._deliver, methods=["POST"]),
+                Route("/v1/groups", self._deliver, methods=["POST"]),
                 Route("/disconnect-env", self._disconnect, methods=["POST"]),
             ]
         )
@@ -146,7 +147,7 @@ class HubDouble:
             body = gzip.decompress(body)
         if self.failures:
             return self.failures.pop(0)
-        groups = msgspec.json.decode(body, type=list[ScoredGroup])
+        groups = [unpack_group(packed) for packed in split_groups(body)]
         self.deliveries.append((http.headers["Idempotency-Key"], groups))
         if self.steps_at_once and len(self.deliveries) > self.max_age:
             self.current_step += 1

@@ -138,20 +138,34 @@ def test_registration_waits_for_the_trainer():
     assert [resume for _, resume in hub.registrations] == ["1"]
 
 
-@pytest.mark.parametrize(("num_tokens", "encoding"), [(3, None), (4000, "gzip")])
-def test_a_delivery_survives_lost_connections_503_and_500(num_tokens, encoding):
+@pytest.mark.parametrize(("url", "encoding"), [("http://127.0.0.1", None), ("http://hub", "gzip")])
+def test_a_delivery_survives_lost_connections_503_and_500(url, encoding):
+    """Over a network it is compressed; on one machine that costs more than it saves."""
     hub = HubDouble()
     hub.failures = [Response(status_code=503, headers={"Retry-After": "0.02"}), Response(status_code=500)]
 
     async def scenario():
-        network = FlakyNetwork(hub.app, {"/scored_data_list": 3})
+        network = FlakyNetwork(hub.app, {"/v1/groups": 3})
         patience = Patience(give_up_after_s=0.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with HubClient("http://hub", patience=patience, transport=network) as client:
-            await client.post_groups([group(num_tokens)], key="k")
+        async with HubClient(url, patience=patience, transport=network) as client:
+            await client.post_groups([group(4000)], key="k")
 
     asyncio.run(scenario())
-    assert hub.deliveries == [("k", [group(num_tokens)])]
+    assert hub.deliveries == [("k", [group(4000)])]
     assert set(hub.encodings) == {encoding}
+
+
+def test_what_is_too_large_for_one_post_goes_in_parts_each_with_its_key():
+    hub = HubDouble()
+    groups = [group(600_000) for _ in range(5)]  # 5 MB each and more, where 12 MiB may go at once
+
+    async def scenario():
+        async with HubClient("http://127.0.0.1", patience=QUICK, transport=FlakyNetwork(hub.app)) as client:
+            await client.post_groups(groups, key="k")
+
+    asyncio.run(scenario())
+    assert [key for key, _ in hub.deliveries] == ["k", "k.1", "k.2"]
+    assert [len(part) for _, part in hub.deliveries] == [2, 2, 1]
 
 
 def test_a_refused_delivery_is_an_error_and_a_conflict_is_not():

@@ -228,7 +228,7 @@ def test_an_evaluation_that_exists_is_not_made_again(tmp_path):
 
 def test_a_run_survives_lost_connections_and_a_full_queue(tmp_path):
     calm, stormy = Scene(tmp_path / "calm"), Scene(tmp_path / "stormy")
-    stormy.hub_losses = {"/register-env": 1, "/info": 1, "/status": 2, "/scored_data_list": 2}
+    stormy.hub_losses = {"/register-env": 1, "/info": 1, "/status": 2, "/v1/groups": 2}
     stormy.engine_losses = {"/generate": 3}
     stormy.hub.failures = [Response(status_code=503, headers={"Retry-After": "0.05"})]
     calm.serve_to_the_end()

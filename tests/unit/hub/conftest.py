@@ -11,6 +11,8 @@ from treadle.config.schema import HubConfig
 from treadle.hub.app import build_app
 from treadle.store import Store
 
+LOCAL = "http://127.0.0.1:8000"
+
 
 class HandClock:
     """A monotonic clock that a test moves by hand."""
@@ -76,7 +78,7 @@ def store(config: HubConfig, clock: HandClock) -> Iterator[Store]:
 
 @pytest.fixture
 def client(store: Store, config: HubConfig, clock: HandClock) -> Iterator[TestClient]:
-    with TestClient(build_app(store, config, clock)) as opened:
+    with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as opened:
         yield opened
 
 

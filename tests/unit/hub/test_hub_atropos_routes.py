@@ -39,6 +39,41 @@ def test_registering_tells_a_128_bit_number_and_fills_in_the_info(client, desk):
     assert client.get("/status").json()["current_step"] == 3
 
 
+@pytest.mark.parametrize("step", [10**18, -(10**18), 2**63 - 1, 10**30])
+def test_a_step_that_could_not_be_counted_on_is_refused(client, desk, step):
+    body = {
+        "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 1, "checkpoint_dir": "",
+        "save_checkpoint_interval": 1, "starting_step": step, "num_steps": 4,
+    }  # fmt: skip
+    assert client.post("/register", json=body).status_code == 422
+    assert client.post("/v1/lease", json={"step": step, "holder": "a"}).status_code == 422
+    desk.register(starting_step=10**18 - 1)
+    desk.post(1, 2)
+    assert desk.tags(client.get("/batch").json()["batch"]) == [1, 2]
+
+
+def test_truth_values_count_as_numbers_in_messages(client, desk):
+    desk.register(batch_size=True, max_token_len=False)
+    assert client.get("/info").json() == {"batch_size": 1, "max_token_len": 0}
+    answer = client.post("/register", json={"wandb_group": True})
+    assert answer.json()["detail"][0]["type"] == "string_type"
+
+
+def test_figures_stay_finite_whatever_was_registered(client, desk):
+    desk.register(batch_size=10**17)
+    client.get("/batch")
+    desk.register_env(weight=1e308, max_token_length=10**17, group_size=10**17, min_batch_allocation=1e308)
+    desk.register_env(weight=1e-320, max_token_length=1, group_size=-3, min_batch_allocation=-5.0)
+    desk.post(1, env_id=None)
+    for connected in (True, False):
+        for env_id in (0, 1):
+            figures = client.get(f"/status-env?env_id={env_id}").json()
+            assert all(isinstance(figure, int | float) for figure in figures.values()), figures
+        if connected:
+            client.post("/disconnect-env", json={"env_id": 0})
+    assert client.get("/v1/explain").status_code == 200
+
+
 def test_data_before_the_registration_does_not_wedge_the_hub(client, desk):
     desk.post(0, 1)
     desk.register()
@@ -74,7 +109,7 @@ def test_an_env_that_comes_back_gets_its_name_and_its_count(client, desk, clock)
 
 def test_batches_are_fifo_each_once_and_have_exactly_atropos_keys(client, desk):
     desk.register(batch_size=2)
-    desk.post(*range(6), policy_version=3, item=9, metrics={"accuracy": 0.5}, unknown_key=1)
+    desk.post(*range(6), policy_version=0, item=9, metrics={"accuracy": 0.5}, unknown_key=1)
     assert client.get("/status").json() == {"current_step": 0, "queue_size": 6}
     batches = [client.get("/batch").json()["batch"] for _ in range(6)]
     assert [desk.tags(batch) for batch in batches] == [[0], [1], [2], [3], [4], [5]]

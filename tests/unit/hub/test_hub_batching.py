@@ -6,8 +6,12 @@ from itertools import combinations
 
 import pytest
 
-from treadle.hub.batching import choose, explain
-from treadle.store import Waiting
+from treadle.hub.batching import plan
+from treadle.store import Lane, Waiting
+
+
+def choose(waiting: list[Waiting], size: int) -> list[int] | None:
+    return plan([Lane(None, [group for group in waiting if group.size <= size])], size).ids
 
 
 def line(*sizes: int) -> list[Waiting]:
@@ -96,15 +100,15 @@ def test_a_batch_size_beyond_all_reason_costs_nothing():
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({8: 3}, "3 of 8 groups wait (24 of 64 sequences)"),
-        ({}, "no groups wait (0 of 64 sequences)"),
-        ({8: 1, 4: 1}, "2 groups wait (12 of 64 sequences)"),
-        ({3: 30}, "30 groups wait (90 of 64 sequences); no choice of them sums to exactly 64: 30 of size 3"),
+        ([8] * 3, "3 of 8 groups wait (24 of 64 sequences)"),
+        ([], "no groups wait (0 of 64 sequences)"),
+        ([8, 4], "2 groups wait (12 of 64 sequences)"),
         (
-            {8: 1, 65: 2},
-            "1 of 8 groups wait (8 of 64 sequences); 2 more can never be used, being larger than the batch",
+            [3] * 30,
+            "30 groups wait (90 of 64 sequences); no choice of them sums to exactly 64: 30 of size 3; "
+            "groups of these sizes never will: choose a group size that divides 64",
         ),
     ],
 )
 def test_the_reason_is_told_in_words(sizes, told):
-    assert explain(sizes, 64) == told
+    assert plan([Lane(None, line(*sizes))], 64).reason == told

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 import zlib
 
 import pytest
-
-from treadle.hub import body as limits
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -33,8 +32,18 @@ PACKED = JSON | {"Content-Encoding": "gzip"}
         ({"messages": [[{"role": "user"}]]}, ["messages", 0, 0]),
         ({"messages": [None]}, ["messages", 0]),
         ({"env_id": 2**70}, ["env_id"]),
+        ({"env_id": 99}, ["env_id"]),
+        ({"env_id": -1}, ["env_id"]),
+        ({"tokens": [[1, -2], [1, 2]]}, ["tokens", 0, 1]),
+        ({"tokens": [[1, 2], [10**30, 2]]}, ["tokens", 1, 0]),
         ({"policy_version": -(2**70)}, ["policy_version"]),
-        ({"generation_params": {"temperature": float("nan")}}, []),
+        ({"generation_params": {"temperature": float("nan")}}, ["generation_params"]),
+        ({"generation_params": {"temperature": 10**400}}, ["generation_params"]),
+        ({"overrides": [{}]}, ["overrides"]),
+        ({"masks": [[2**31, 1], [1, 1]]}, ["masks", 0]),
+        ({"metrics": {str(i): 0.0 for i in range(1001)}}, ["metrics"]),
+        ({"metrics": {"x" * 300: 0.0}}, ["metrics", "x" * 100]),
+        ({"images": json.loads("[" * 40 + "]" * 40)}, ["images"]),
     ],
 )
 def test_a_bad_group_is_refused_with_the_field_named(client, desk, change, loc):
@@ -60,11 +69,11 @@ def test_a_missing_field_is_named(client, desk):
         {"messages": []},
         {"masks": [[0, 1], [1, 1]]},
         {"unknown": {"deep": [1]}},
-        {"env_id": 99},
-        {"env_id": -1},
+        {"env_id": None},
         {"scores": [True, False]},
+        {"policy_version": False, "item": True, "distill_token_ids": [[[True]]]},
         {"scores": ["1.5", 2]},
-        {"tokens": [[1.0, "2"], [10**30, 2]]},
+        {"tokens": [[1.0, "2"], [2**31 - 1, 2]]},
         {"messages": [[{"role": "user", "content": [{"type": "text"}], "reward": None, "extra": 1}]]},
         {"overrides": [{"set_advantage_to_zero": True}, {}], "group_overrides": {"group_size": 2}},
         {"images": [None, ["aGk="]]},
@@ -78,6 +87,43 @@ def test_what_real_clients_send_is_taken_and_comes_back(client, desk, change):
     stored = client.get("/batch").json()["batch"][0]
     for key in change.keys() & stored.keys() - {"tokens", "scores"}:
         assert stored[key] == sent[key]
+
+
+PADDING = b'"images":"' + b"x" * 20_000 + b'",'  # enough for a porter to read it
+
+
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["here", "by a porter"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"scores":[1,1],"messages":1%030d' % 0,
+        b'"scores":[1,1],"env_id":1%030d' % 0,
+        b'"scores":[true,1],"metrics":{"\\ud800":1}',
+        b'"scores":[1,1],"metrics":{"\\ud800":NaN}',
+        b'"scores":[true,1],"messages":[[{"role":"\\ud800","content":""}]]',
+        b'"scores":[1,1],"metrics":{"\\ud800":1}',
+        b'"scores":[1,NaN],"generation_params":{"\\udfff":"\\ud800"}',
+        b'"scores":[1,1e400]',
+        b'"scores":[1,1],"env_id":-0.5',
+        b'"scores":[1,1],"images":1%05000d' % 0,
+        b'"scores":[1,1],"group_overrides":{"a":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("route", ["/scored_data", "/scored_data_list"])
+def test_no_group_is_too_odd_for_an_answer(client, fields, padding, route):
+    """Each of these once ended in a 500, or in the death of a porter."""
+    content = b'{"tokens":[[1],[1]],"masks":[[1],[1]],%s%s}' % (padding, fields)
+    answer = client.post(route, content=content if route == "/scored_data" else b"[%s]" % content, headers=JSON)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["detail"][0]["loc"][0] == "body"
+
+
+def test_a_bad_group_in_a_list_is_told_by_its_number(client, desk):
+    for bad in ({"scores": [1.0, float("nan")]}, {"scores": [1.0, None]}, {"scores": [1.0]}, {"tokens": 1}):
+        content = json.dumps([desk.group(), desk.group() | {"scores": [True, 0]}, desk.group() | bad])
+        answer = client.post("/scored_data_list", content=content, headers=JSON)
+        assert answer.status_code == 422
+        assert answer.json()["detail"][0]["loc"][:2] == ["body", 2]
 
 
 @pytest.mark.parametrize(
@@ -132,21 +178,33 @@ def test_broken_gzip_is_400(client, desk, harm):
     assert (answer.status_code, answer.json()) == (400, {"detail": "Invalid gzip payload"})
 
 
+def test_a_million_empty_gzip_members_are_not_inflated_one_by_one(client):
+    began = time.monotonic()
+    answer = client.post("/scored_data", content=gzip.compress(b"") * 500_000, headers=PACKED)
+    assert (answer.status_code, answer.json()) == (400, {"detail": "Invalid gzip payload"})
+    assert time.monotonic() - began < 5
+
+
+def test_another_compression_is_400(client, desk):
+    headers = JSON | {"Content-Encoding": "br"}
+    assert client.post("/scored_data", content=json.dumps(desk.group()), headers=headers).status_code == 400
+
+
 def test_an_empty_gzip_body_is_an_empty_body(client):
     assert client.post("/scored_data", content=gzip.compress(b""), headers=PACKED).status_code == 422
     assert client.post("/scored_data", content=b"", headers=PACKED).status_code == 422
 
 
-def test_a_gzip_bomb_is_413(client):
-    bomb = gzip.compress(b" " * (limits.MAX_BODY_BYTES + 1), 9)
+def test_a_gzip_bomb_is_413(client, config):
+    bomb = gzip.compress(b" " * (config.max_body_bytes + 1), 9)
     assert len(bomb) < 100_000
     assert client.post("/scored_data", content=bomb, headers=PACKED).status_code == 413
 
 
-def test_bodies_over_the_limit_are_413_announced_or_not(client):
-    announced = JSON | {"Content-Length": str(limits.MAX_BODY_BYTES + 1)}
+def test_bodies_over_the_limit_are_413_announced_or_not(client, config):
+    announced = JSON | {"Content-Length": str(config.max_body_bytes + 1)}
     assert client.post("/scored_data", content=b"{}", headers=announced).status_code == 413
-    packed = PACKED | {"Content-Length": str(limits.MAX_PACKED_BYTES + 1)}
+    packed = PACKED | {"Content-Length": str(config.max_packed_bytes + 1)}
     assert client.post("/scored_data", content=b"{}", headers=packed).status_code == 413
     chunks = (b" " * 2**22 for _ in range(17))
     assert client.post("/scored_data", content=chunks, headers=JSON).status_code == 413
@@ -160,5 +218,6 @@ def test_answers_are_compressed_when_asked_for_and_large_enough(client, desk):
     assert len(asked.json()["tokens"]) == 200
     plain = client.get("/latest_example", headers={"Accept-Encoding": "identity"})
     assert "content-encoding" not in plain.headers
+    assert "content-encoding" not in client.get("/latest_example", headers={"Accept-Encoding": "gzip;q=0"}).headers
     small = client.get("/status", headers={"Accept-Encoding": "gzip"})
     assert "content-encoding" not in small.headers

@@ -1,27 +1,50 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import threading
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
 import pytest
 
-from treadle.hub.app import build_app
+from treadle.config.schema import HubConfig
+from treadle.hub.app import app_of
+from treadle.hub.guard import Access
+from treadle.hub.state import HubState
+from treadle.store import Store
+from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import HubStatus, LeaseAnswer
 
 
+@contextlib.asynccontextmanager
+async def in_this_loop(store: Store, config: HubConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """A hub and its client in one event loop, where a test can see calls wait for each other."""
+    hub = HubState.build(store, config, asyncio.get_running_loop().time)
+    app = app_of(hub, Access.of(config, {}))
+    await hub.porters.start()
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            yield client
+    finally:
+        await hub.porters.close()
+
+
 def test_a_lease_is_a_typed_answer_that_carries_our_fields(client, desk):
-    desk.register()
-    desk.post(1, policy_version=3, item=9, metrics={"accuracy": 0.5}, env_id=4)
+    desk.register(starting_step=3)
+    client.get("/batch")
+    desk.register_env()
+    desk.post(1, policy_version=3, item=9, metrics={"accuracy": 0.5}, env_id=0)
     desk.post(2)
-    raw = client.post("/v1/lease", json={"step": 1, "holder": "a"}).content
+    raw = client.post("/v1/lease", json={"step": 4, "holder": "a"}).content
     batch = msgspec.json.decode(raw, type=LeaseAnswer).batch
     assert batch is not None
-    assert (batch.step, batch.lease_s) == (1, 60.0)
+    assert (batch.step, batch.lease_s) == (4, 60.0)
     first = msgspec.convert(desk.group(tag=1), ScoredGroup)
-    first.policy_version, first.item, first.metrics, first.env_id = 3, 9, {"accuracy": 0.5}, 4
+    first.policy_version, first.item, first.metrics, first.env_id = 3, 9, {"accuracy": 0.5}, 0
     assert batch.groups == [first, msgspec.convert(desk.group(tag=2), ScoredGroup)]
 
 
@@ -133,8 +156,7 @@ def test_a_waiting_lease_is_answered_when_the_batch_is_complete(store, config, d
     desk.register()
 
     async def scene() -> tuple[httpx.Response, float]:
-        transport = httpx.ASGITransport(build_app(store, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+        async with in_this_loop(store, config) as client:
             body = {"step": 1, "holder": "a", "wait_s": 30}
             waiting = asyncio.create_task(client.post("/v1/lease", json=body))
             for _ in range(2):
@@ -153,8 +175,7 @@ def test_a_waiting_lease_gives_up_in_time(store, config, desk):
     desk.register()
 
     async def scene() -> tuple[httpx.Response, float]:
-        transport = httpx.ASGITransport(build_app(store, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+        async with in_this_loop(store, config) as client:
             began = asyncio.get_running_loop().time()
             answer = await client.post("/v1/lease", json={"step": 1, "holder": "a", "wait_s": 0.2})
             return answer, asyncio.get_running_loop().time() - began
@@ -170,8 +191,7 @@ def test_concurrent_posts_share_commits_and_keys_hold(store, config, desk):
     commit_ends = threading.Event()
 
     async def scene() -> list[str]:
-        transport = httpx.ASGITransport(build_app(store, config))
-        async with httpx.AsyncClient(transport=transport, base_url="http://hub") as client:
+        async with in_this_loop(store, config) as client:
             calls = [
                 asyncio.create_task(
                     client.post("/scored_data", json=desk.group(tag=i), headers={"Idempotency-Key": f"k{i}"})
@@ -179,7 +199,7 @@ def test_concurrent_posts_share_commits_and_keys_hold(store, config, desk):
                 for i in [*range(100), *range(100)]
             ]
             async with asyncio.timeout(20):
-                while store._writer._jobs.qsize() < len(calls):  # noqa: ASYNC110 - the queue has no event
+                while store._writer._jobs.qsize() < len(calls):
                     await asyncio.sleep(0.01)
             assert not any(call.done() for call in calls)
             commit_ends.set()
@@ -191,3 +211,33 @@ def test_concurrent_posts_share_commits_and_keys_hold(store, config, desk):
     assert statuses == ["received"] * 100 + ["duplicate"] * 100
     assert store.counts().accepted_groups == 100
     assert store.num_commits - before <= 6
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"images": float("nan")},
+        {"images": msgspec.msgpack.Ext(5, b"x")},
+        {"images": b"bytes"},
+        {"images": {1: 2}},
+        {"images": 2**64 - 1},
+        {"images": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)},
+        {"overrides": [{}]},
+        {"overrides": [None, None]},
+        {"messages": [[{"role": "user"}]]},
+        {"advantages": [[float("inf")]]},
+        {"tokens": [[1]]},
+        {"weight": 2.0},
+    ],
+)
+def test_what_msgpack_can_say_and_json_cannot_is_refused(client, rest):
+    """A client of Atropos' must be able to get every group, and a trainer to train it."""
+    numbers = b"\1\0\0\0" * 2
+    packed = {"lengths": [1, 1], "tokens": numbers, "masks": numbers, "scores": [1.0, 0.0], "rest": rest}
+    body = msgspec.msgpack.encode([msgspec.msgpack.encode(packed)])
+    answer = client.post("/v1/groups", content=body, headers={"Content-Type": binary.CONTENT_TYPE})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["detail"][0]["loc"][:2] == ["body", 0]
+    plain = msgspec.msgpack.encode([msgspec.msgpack.encode(packed | {"rest": {"images": [None, {"a": "x"}]}})])
+    assert client.post("/v1/groups", content=plain, headers={"Content-Type": binary.CONTENT_TYPE}).status_code == 200
+    assert client.get("/latest_example").json()["images"] == [None, {"a": "x"}]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.hub.batching import choose
+from treadle.hub.batching import plan
 from treadle.store import LeaseTerms, Store
 from treadle.wire.hub import RegisterTrainer
 
@@ -27,7 +27,7 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def terms() -> LeaseTerms:
-    return LeaseTerms(lease_s=60.0, max_deliveries=3, choose=choose)
+    return LeaseTerms(lease_s=60.0, max_deliveries=3, plan=plan, is_alive=lambda _: True)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import ConfigError, DiskFull
-from treadle.store import KeyReused, NewGroup, Post, QueueFull, StorageFailed, Store
+from treadle.store import KeyReused, Limits, NewGroup, Post, QueueFull, StorageFailed, Store
 from treadle.store.writer import GroupCommitWriter
 from treadle.wire.hub import RegisterEnv
 
@@ -20,7 +20,7 @@ def group(size: int = 1, num_bytes: int = 2, env_id: int | None = None) -> NewGr
 def test_the_file_is_only_the_owners(tmp_path: Path):
     path = tmp_path / "deep" / "hub.sqlite"
     with Store.open(path) as store:
-        store.append(Post([group()]), limit_groups=9).result()
+        store.append(Post([group()]), Limits(9)).result()
         modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
     assert set(modes.values()) == {0o600}, modes
 
@@ -31,7 +31,7 @@ def test_a_newer_schema_is_refused_with_a_sentence(tmp_path: Path):
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(ConfigError, match="schema version 99; this program knows versions up to 1"):
+    with pytest.raises(ConfigError, match="schema version 99; this release reads version 2"):
         Store.open(path)
 
 
@@ -61,37 +61,37 @@ def test_everything_is_there_after_reopening(tmp_path: Path, trainer):
     path = tmp_path / "hub.sqlite"
     with Store.open(path) as store:
         store.register_trainer(trainer).result()
-        store.append(Post([group(2), group(3)], key="k", body_hash=b"h"), limit_groups=9).result()
+        store.append(Post([group(2), group(3)], key="k", body_hash=b"h"), Limits(9)).result()
     with Store.open(path) as store:
         assert store.run_state().trainer == trainer
         assert (store.counts().queued.groups, store.counts().queued.sequences) == (2, 5)
-        assert store.append(Post([group()], key="k", body_hash=b"h"), limit_groups=9).result().duplicate
+        assert store.append(Post([group()], key="k", body_hash=b"h"), Limits(9)).result().duplicate
 
 
 def test_a_key_stands_for_one_body(store):
-    assert not store.append(Post([group()], key="k", body_hash=b"1"), limit_groups=9).result().duplicate
-    repeated = store.append(Post([group()], key="k", body_hash=b"1"), limit_groups=9).result()
+    assert not store.append(Post([group()], key="k", body_hash=b"1"), Limits(9)).result().duplicate
+    repeated = store.append(Post([group()], key="k", body_hash=b"1"), Limits(9)).result()
     assert (repeated.duplicate, repeated.num_groups) == (True, 1)
     with pytest.raises(KeyReused):
-        store.append(Post([group()], key="k", body_hash=b"2"), limit_groups=9).result()
+        store.append(Post([group()], key="k", body_hash=b"2"), Limits(9)).result()
     assert store.counts().accepted_groups == 1
 
 
 def test_the_queue_limit_holds_and_a_list_is_stored_whole_or_not_at_all(store):
-    store.append(Post([group(), group()]), limit_groups=3).result()
+    store.append(Post([group(), group()]), Limits(3)).result()
     with pytest.raises(QueueFull, match="2 groups wait"):
-        store.append(Post([group(), group()], key="later"), limit_groups=3).result()
+        store.append(Post([group(), group()], key="later"), Limits(3)).result()
     assert store.counts().accepted_groups == 2
-    store.append(Post([group()], key="later"), limit_groups=3).result()
-    assert store.append(Post([group()], key="later"), limit_groups=3).result().duplicate
+    store.append(Post([group()], key="later"), Limits(3)).result()
+    assert store.append(Post([group()], key="later"), Limits(3)).result().duplicate
 
 
 def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
     with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
-        store.append(Post([group()]), limit_groups=99).result()
+        store.append(Post([group()]), Limits(99)).result()
         with pytest.raises(DiskFull):
-            store.append(Post([group(num_bytes=500_000)]), limit_groups=99).result()
-        store.append(Post([group()]), limit_groups=99).result()
+            store.append(Post([group(num_bytes=500_000)]), Limits(99)).result()
+        store.append(Post([group()]), Limits(99)).result()
         assert store.counts().accepted_groups == 2
 
 
@@ -100,7 +100,7 @@ def test_a_post_too_large_for_the_disk_does_not_fail_those_it_shares_a_commit_wi
         gate = threading.Event()
         store._writer.submit(lambda _: gate.wait(5))  # holds the writer, so that the next three wait together
         posts = [Post([group()]), Post([group(num_bytes=500_000)]), Post([group()])]
-        futures = [store.append(post, limit_groups=99) for post in posts]
+        futures = [store.append(post, Limits(99)) for post in posts]
         gate.set()
         wait(futures, timeout=10)
         assert [type(future.exception()) for future in futures] == [type(None), DiskFull, type(None)]
@@ -110,7 +110,7 @@ def test_a_post_too_large_for_the_disk_does_not_fail_those_it_shares_a_commit_wi
 def test_posts_that_wait_together_share_one_commit(store):
     gate = threading.Event()
     store._writer.submit(lambda _: gate.wait(5))
-    futures = [store.append(Post([group()], key=f"k{i % 20}"), limit_groups=99) for i in range(40)]
+    futures = [store.append(Post([group()], key=f"k{i % 20}"), Limits(99)) for i in range(40)]
     before = store.num_commits
     gate.set()
     appended = [future.result(timeout=10) for future in futures]
@@ -148,7 +148,7 @@ def test_after_a_failed_fsync_nothing_more_is_promised(store):
     assert not store.is_broken
     assert isinstance(store._writer.submit(fail).exception(timeout=5), StorageFailed)
     with pytest.raises(StorageFailed, match="restart the hub"):
-        store.append(Post([group()]), limit_groups=9).result(timeout=5)
+        store.append(Post([group()]), Limits(9)).result(timeout=5)
     assert store.is_broken
 
 
@@ -161,7 +161,7 @@ def test_a_closed_store_refuses_instead_of_hanging(tmp_path: Path):
     store = Store.open(tmp_path / "hub.sqlite")
     store.close()
     with pytest.raises(StorageFailed):
-        store.append(Post([group()]), limit_groups=9).result(timeout=1)
+        store.append(Post([group()]), Limits(9)).result(timeout=1)
 
 
 def test_envs_get_numbered_names_and_their_own_back(store):
@@ -170,7 +170,7 @@ def test_envs_get_numbered_names_and_their_own_back(store):
         return store.register_env(env, resume=resume, idle_s=lambda _: idle_s, gone_after_s=10.0).result()
 
     assert [register().name, register().name] == ["math_0", "math_1"]
-    store.append(Post([group(env_id=0), group(env_id=0), group(env_id=7)]), limit_groups=9).result()
+    store.append(Post([group(env_id=0), group(env_id=0), group(env_id=7)]), Limits(9)).result()
     back = register(idle_s=11.0)
     assert (back.env_id, back.name, back.groups_accepted) == (0, "math_0", 2)
     assert register(resume=True).env_id == 0
@@ -178,10 +178,11 @@ def test_envs_get_numbered_names_and_their_own_back(store):
 
 def test_a_reset_forgets_everything_but_uses_no_id_again(store, trainer, terms):
     store.register_trainer(trainer).result()
-    store.append(Post([group(4)], key="k"), limit_groups=9).result()
+    store.append(Post([group(4)], key="k"), Limits(9)).result()
     store.lease(1, "a", terms).result()
     store.reset().result()
     assert store.counts().accepted_groups == 0
     assert store.run_state().trainer is None
-    assert not store.append(Post([group(4)], key="k"), limit_groups=9).result().duplicate
-    assert store.waiting(4)[0].id == 2
+    assert not store.append(Post([group(4)], key="k"), Limits(9)).result().duplicate
+    store.register_trainer(trainer).result()
+    assert store.plan(4, terms).ids == [2]

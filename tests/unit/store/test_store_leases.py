@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from treadle.store import HeldByAnother, NewGroup, Post, StaleToken, Store
+from treadle.store import HeldByAnother, Limits, NewGroup, Post, QueueFull, StaleToken, Store
+from treadle.wire.hub import RegisterEnv
 
 
 @pytest.fixture
@@ -19,11 +20,18 @@ def full(store, trainer):
 def fill(store: Store, count: int) -> None:
     for tag in range(count):
         group = NewGroup(payload=b'{"tag":%d}' % tag, size=2, num_tokens=8)
-        store.append(Post([group]), limit_groups=100).result()
+        store.append(Post([group]), Limits(100)).result()
 
 
-def tags(batch) -> list[int]:
-    return [msgspec.json.decode(group.payload)["tag"] for group in batch.groups]
+def tags(lease) -> list[int]:
+    return [group_id - 1 for group_id in msgspec.json.decode(lease.group_ids)]
+
+
+def test_a_lease_is_read_as_it_was_posted(full, terms):
+    lease = full.lease(2, "a", terms).result()
+    batch = full.batch_of(lease)
+    assert [msgspec.json.decode(group.payload)["tag"] for group in batch.groups] == tags(lease) == [0, 1]
+    assert (batch.step, batch.token, batch.deliveries) == (2, lease.token, 1)
 
 
 def test_batches_come_in_the_order_of_arrival(full, terms):
@@ -53,7 +61,7 @@ def test_a_step_that_was_trained_is_given_out_again_bit_for_bit_under_a_new_toke
     first = full.lease(1, "a", terms).result()
     full.ack(1, first.token).result()
     again = full.lease(1, "a", terms).result()
-    assert again.groups == first.groups
+    assert again.group_ids == first.group_ids
     assert again.token != first.token
     with pytest.raises(StaleToken):
         full.ack(1, first.token).result()
@@ -116,11 +124,14 @@ def test_a_batch_that_nobody_ever_acknowledges_is_dead_lettered_too(full, terms)
     assert "never acknowledged" in full.dead_groups()[0].reason
 
 
-def test_stopping_a_trainer_says_nothing_against_its_batch(full, terms, trainer):
-    for _ in range(9):
+def test_a_batch_that_ends_its_trainer_each_time_is_dead_lettered_and_those_leased_ahead_are_not(full, terms, trainer):
+    for _ in range(3):
         assert tags(full.lease(1, "a", terms).result()) == [0, 1]
+        assert tags(full.lease(2, "a", terms).result()) == [2, 3]
         full.register_trainer(trainer, holder="a").result()
-    assert not full.dead_groups()
+    assert tags(full.lease(1, "a", terms).result()) == [4, 5]
+    assert tags(full.lease(2, "a", terms).result()) == [2, 3]
+    assert [group.id - 1 for group in full.dead_groups()] == [1, 0]
 
 
 def test_giving_back_a_batch_that_was_trained_only_releases_it(full, terms):
@@ -166,24 +177,58 @@ def test_a_trainer_keeps_its_lease_over_a_restart_when_nobody_takes_it(tmp_path:
         assert store.run_state().current_step == 1
 
 
+def deliver(store: Store, terms) -> list[int]:
+    """As the hub does for a caller of /batch: take, send, acknowledge in its place."""
+    lease = store.take(terms).result()
+    store.ack(lease.step, lease.token).result()
+    return tags(lease)
+
+
 def test_taking_gives_each_batch_once_and_counts_the_step(full, terms):
-    assert [tags(full.take(terms).result()) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [deliver(full, terms) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert full.take(terms).result() is None
     assert full.run_state().current_step == 3
 
 
 def test_taking_after_a_registration_from_zero_gives_new_data(full, terms, trainer):
-    full.take(terms).result()
+    deliver(full, terms)
     full.register_trainer(trainer).result()
-    assert tags(full.take(terms).result()) == [2, 3]
+    assert deliver(full, terms) == [2, 3]
     assert full.run_state().current_step == 1
+
+
+def test_two_who_take_at_once_get_different_batches_and_the_step_counts_both(full, terms):
+    first, second = full.take(terms).result(), full.take(terms).result()
+    assert (tags(first), tags(second)) == ([0, 1], [2, 3])
+    full.ack(second.step, second.token).result()
+    full.ack(first.step, first.token).result()
+    assert full.run_state().current_step == 2
+
+
+def test_a_batch_that_did_not_arrive_is_taken_again_before_any_other(full, terms):
+    lost, arrived = full.take(terms).result(), full.take(terms).result()
+    full.ack(arrived.step, arrived.token).result()
+    full.nack(lost.step, lost.token, reason="", max_deliveries=3, counts=False).result()
+    again = full.take(terms).result()
+    assert (tags(again), again.step, again.deliveries) == ([0, 1], 1, 1)
+    full.ack(again.step, again.token).result()
+    assert full.run_state().current_step == 2
+    assert deliver(full, terms) == [4, 5]
+
+
+def test_a_hub_that_died_while_it_sent_a_batch_sends_it_again(tmp_path: Path, clock, terms, trainer):
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        store.register_trainer(trainer).result()
+        fill(store, 4)
+        assert tags(store.take(terms).result()) == [0, 1]
+    with Store.open(tmp_path / "q.sqlite", clock=clock) as store:
+        assert [deliver(store, terms) for _ in range(2)] == [[0, 1], [2, 3]]
 
 
 def test_taking_delivers_first_what_was_given_back(full, terms):
     batch = full.lease(1, "a", terms).result()
-    assert full.take(terms).result() is None
     full.nack(1, batch.token, reason="", max_deliveries=3).result()
-    assert tags(full.take(terms).result()) == [0, 1]
+    assert deliver(full, terms) == [0, 1]
 
 
 def test_a_group_is_never_in_two_batches(full, terms, clock):
@@ -194,3 +239,41 @@ def test_a_group_is_never_in_two_batches(full, terms, clock):
             clock.now_s += 61
         seen += tags(batch)
     assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_trainer_that_counts_anew_gets_first_what_was_given_back_to_the_one_before(full, terms, trainer):
+    """Atropos' trainers register from 0: the batch of step 3 must not wait until the new one is at its step 3."""
+    assert [deliver(full, terms) for _ in range(2)] == [[0, 1], [2, 3]]
+    lost = full.take(terms).result()
+    full.nack(lost.step, lost.token, reason="", max_deliveries=3, counts=False).result()
+    full.register_trainer(trainer).result()
+    assert deliver(full, terms) == [4, 5]
+    assert full.run_state().current_step == 1
+
+
+def test_a_trainer_that_counts_anew_takes_nothing_from_one_that_holds_a_lease(full, terms, trainer):
+    held = full.lease(1, "a", terms).result()
+    full.register_trainer(trainer).result()
+    assert tags(full.take(terms).result()) == [2, 3]
+    full.ack(1, held.token).result()
+
+
+@pytest.mark.parametrize(("minimum", "num_more"), [(None, 1), (0.5, 1), (1.0, 2)])
+def test_a_full_queue_still_takes_what_a_batch_may_lack(store, trainer, minimum, num_more):
+    """An environment that posts ahead must not lock out the one whose groups complete the batch."""
+    store.register_trainer(trainer).result()
+    for name, share in (("a", None), ("b", minimum)):
+        env = RegisterEnv(max_token_length=9, desired_name=name, weight=1.0, group_size=2, min_batch_allocation=share)
+        store.register_env(env, resume=False, idle_s=lambda _: 0.0, gone_after_s=10.0).result()
+    limits = Limits(groups=3)
+
+    def post(env_id: int | None) -> None:
+        store.append(Post([NewGroup(payload=b"{}", size=2, num_tokens=2, env_id=env_id)]), limits).result()
+
+    for _ in range(3):
+        post(0)
+    for _ in range(num_more):
+        post(1)
+    for env_id in (0, 1, None):
+        with pytest.raises(QueueFull):
+            post(env_id)

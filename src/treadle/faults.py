@@ -1,0 +1,47 @@
+"""Faults on purpose, for tests: `TREADLE_FAULT=store:before_commit:3:kill9` ends the process at the third passage.
+
+The points are named where they stand in the code. Without the variable a passage costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+VARIABLE = "TREADLE_FAULT"
+POINTS = (
+    "store:before_commit",  # the rows are written, nothing is durable
+    "store:after_commit",  # durable, and nobody has been told
+    "store:forming",  # a batch is chosen, its record not yet committed
+    "store:renewing",
+    "store:checkpoint",  # the log is about to be folded into the file
+    "hub:before_reply",  # the answer is made, not sent
+    "hub:stopping",  # told to stop, the queue still open
+)
+
+
+class Injected(Exception):
+    """What the action `raise` raises."""
+
+
+_wanted = os.environ.get(VARIABLE, "")
+_passed = 0
+
+
+def reach(point: str) -> None:
+    """Pass a named point. Actions: kill9, exit, raise, sleep (an hour: until somebody kills the process)."""
+    if not _wanted or not _wanted.startswith(f"{point}:"):
+        return
+    global _passed  # noqa: PLW0603 - one count a process is what the variable speaks of
+    _passed += 1
+    nth, _, action = _wanted.removeprefix(f"{point}:").partition(":")
+    if _passed != int(nth):
+        return
+    if action == "kill9":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "exit":
+        os._exit(1)
+    elif action == "sleep":
+        time.sleep(3600)
+    raise Injected(point)

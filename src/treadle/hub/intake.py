@@ -1,0 +1,94 @@
+"""How posted groups come in: the body is read, a porter checks it, the store keeps it; only then is it answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.requests import Request
+
+from treadle.errors import DiskFull
+from treadle.hub.body import read_body
+from treadle.hub.door import Order
+from treadle.hub.messages import MAX_NAME_CHARS
+from treadle.hub.refusals import Refused, word
+from treadle.hub.routing import Parameter
+from treadle.hub.state import HubState
+from treadle.store import NewGroup, Post, StoreRefusal
+
+Kind = Literal["group", "groups", "binary"]
+IDEMPOTENCY_KEY = Parameter(
+    "Idempotency-Key",
+    "header",
+    "the same key with the same body is stored once; with another body it is refused",
+    {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    num_groups: int
+    duplicate: bool = False
+    num_odd: int = 0  # groups of another size than their environment registered
+    odd_sequences: int = 0  # how much waits in such groups
+
+
+class Intake:
+    def __init__(self, hub: HubState) -> None:
+        self._hub = hub
+
+    async def receive(self, request: Request, kind: Kind, content_type: str) -> Received:
+        try:
+            return await self._receive(request, kind, content_type)
+        except Refused as refused:
+            self._hub.metrics.refuse_post([refused.env_id], refused.reason)
+            raise
+
+    async def _receive(self, request: Request, kind: Kind, content_type: str) -> Received:
+        hub, config = self._hub, self._hub.config
+        key = request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= MAX_NAME_CHARS:
+            raise Refused(422, f"Idempotency-Key must have 1 to {MAX_NAME_CHARS} characters", reason="bad_key")
+        body = await read_body(
+            request,
+            content_type,
+            max_packed=config.max_packed_bytes,
+            max_plain=config.max_body_bytes,
+            timeout_s=config.read_timeout_s,
+        )
+        order = Order(
+            kind=kind,
+            rules=hub.rules(),
+            is_gzip=body.is_gzip,
+            with_hash=key is not None,
+            max_bytes=config.max_body_bytes,
+        )
+        admitted = await hub.porters.admit(body.content, order)
+        env_ids = {group.env_id for group in admitted.groups if group.env_id is not None}
+        for env_id in env_ids:
+            hub.presence.mark(env_id)
+        try:
+            appended = await asyncio.wrap_future(
+                hub.store.append(Post(admitted.groups, key, admitted.body_hash), hub.limits)
+            )
+        except (StoreRefusal, DiskFull) as refusal:
+            hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
+            raise
+        hub.bell.ring()
+        num_odd, odd_sequences = (0, 0) if appended.duplicate else self._odd(admitted.groups)
+        return Received(appended.num_groups, appended.duplicate, num_odd, odd_sequences)
+
+    def _odd(self, groups: Sequence[NewGroup]) -> tuple[int, int]:
+        """Atropos keeps groups of an odd size apart and says so. Ours wait with the others; the words stay the same."""
+        sizes: dict[int | None, int] = {env.env_id: env.group_size for env in self._hub.store.envs()} if groups else {}
+        odd = [group for group in groups if group.env_id is not None and group.size != sizes.get(group.env_id)]
+        if not odd:
+            return 0, 0
+        owner = odd[-1].env_id
+        queued = self._hub.store.queued_sizes()
+        waiting = [
+            size * num for (env_id, size), num in queued.items() if env_id == owner and size != sizes.get(env_id)
+        ]
+        return len(odd), sum(waiting)

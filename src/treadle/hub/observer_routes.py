@@ -1,0 +1,63 @@
+"""For who watches: the metrics, and the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from treadle.hub import events, exposition
+from treadle.hub.answers import RETRY_AFTER_S
+from treadle.hub.events import Newsroom
+from treadle.hub.refusals import Refused
+from treadle.hub.routing import TEXT, Endpoint, Parameter
+from treadle.hub.state import HubState
+
+MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
+MAX_ID_DIGITS = 18
+_EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_ID_DIGITS - 1}
+AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
+LAST_EVENT_ID = Parameter("Last-Event-ID", "header", "the same, as readers send it that come back", _EVENT_ID)
+
+
+class ObserverRoutes:
+    def __init__(self, hub: HubState, newsroom: Newsroom) -> None:
+        self._hub = hub
+        self._newsroom = newsroom
+        self._scraping = asyncio.Lock()
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("GET", "/metrics", self.metrics, "figures in Prometheus' text format", media_type=TEXT),
+            Endpoint(
+                "GET", "/v1/events", self.events, "server-sent events: what happens, as it happens",
+                parameters=(AFTER, LAST_EVENT_ID), media_type=events.CONTENT_TYPE, refusals=(422,),
+            ),
+        ]  # fmt: skip
+
+    async def metrics(self, _: Request) -> Response:
+        hub = self._hub
+        async with self._scraping:  # one after the other: no page is made from older figures than the one before
+            figures = await asyncio.to_thread(hub.store.figures, hub.metrics.after_event)
+            page = hub.metrics.page(figures, hub.presence.idle_s, self._newsroom.num_readers)
+        return Response(page, media_type=exposition.CONTENT_TYPE)
+
+    async def events(self, request: Request) -> Response:
+        last_id = _number(request.headers.get("last-event-id"), "header", "Last-Event-ID")
+        if last_id is None:
+            last_id = _number(request.query_params.get("after"), "query", "after")
+        if self._newsroom.num_readers >= MAX_READERS:
+            detail = f"{MAX_READERS} readers of events are connected: try again later"
+            raise Refused(503, detail, {"Retry-After": RETRY_AFTER_S}, reason="too_many_readers")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._newsroom.stream(last_id), headers=headers, media_type=events.CONTENT_TYPE)
+
+
+def _number(text: str | None, place: str, name: str) -> int | None:
+    if not text:  # a reader that has seen nothing yet may send an empty id
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > MAX_ID_DIGITS:
+        found = {"type": "int_parsing", "loc": [place, name], "msg": "expected the id of an event", "input": text[:100]}
+        raise Refused(422, [found], reason="int_parsing")
+    return int(text)

@@ -1,0 +1,444 @@
+"""HTTP/1.1 for clients that are slow, greedy or broken: uvicorn's httptools protocol with limits around it.
+
+The parser (llhttp) is strict; what it lets pass and we do not is refused here. Time limits are not timers of each
+connection: one sweep looks at all of them twice a second, so that no path through the protocol can forget one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from treadle.log import get_logger
+from treadle.wire.http_limits import HttpLimits, connections_that_fit
+
+FLUSHED = "treadle.flushed"  # in a request's scope: `await scope[FLUSHED]()` after the answer was sent
+READ_AHEAD_BYTES = 2**19  # of a body that the application has not asked for yet
+RETRY_AFTER_S = "2"
+TELL_EVERY_S = 10.0  # a flood of connections must not become a flood of log lines
+FRAMING_FACTOR = 8  # the smallest chunk, "1\r\nx\r\n", is five bytes of framing around one of data
+
+log = get_logger("http")
+
+
+class Refusal(Exception):
+    """A request that never reaches the application. `detail` goes to the client."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(status)
+        self.status = status
+        self.detail = detail
+
+    def answer(self) -> bytes:
+        body = json.dumps({"detail": self.detail}).encode()
+        retry = f"retry-after: {RETRY_AFTER_S}\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
+        head = (
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Arriving(Enum):
+    """What the next byte of a connection would be part of."""
+
+    NOTHING = auto()  # the start of a next request
+    HEAD = auto()
+    BODY = auto()
+
+
+class Connections:
+    """All connections of one server: how many there are, and which of them have overstayed."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.max_open = connections_that_fit(limits.max_connections)
+        self._open: set[LimitedHttp] = set()
+        self._parting: set[LimitedHttp] = set()  # refused or closing ones: they take no room from those that work
+        self._num_refused = 0
+        self._told_at = -TELL_EVERY_S
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """What uvicorn calls for each connection; to it a class."""
+
+        def accept(**arguments: Any) -> LimitedHttp:
+            return LimitedHttp(self, **arguments)
+
+        return cast(type[asyncio.Protocol], accept)
+
+    def admit(self, connection: LimitedHttp) -> bool:
+        if len(self._open) < self.max_open:
+            self._open.add(connection)
+            return True
+        self._num_refused += 1
+        return False
+
+    def part(self, connection: LimitedHttp) -> bool:
+        """Whether this one may linger."""
+        if len(self._parting) >= self.limits.max_parting and connection not in self._parting:
+            return False
+        self._open.discard(connection)
+        self._parting.add(connection)
+        return True
+
+    def forget(self, connection: LimitedHttp) -> None:
+        self._open.discard(connection)
+        self._parting.discard(connection)
+
+    async def watch(self) -> None:
+        """Sweep until cancelled."""
+        while True:
+            await asyncio.sleep(self.limits.sweep_s)
+            self.sweep(asyncio.get_running_loop().time())
+
+    def sweep(self, now: float) -> None:
+        for connection in [*self._open, *self._parting]:
+            try:
+                connection.end_if_overdue(now)
+            except Exception:  # one odd connection must not take the limits off all the others
+                log.error("sweep_failed", exc_info=True)
+                self.forget(connection)
+        if self._num_refused and time.monotonic() - self._told_at >= TELL_EVERY_S:
+            log.warning("connections_refused", refused=self._num_refused, limit=self.max_open)
+            self._num_refused = 0
+            self._told_at = time.monotonic()
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._all = connections
+        self._limits = connections.limits
+        self._now: Callable[[], float] = self.loop.time
+        self._arriving = Arriving.NOTHING
+        self._head_bytes = 0  # of the request that arrives now: what the parser has handed over
+        self._pending_bytes = 0  # and what came since its head began, finished or not
+        self._body_bytes = 0
+        self._framing_bytes = 0
+        self._has_begun_another = False  # a request began within the bytes that are being read
+        self._refusal: Refusal | None = None  # raised inside the parser, which knows only its own errors
+        self._drained = asyncio.Event()  # the system has everything that was written
+        self._drained.set()
+        self._is_lost_unsent = False
+        self._is_turned_away = False  # one too many: answered 503 as soon as it asks for something
+        self._is_deaf = False  # whatever comes is thrown away
+        self.is_parting = False
+        self._ends_after_answers = False
+        self._deadline = 0.0
+        self._heard_at = 0.0
+        self._unsent = 0
+        self._sent_some_at = 0.0
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as long as anything waits to be sent
+        now = self._heard_at = self._now()
+        self._deadline = now + self._limits.read_timeout_s
+        if not self._all.admit(self):
+            self._is_turned_away = True
+            self._deadline = now + self._limits.linger_s
+            if not self._all.part(self):
+                self._turn_away()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost_unsent = not self._drained.is_set()
+        self._drained.set()
+        self._all.forget(self)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_turned_away and not self._is_deaf:
+            self._turn_away()
+        if self._is_deaf or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        self._heard_at = self._now()
+        was_arriving, body_bytes_before = self._arriving, self._body_bytes
+        self._has_begun_another = False
+        try:
+            self.parser.feed_data(data)
+            self._check_unfinished(was_arriving, len(data), body_bytes_before)
+        except httptools.HttpParserUpgrade:
+            self._is_deaf = True  # served as plain HTTP, and closed after the answer; what follows is not HTTP
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or Refusal(400, f"this is not a valid HTTP/1.1 request: {error}"))
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def _check_unfinished(self, was_arriving: Arriving, num_bytes: int, body_bytes_before: int) -> None:
+        """The parser keeps what is not finished; a header or trailer without end would fill the memory."""
+        if self._arriving is not was_arriving or self._has_begun_another:
+            return  # how the bytes divide is not known; the next read tells
+        if self._arriving is Arriving.HEAD:
+            self._pending_bytes += num_bytes
+            self._check_head_size(self._pending_bytes)
+        elif self._arriving is Arriving.BODY:
+            self._framing_bytes += num_bytes - (self._body_bytes - body_bytes_before)
+            if self._framing_bytes > self._limits.max_head_bytes + FRAMING_FACTOR * self._body_bytes:
+                raise Refusal(400, "the body has more chunk framing than data: send larger chunks, without extensions")
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun_another = True
+        self._arriving = Arriving.HEAD
+        self._deadline = self._now() + self._limits.read_timeout_s
+        self._head_bytes = self._pending_bytes = self._body_bytes = self._framing_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + len(": \r\n")
+        self._inside_parser(self._check_header)
+        if self._arriving is Arriving.HEAD:  # trailers are dropped: they come when the headers were checked already
+            super().on_header(name, value.strip())
+
+    def on_headers_complete(self) -> None:
+        self._inside_parser(self._check_head)
+        self._arriving = Arriving.BODY
+        super().on_headers_complete()
+        outlet = _Outlet(self)
+        self.cycle.transport = cast(asyncio.Transport, outlet)
+        cast(dict[str, Any], self.scope)[FLUSHED] = partial(self._flushed, self.cycle, outlet)
+        if self.expect_100_continue or self.parser.should_upgrade():
+            # A client that is refused before it sent its body sends it or does not: nobody can tell where the next
+            # request starts.
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """As uvicorn's, with more room: at its 64 KiB, reading a large body stops and starts again all the time."""
+        self._body_bytes += len(body)
+        if self.parser.should_upgrade() or self.cycle.response_complete:
+            return
+        self.cycle.body += body
+        if len(self.cycle.body) > READ_AHEAD_BYTES:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._arriving = Arriving.NOTHING
+        self._deadline = self._now() + self._limits.idle_s
+
+    def _inside_parser(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Refusal as refusal:
+            self._refusal = refusal
+            raise
+
+    def _check_header(self) -> None:
+        self._check_head_size(self._head_bytes)
+        if len(self.headers) >= self._limits.max_headers:
+            raise Refusal(431, f"the request has more than {self._limits.max_headers} headers")
+
+    def _check_head_size(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_head_bytes:
+            raise Refusal(431, f"the request line and headers are larger than {self._limits.max_head_bytes} bytes")
+
+    def _check_head(self) -> None:
+        """What the parser lets pass and RFC 9112 does not, or what two servers could read in two ways."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise Refusal(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            values.setdefault(name, []).append(value)
+        hosts = values.get(b"host", [])
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise Refusal(400, "send exactly one Host header")
+        encodings = values.get(b"transfer-encoding", [])
+        if encodings and (version == "1.0" or [each.lower() for each in encodings] != [b"chunked"]):
+            raise Refusal(400, "the only Transfer-Encoding is chunked, and it needs HTTP/1.1")
+        has_body = encodings or values.get(b"content-length", [b"0"]) != [b"0"]
+        if has_body and self.parser.should_upgrade():
+            raise Refusal(400, "a request to change the protocol must not have a body")
+        if any(each.lower() != b"100-continue" for each in values.get(b"expect", [])):
+            raise Refusal(417, "the only expectation that is understood is 100-continue")
+        self._check_target(hosts)
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            raise Refusal(400, f"more than {self._limits.max_pipelined} requests were sent ahead")
+
+    def _check_target(self, hosts: list[bytes]) -> None:
+        if b"#" in self.url:
+            raise Refusal(400, "a request's target has no #fragment")
+        if self.url.startswith(b"/"):
+            return
+        try:
+            target = urlsplit(self.url.decode("ascii"))
+            is_same = target.scheme == "http" and target.netloc.lower().encode() == b"".join(hosts).lower()
+        except ValueError:
+            is_same = False
+        if not is_same or not target.path:
+            raise Refusal(400, "a request's target is a path, or a URL with the host of the Host header")
+
+    # Answers
+
+    async def _flushed(self, cycle: Any, outlet: _Outlet) -> bool:
+        """Whether this answer left: True once the system has all of it, False when the client went away before."""
+        if not cycle.response_complete or outlet.was_closed:
+            return False
+        await self._drained.wait()
+        return not self._is_lost_unsent
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        if self._ends_after_answers and not self.pipeline:
+            self.part()
+        if self.is_parting:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        wait_s = self._limits.idle_s if self._arriving is Arriving.NOTHING else self._limits.read_timeout_s
+        self._deadline = self._now() + wait_s
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer in place of the application, and close."""
+        log.debug("refused", status=refusal.status, detail=refusal.detail)
+        self._is_deaf = True
+        is_in_body = self._arriving is Arriving.BODY
+        if self._is_answering() and (self.pipeline or not is_in_body):
+            # Earlier requests of this connection get their answers first; this one gets none.
+            if is_in_body:
+                self.pipeline.popleft()
+            self._ends_after_answers = True
+            return
+        if self._is_answering():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+        if not self.is_parting:
+            self.transport.write(refusal.answer())
+        self.part()
+
+    def _turn_away(self) -> None:
+        self._is_deaf = True
+        self.transport.write(Refusal(503, "too many connections are open: try again later").answer())
+        self.part()
+
+    def part(self) -> None:
+        """Close in a way that lets the client read what was written, even when it is still sending."""
+        if self.is_parting or self.transport.is_closing():
+            return
+        self.is_parting = True
+        self._unset_keepalive_if_required()
+        self._deadline = self._now() + self._limits.linger_s
+        may_be_sending = self._is_deaf or self._arriving is not Arriving.NOTHING
+        if not (may_be_sending and self._all.part(self)):
+            self.transport.close()
+            return
+        self._is_deaf = True
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # Time
+
+    def end_if_overdue(self, now: float) -> None:
+        if self._is_stuck(now):
+            self.transport.abort()
+        elif self._unsent or self.transport.is_closing():
+            self._deadline = max(self._deadline, now + self._limits.linger_s)
+        elif self._is_answering() and not self.is_parting:
+            self._end_if_body_stopped(now)
+        elif now >= self._deadline:
+            self._time_out()
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether the client has taken nothing of what waits for it. `close()` alone would wait for it for ever."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._unsent or self._unsent == 0:
+            self._sent_some_at = now
+        self._unsent = unsent
+        return now - self._sent_some_at >= self._limits.write_timeout_s
+
+    def _end_if_body_stopped(self, now: float) -> None:
+        """The application has its own, shorter limit for the whole body, if any; this is for those that have none."""
+        is_waiting = self._arriving is Arriving.BODY and not self.flow.read_paused and not self._is_deaf
+        if is_waiting and not self.cycle.waiting_for_100_continue:
+            grace_s = 2 * self._limits.sweep_s  # the application's own answer comes first
+            if now - self._heard_at >= self._limits.read_timeout_s + grace_s:
+                self._refuse(Refusal(408, "the body stopped arriving"))
+
+    def _time_out(self) -> None:
+        if self._is_turned_away and not self.is_parting:
+            self._turn_away()
+        elif self.is_parting or self._arriving is Arriving.BODY:
+            self.transport.abort()
+        elif self._arriving is Arriving.HEAD:
+            self._refuse(Refusal(408, f"the headers did not arrive within {self._limits.read_timeout_s:g} s"))
+        else:
+            self.transport.close()
+
+
+class _Outlet:
+    """The transport as one answer sees it. Head and body leave together, and closing leaves time to read them."""
+
+    def __init__(self, connection: LimitedHttp) -> None:
+        self._connection = connection
+        self._head: bytes | None = None  # waits for the body, but no longer than until the event loop's next turn
+        self._is_started = False
+        self.was_closed = False  # before everything was written
+
+    def write(self, data: bytes) -> None:
+        if self.is_closing():
+            self.was_closed = True
+            return
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._connection.transport.writelines((head, data))
+        elif self._is_started or data.startswith(b"HTTP/1.1 100 "):
+            self._connection.transport.write(data)
+        else:
+            self._is_started = True
+            self._head = data
+            self._connection.loop.call_soon(self._send_head)
+
+    def is_closing(self) -> bool:
+        return self._connection.is_parting or self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._send_head()
+        self._connection.part()
+
+    def _send_head(self) -> None:
+        if self._head is not None:
+            self.write(b"")

@@ -1,0 +1,229 @@
+"""Large and hostile bodies: they are refused by their kind, cost little memory, and hold up nobody else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes
+from tests.contract.running_hub import RunningHub
+
+MIB = 2**20
+PACKED = JSON | {"Content-Encoding": "gzip"}
+ROOM = 100 * MIB
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with RunningHub(tmp_path_factory.mktemp("big")) as running:
+        with httpx.Client(base_url=running.url) as client:  # code that is loaded once must not count later
+            assert client.post("/register", json=TRAINER | {"max_token_len": 0}).status_code == 200
+            for _ in range(3):
+                client.post("/scored_data", content=gzip.compress(json.dumps(group()).encode()), headers=PACKED)
+        yield running
+
+
+@pytest.fixture
+def client(hub: RunningHub) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=hub.url, timeout=60.0) as opened:
+        yield opened
+
+
+def processes(hub: RunningHub) -> list[int]:
+    """The hub and its porters."""
+    assert hub.process is not None
+    pid = hub.process.pid
+    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(int(child) for each in children for child in each)]
+
+
+def memory(pid: int, name: str = "VmRSS") -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(name)))
+
+
+@cache
+def sized(num_bytes: int) -> bytes:
+    """One group of exactly this many bytes, most of them tokens."""
+    num_tokens = num_bytes // 14
+    row = b"[" + b",".join([b"12345"] * num_tokens) + b"]"
+    body = b'{"tokens":[%s],"masks":[%s],"scores":[1.0],"images":"?"}' % (row, row)
+    return body.replace(b"?", b"x" * (num_bytes - len(body) + 1))
+
+
+class TestSizes:
+    @pytest.mark.parametrize("mib", [1, 8, 63])
+    @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+    def test_up_to_the_limit_a_body_is_taken(self, client: httpx.Client, mib: int, packed: bool):
+        body = sized(mib * MIB)
+        assert len(body) == mib * MIB
+        content, headers = (gzip.compress(body, 1), PACKED) if packed else (body, JSON)
+        answer = client.post("/scored_data", content=content, headers=headers)
+        assert (answer.status_code, answer.text) == (200, '{"status":"received"}')
+        client.get("/reset_data")
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+    def test_over_the_limit_a_body_is_413(self, client: httpx.Client, packed: bool):
+        body = sized(64 * MIB + 1)
+        content, headers = (gzip.compress(body, 1), PACKED) if packed else (body, JSON)
+        answer = client.post("/scored_data", content=content, headers=headers)
+        assert (answer.status_code, answer.json()) == (413, {"detail": "the body is larger than 64 MiB"})
+
+    def test_the_next_request_of_a_connection_is_read_right_after_a_refused_one(self, hub: RunningHub):
+        """The end of the large body, the next head and the beginning of the next body arrive in one read."""
+        large, small = b" " * (2 * MIB), b'{"env_id":0}'
+        kind = "Content-Type: application/json"
+        refused = request_bytes("POST", "/register", large, kind)
+        served = request_bytes("POST", "/disconnect-env", small, kind)
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as line:
+            for piece in (refused[:-10], refused[-10:] + served[:-5], served[-5:]):
+                line.sendall(piece)
+                time.sleep(0.2)
+            answers = line.recv(2**16)
+        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"413", b"200"]
+
+    def test_the_limit_of_compressed_bytes_is_its_own(self, hub: RunningHub):
+        lines = ("Content-Type: application/json", "Content-Encoding: gzip", f"Content-Length: {16 * MIB + 1}")
+        answer = raw_exchange(hub.port, request_bytes("POST", "/scored_data", b"", *lines))
+        assert (answer.status, answer.body) == (413, b'{"detail":"the body is larger than 16 MiB"}')
+
+    @pytest.mark.parametrize("announced", [64 * MIB + 1, 2**31, 10**18])
+    def test_an_announced_size_is_refused_before_a_byte_is_read(self, hub: RunningHub, announced: int):
+        lines = ("Content-Type: application/json", f"Content-Length: {announced}")
+        assert raw_exchange(hub.port, request_bytes("POST", "/scored_data", b"", *lines)).status == 413
+
+    def test_an_unannounced_size_is_refused_when_it_is_reached(self, hub: RunningHub):
+        head = request_bytes("POST", "/register", b"", "Content-Type: application/json", "Transfer-Encoding: chunked")
+        assert raw_exchange(hub.port, head + chunked(b" " * (2 * MIB), 2**16)).status == 413
+
+
+def bomb() -> bytes:
+    return gzip.compress(bytes(64 * MIB + MIB), 9)
+
+
+def deep() -> bytes:
+    return b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"images":' + b"[" * 10**6 + b"]" * 10**6 + b"}"
+
+
+def deep_objects() -> bytes:
+    return b'{"unknown":' + b'{"a":' * 10**6 + b"1" + b"}" * 10**6 + b"}"
+
+
+def long_list() -> bytes:
+    return b'{"tokens":[[' + b"1," * 10**7 + b'1]],"masks":[[1]],"scores":[1]}'
+
+
+def long_string_id() -> bytes:
+    return b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"env_id":"' + b"7" * 10**7 + b'"}'
+
+
+def empty_lists() -> bytes:
+    return b'{"tokens":[' + b"[]," * (20 * 10**6) + b'[]],"masks":[],"scores":[]}'
+
+
+def tiny_groups() -> bytes:
+    return b"[" + b'{"tokens":[[1]],"masks":[[1]],"scores":[1]},' * 10**6 + b"1]"
+
+
+HOSTILE: list[tuple[str, Callable[[], bytes], str, dict[str, str], int]] = [
+    ("a bomb of 1:1000", bomb, "/scored_data", PACKED, 413),
+    ("10^6 levels of lists", deep, "/scored_data", JSON, 422),
+    ("10^6 levels of objects", deep_objects, "/scored_data", JSON, 422),
+    ("10^6 levels, bare", lambda: b"[" * 10**6, "/scored_data_list", JSON, 422),
+    ("a list of 10^7 numbers", long_list, "/scored_data", JSON, 422),
+    ("10^7 numbers for groups", lambda: b"[" + b"1," * 10**7 + b"1]", "/scored_data_list", JSON, 422),
+    ("10^7 empty groups", lambda: b"[" + b"{}," * 10**7 + b"{}]", "/scored_data_list", JSON, 422),
+    ("2 * 10^7 empty lists", empty_lists, "/scored_data", JSON, 422),
+    ("10^6 tiny groups", tiny_groups, "/scored_data_list", JSON, 422),
+    ("an id of 10 MB", long_string_id, "/scored_data", JSON, 422),
+    ("a number of 10 MB", lambda: b'{"scores":[1' + b"0" * 10**7 + b"]}", "/scored_data", JSON, 422),
+    ("10 MB of a message", lambda: b'{"env_id":"' + b"7" * 10**7 + b'"}', "/disconnect-env", JSON, 413),
+    ("a million gzip members", lambda: gzip.compress(b"") * (700_000), "/scored_data", PACKED, 400),
+    ("garbage behind gzip", lambda: gzip.compress(sized(MIB)) + bytes(MIB), "/scored_data", PACKED, 400),
+    ("half of a gzip", lambda: gzip.compress(sized(8 * MIB), 1)[:-9], "/scored_data", PACKED, 400),
+    ("noise as gzip", lambda: b"\x1f\x8b\x08\x00" + bytes(range(256)) * 1000, "/scored_data", PACKED, 400),
+]
+
+
+class TestHostile:
+    @pytest.mark.parametrize(
+        ("make", "path", "headers", "status"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE]
+    )
+    def test_it_is_refused_by_its_kind_quickly_and_the_memory_comes_back(
+        self, hub: RunningHub, client: httpx.Client, make: Callable[[], bytes], path: str, headers: dict[str, str],
+        status: int,
+    ):  # fmt: skip
+        body = make()
+        before = {pid: memory(pid) for pid in processes(hub)}
+        began = time.monotonic()
+        answer = client.post(path, content=body, headers=headers)
+        seconds = time.monotonic() - began
+        assert answer.status_code == status, answer.text
+        assert "detail" in answer.json()
+        assert len(answer.content) < 2000
+        grown = {pid: memory(pid) - before[pid] for pid in before}
+        print(
+            f"{len(body) / MIB:.1f} MiB, {seconds:.2f} s, kept {[f'{more / MIB:+.0f}' for more in grown.values()]} MiB"
+        )
+        assert processes(hub) == list(before)  # no porter died of it
+        assert max(grown.values()) < ROOM
+        assert seconds < 10
+
+    def test_members_of_gzip_are_one_body(self, client: httpx.Client):
+        body = sized(MIB)
+        pieces = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
+        packed = b"".join(map(gzip.compress, pieces))
+        assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
+
+
+def test_others_are_answered_while_60_megabytes_are_posted(hub: RunningHub, client: httpx.Client):
+    """Original: 3.1 s in which nobody else is answered (S9). Three tries: the machine may be busy, the hub may not."""
+    p99_s = []
+    while len(p99_s) < 3 and min(p99_s, default=1.0) >= 0.1:
+        seconds = sorted(_status_times_during(hub, client, sized(60 * 10**6)))
+        p99_s.append(statistics.quantiles(seconds, n=100)[98])
+        worst = [round(each * 1000) for each in seconds[-5:]]
+        print(f"{len(seconds)} calls of /status, p99 {p99_s[-1] * 1000:.0f} ms, worst {worst} ms")
+    assert min(p99_s) < 0.1
+
+
+def _status_times_during(hub: RunningHub, client: httpx.Client, body: bytes) -> list[float]:
+    answers: list[int] = []
+
+    def post() -> None:
+        with httpx.Client(base_url=hub.url, timeout=60.0) as poster:
+            answers.append(poster.post("/scored_data", content=body, headers=JSON).status_code)
+
+    client.get("/status")
+    posting = threading.Thread(target=post)
+    posting.start()
+    seconds = []
+    while posting.is_alive():
+        began = time.monotonic()
+        assert client.get("/status").status_code == 200
+        seconds.append(time.monotonic() - began)
+        time.sleep(0.005)
+    client.get("/reset_data")
+    assert answers == [200]
+    return seconds
+
+
+def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: RunningHub, client: httpx.Client):
+    body = sized(32 * MIB).replace(b'"scores":[1.0]', b'"scores":[]   ')
+    assert client.post("/scored_data", content=body, headers=JSON).status_code == 422
+    before = sum(memory(pid) for pid in processes(hub))
+    for _ in range(4):
+        assert client.post("/scored_data", content=body, headers=JSON).status_code == 422
+    after = sum(memory(pid) for pid in processes(hub))
+    print(f"kept {(after - before) / MIB:+.0f} MiB; peaks {[memory(p, 'VmHWM') // MIB for p in processes(hub)]} MiB")
+    assert after - before < ROOM

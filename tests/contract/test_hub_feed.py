@@ -1,0 +1,154 @@
+"""The trainer's feed against a real hub: leases that live as long as the trainer does, and no longer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.processes import free_port, running, wait_until_healthy
+from treadle.errors import HubError
+from treadle.train.feed import HubFeed
+from treadle.wire.hub import RegisterTrainer
+
+
+def registration(**changes: Any) -> RegisterTrainer:
+    fields = {
+        "wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 128, "checkpoint_dir": "",
+        "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10, "vocab_size": 1000,
+    }  # fmt: skip
+    return RegisterTrainer(**{**fields, **changes})
+
+
+@contextmanager
+def hub(folder: Path, *flags: str) -> Iterator[httpx.Client]:
+    port = free_port()
+    log = folder / "hub.log"
+    with running("hub", "--port", str(port), "--database", str(folder / "q.sqlite"), *flags, log=log) as process:
+        wait_until_healthy(f"http://127.0.0.1:{port}/healthz", process, log)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            yield client
+
+
+def feed_of(client: httpx.Client) -> HubFeed:
+    return HubFeed(str(client.base_url), lambda: None)
+
+
+def post(client: httpx.Client, *tags: int) -> None:
+    for tag in tags:
+        group = {
+            "tokens": [[tag, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0],
+            "inference_logprobs": [[1.0, -0.5]] * 2,
+        }  # fmt: skip
+        assert client.post("/scored_data", json=group).status_code == 200
+
+
+def tags(batch: Any) -> list[int]:
+    return [group.tokens[0][0] for group in batch.groups]
+
+
+def test_a_lease_is_renewed_for_as_long_as_the_step_takes(tmp_path):
+    with hub(tmp_path, "--lease-s", "1") as client:
+        feed = feed_of(client)
+        feed.register(registration())
+        post(client, 1, 2)
+        batch = feed.lease(1)
+        time.sleep(2.5)
+        taken = client.post("/v1/lease", json={"step": 1, "holder": "another"})
+        assert taken.status_code == 409
+        feed.ack(batch)
+        assert client.get("/status").json()["current_step"] == 1
+
+
+def test_a_trainer_that_fails_gives_its_batch_back_and_only_that_one_counts(tmp_path):
+    with hub(tmp_path) as client:
+        feed = feed_of(client)
+        feed.register(registration())
+        post(client, 1, 2, 3, 4)
+        for delivery in range(1, 6):
+            feed.lease_ahead(2)
+            first, ahead = feed.lease(1), feed.lease(2)
+            assert (tags(first), tags(ahead)) == ([1, 2], [3, 4]), f"delivery {delivery}"
+            feed.give_back(f"RuntimeError: attempt {delivery}", counts=True)
+            feed = feed_of(client)
+            feed.register(registration())
+        dead = client.get("/v1/dead-letters").json()["dead_letters"]
+        assert {(group["step"], group["reason"]) for group in dead} == {(1, "RuntimeError: attempt 5")}
+        assert len(dead) == 2
+        post(client, 5, 6)
+        assert tags(feed.lease(1)) == [5, 6]  # training goes on
+        assert tags(feed.lease(2)) == [3, 4]
+
+
+def test_a_trainer_that_is_merely_stopped_holds_nothing_against_its_batch(tmp_path):
+    with hub(tmp_path) as client:
+        for _ in range(7):
+            feed = feed_of(client)
+            feed.register(registration())
+            post(client, 1, 2) if client.get("/v1/status").json()["accepted_groups"] == 0 else None
+            assert tags(feed.lease(1)) == [1, 2]
+            feed.give_back("the trainer was stopped", counts=False)
+        assert client.get("/v1/status").json()["dead_groups"] == 0
+
+
+def test_a_trainer_whose_batch_was_given_away_is_told_so(tmp_path):
+    with hub(tmp_path) as client:
+        first, second = feed_of(client), feed_of(client)
+        first.register(registration())
+        post(client, 1, 2)
+        batch = first.lease(1)
+        second.register(registration())
+        again = second.lease(1)
+        assert tags(again) == tags(batch)
+        with pytest.raises(HubError, match="one trainer at a time"):
+            first.ack(batch)
+        second.ack(again)
+
+
+def test_stale_groups_are_dropped_and_counted(tmp_path):
+    with hub(tmp_path, "--max-age", "1") as client:
+        feed = feed_of(client)
+        feed.register(registration(starting_step=5))
+        for version in (2, 3, 4, 5):
+            group = {
+                "tokens": [[version, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "policy_version": version,
+            }  # fmt: skip
+            assert client.post("/scored_data", json=group).status_code == 200
+        assert tags(feed.lease(6)) == [4, 5]  # the trainer is at version 5
+        status = client.get("/v1/status").json()
+        assert (status["dropped_groups"], status["leased_groups"]) == (2, 2)
+
+
+def test_stale_groups_can_be_weighed_down_instead(tmp_path):
+    with hub(tmp_path, "--max-age", "1", "--stale", "downweight") as client:
+        feed = feed_of(client)
+        feed.register(registration(starting_step=5))
+        for version in (2, 5):
+            group = {
+                "tokens": [[version, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "policy_version": version,
+            }  # fmt: skip
+            assert client.post("/scored_data", json=group).status_code == 200
+        batch = feed.lease(6)
+        assert [group.weight for group in batch.groups] == [pytest.approx(1 / 3), 1.0]
+        again = client.post("/v1/lease", content=json.dumps({"step": 6, "holder": "trainer"}), headers=JSON).json()
+        assert [group["weight"] for group in again["batch"]["groups"]] == [pytest.approx(1 / 3), 1.0]
+
+
+def test_a_run_can_begin_afresh_and_the_old_queue_is_kept(tmp_path):
+    with hub(tmp_path) as client:
+        post(client, 1, 2)
+    with hub(tmp_path, "--fresh", "true") as client:
+        assert client.get("/v1/status").json()["accepted_groups"] == 0
+    (old,) = tmp_path.glob("q.sqlite.2*")
+    old.rename(tmp_path / "q.sqlite")
+    with hub(tmp_path) as client:
+        assert client.get("/v1/status").json()["queued_groups"] == 2
+
+
+JSON = {"Content-Type": "application/json"}

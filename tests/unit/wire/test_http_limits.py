@@ -1,0 +1,516 @@
+"""The limits of our HTTP servers, over real sockets, against a small server whose limits are short."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+SERVER = """
+import asyncio, json, os, resource, sys
+from treadle.log import set_up_logging
+from treadle.wire.http_limits import HttpLimits
+from treadle.wire.serving import serve_until_stopped, take_port
+
+gone = 0
+
+async def app(scope, receive, send):
+    global gone
+    if scope["type"] != "http":
+        return
+    path, status, body = scope["path"], 200, b"hello"
+    if path == "/gone":
+        body = b"%d" % gone
+    elif path.startswith("/file-limit/"):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(path.split("/")[2]), hard))
+    elif path == "/big":
+        body = b"x" * (32 << 20)
+    elif path == "/wait":
+        await asyncio.sleep(0.5)
+    elif path == "/too-large":
+        status = 413
+    elif path == "/echo":
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                gone += 1
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = json.dumps([len(body), [name.decode() for name, _ in scope["headers"]], scope["client"][0]]).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+    if path == "/stream":
+        await asyncio.sleep(0.5)
+    await send({"type": "http.response.body", "body": body})
+
+set_up_logging()
+listener = take_port("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+serve_until_stopped(app, listener, lambda: None, HttpLimits(**json.loads(sys.argv[1])))
+"""
+
+SHORT = {
+    "max_connections": 20, "read_timeout_s": 0.4, "idle_s": 0.8, "write_timeout_s": 0.5,
+    "linger_s": 0.3, "max_parting": 4, "sweep_s": 0.05,
+}  # fmt: skip
+HOST = b"Host: 127.0.0.1\r\n"
+
+
+class SmallServer:
+    def __init__(self, setup="", **limits) -> None:
+        command = [sys.executable, "-c", setup + SERVER, json.dumps(SHORT | limits)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.port = int(self.process.stdout.readline())
+        self.errors = ""
+        with self.connect() as client:
+            client.sendall(get())
+            assert read_answer(client)[1] == b"hello"
+            self.files_of_its_own = self.num_files() - 1
+
+    def connect(self, timeout=5.0) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout)
+
+    def talk(self, raw: bytes, timeout=5.0) -> bytes:
+        """Everything that comes back until the server closes."""
+        with self.connect(timeout) as client:
+            client.sendall(raw)
+            return read_to_end(client)
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        answer = self.talk(f"GET {path} HTTP/1.1\r\n".encode() + HOST + b"Connection: close\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body
+
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def has_closed_all(self, within_s=8.0) -> bool:
+        """Whether every connection's file goes back."""
+        end = time.monotonic() + within_s
+        while (found := self.num_files()) > self.files_of_its_own and time.monotonic() < end:
+            time.sleep(0.02)
+        return found <= self.files_of_its_own
+
+    def stop(self) -> tuple[int, float]:
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        _, self.errors = self.process.communicate(timeout=10)
+        return self.process.returncode, time.monotonic() - began
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    received = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while data := client.recv(1 << 20):
+            received += data
+    return bytes(received)
+
+
+def read_answer(client: socket.socket) -> tuple[bytes, bytes]:
+    """Head and body of one answer on a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        data = client.recv(65536)
+        assert data, received
+        received += data
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length:")[1].split()[0])
+    while len(body) < length:
+        body += client.recv(65536)
+    return head, body
+
+
+def seconds_until_closed(client: socket.socket) -> tuple[bytes, float]:
+    began = time.monotonic()
+    return read_to_end(client), time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SmallServer]:
+    started = SmallServer()
+    yield started
+    code, _ = started.stop()
+    assert code == 0, started.errors
+    assert "Traceback" not in started.errors, started.errors
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., SmallServer]]:
+    """A server of the test's own; ended with it, however it ends."""
+    started: list[SmallServer] = []
+
+    def start_one(setup="", **limits) -> SmallServer:
+        started.append(SmallServer(setup, **limits))
+        return started[-1]
+
+    yield start_one
+    for each in started:
+        each.process.kill()
+        each.process.communicate()
+
+
+def get(path: str = "/hello", *headers: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    fields = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(fields).encode() + body
+
+
+def chunked(path: str, body: bytes, *headers: str) -> bytes:
+    fields = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Transfer-Encoding: chunked", *headers, "", ""]
+    return "\r\n".join(fields).encode() + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def detail(answer: bytes) -> str:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
+
+
+# Ordinary use
+
+
+def test_small_answers_on_a_kept_connection_come_at_once(server):
+    with server.connect() as client:
+        seconds = []
+        for _ in range(50):
+            began = time.perf_counter()
+            client.sendall(get())
+            _, body = read_answer(client)
+            seconds.append(time.perf_counter() - began)
+        assert body == b"hello"
+    assert sorted(seconds)[25] < 0.02  # Nagle and delayed acknowledgements make it 0.04
+
+
+def test_the_answer_tells_nothing_about_the_server(server):
+    head = server.talk(get("/hello", "Connection: close")).partition(b"\r\n\r\n")[0].lower()
+    assert b"server:" not in head
+    assert b"date:" not in head
+
+
+def test_a_header_cannot_say_where_a_client_is(server):
+    answer = server.talk(post("/echo", b"", "X-Forwarded-For: 10.0.0.1", "Connection: close"))
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])[2] == "127.0.0.1"
+
+
+def test_requests_sent_ahead_are_answered_in_order(server):
+    answer = server.talk(post("/echo", b"abc") + get("/wait") + post("/echo", b"", "Connection: close"))
+    assert answer.count(b"HTTP/1.1 200") == 3
+    assert answer.index(b"[3, ") < answer.index(b"hello") < answer.index(b"[0, ")
+
+
+def test_too_many_requests_sent_ahead_end_the_connection_after_some(server):
+    answer = server.talk(get("/wait") + get() * 200)
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200") == answer.count(b"hello") == 33
+
+
+def test_a_bad_request_behind_a_good_one_does_not_spoil_its_answer(server):
+    for bad in (b"rubbish\r\n\r\n", chunked("/echo", b"zz\r\n")):
+        answer = server.talk(get("/wait") + bad)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.endswith(b"hello")
+
+
+def test_expect_100_continue(server):
+    with server.connect() as client:
+        request = post("/echo", b"abc", "Expect: 100-continue")
+        client.sendall(request[:-3])
+        assert client.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(b"abc")
+        assert b"[3, " in read_to_end(client)
+    assert status(server.talk(post("/echo", b"abc", "Expect: the-unexpected"))) == 417
+
+
+def test_a_refusal_before_the_body_was_asked_for_ends_the_connection(server):
+    """Or else the next request of a client that never sends it would be taken for its body."""
+    with server.connect() as client:
+        client.sendall(post("/too-large", b"abc", "Expect: 100-continue")[:-3])
+        answer = read_to_end(client)
+    assert status(answer) == 413
+    assert b"connection: close" in answer
+
+
+def test_upgrades_are_not_followed_and_end_the_connection(server):
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
+    answer = server.talk(get("/hello", *upgrade) + get("/other"))
+    assert status(answer) == 200
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer
+    assert status(server.talk(post("/echo", get("/other"), "Connection: Upgrade", "Upgrade: h2c"))) == 400
+
+
+# Heads
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1400, 7])
+def test_a_head_of_16_kib_is_the_largest(server, piece):
+    def send(num_bytes: int) -> bytes:
+        request = get("/hello", "Connection: close", "X-Long: " + "x" * num_bytes)
+        with server.connect() as client:
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(request), piece):
+                    client.sendall(request[start : start + piece])
+            return read_to_end(client)
+
+    assert status(send(16_000)) == 200
+    refused = send(17_000)
+    assert status(refused) == 431
+    assert "16384 bytes" in detail(refused)
+    assert status(send(70_000)) == 431
+
+
+def test_a_hundred_headers_are_the_most(server):
+    assert status(server.talk(get("/hello", "Connection: close", *["X: y"] * 98))) == 200
+    assert status(server.talk(get("/hello", "Connection: close", *["X: y"] * 99))) == 431
+    with server.connect() as client:  # a head of exactly so many that is not finished yet
+        client.sendall(get("/hello", "Connection: close", *["X: y"] * 98)[:-2])
+        time.sleep(0.05)
+        client.sendall(b"\r\n")
+        assert status(read_to_end(client)) == 200
+
+
+def test_trailers_do_not_become_headers_and_have_an_end(server):
+    answer = server.talk(chunked("/echo", b"1\r\na\r\n0\r\nX-Late: 1\r\nHost: evil\r\n\r\n", "Connection: close"))
+    length, names, _ = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert (length, names) == (1, ["host", "transfer-encoding", "connection"])
+    with server.connect() as client:
+        client.sendall(chunked("/echo", b"1\r\na\r\n0\r\nX-Late: "))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(60):
+                client.sendall(b"x" * 1000)
+                time.sleep(0.002)
+        answer = read_to_end(client)
+    assert status(answer) == 400
+    assert "framing" in detail(answer)
+
+
+def test_the_smallest_chunks_are_accepted(server):
+    answer = server.talk(chunked("/echo", b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n", "Connection: close"))
+    assert b"[20000, " in answer
+
+
+# Time
+
+
+def test_headers_that_trickle_are_ended_with_408(server):
+    began = time.monotonic()
+    with server.connect() as client:
+        client.settimeout(0.1)
+        answer = b""
+        for byte in get("/hello", "X-Long: " + "x" * 100):
+            client.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(1000)
+                break
+    assert 0.3 < time.monotonic() - began < 2.0
+    assert status(answer) == 408
+
+
+@pytest.mark.parametrize("drip", [b"", b"\r\n"])
+def test_a_connection_that_never_asks_for_anything_is_closed(server, drip):
+    with server.connect() as client:
+        client.settimeout(0.1)
+        began = time.monotonic()
+        while time.monotonic() - began < 3.0:
+            try:
+                client.sendall(drip)
+                assert client.recv(100) == b""
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+    assert 0.3 < time.monotonic() - began < 2.0
+
+
+def test_a_kept_connection_may_be_idle_for_a_while(server):
+    with server.connect() as client:
+        client.sendall(get())
+        read_answer(client)
+        time.sleep(0.55)  # longer than a request may take to arrive
+        client.sendall(get())
+        assert read_answer(client)[1] == b"hello"
+        rest, seconds = seconds_until_closed(client)
+    assert rest == b""
+    assert 0.6 < seconds < 2.5
+
+
+def test_a_head_does_not_wait_for_a_body_that_comes_late(server):
+    with server.connect() as client:
+        began = time.monotonic()
+        client.sendall(get("/stream"))
+        assert client.recv(1000).endswith(b"\r\n\r\n")
+        assert time.monotonic() - began < 0.4
+        assert client.recv(1000) == b"hello"
+        assert time.monotonic() - began > 0.45
+
+
+def test_an_answer_may_take_longer_than_any_limit_on_the_client(server):
+    assert server.talk(get("/wait", "Connection: close")).endswith(b"hello")
+
+
+def test_a_body_that_stops_is_answered_408_and_the_application_told(server):
+    before = int(server.get("/gone")[1])
+    with server.connect() as client:
+        client.sendall(post("/echo", b"x" * 100)[:-50])
+        answer, seconds = seconds_until_closed(client)
+    assert status(answer) == 408
+    assert 0.35 < seconds < 2.5
+    assert int(server.get("/gone")[1]) == before + 1
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_who_sends_a_large_body_still_reads_the_refusal(server, connection):
+    """A plain close would reset the connection, and the client would see that instead of the 413."""
+    with server.connect() as client:
+        client.sendall(post("/too-large", b"x" * (8 << 20), f"Connection: {connection}"))
+        assert b" 413 " in read_answer(client)[0]
+        if connection == "keep-alive":
+            client.sendall(get())
+            assert read_answer(client)[1] == b"hello"
+
+
+def test_a_refused_body_that_never_ends_is_closed(server):
+    assert server.has_closed_all()
+    with server.connect() as client:
+        client.sendall(post("/too-large", b"x" * 100)[:-50])
+        assert b" 413 " in read_answer(client)[0]
+        client.sendall(b"x")
+        _, seconds = seconds_until_closed(client)
+    assert seconds < 2.0
+    assert server.has_closed_all()
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_client_that_never_reads_is_cut_off(server, connection):
+    assert server.has_closed_all()
+    with server.connect() as client:
+        client.sendall(get("/big", f"Connection: {connection}"))
+        time.sleep(0.05)
+        assert server.num_files() == server.files_of_its_own + 1
+        assert server.has_closed_all()
+        received = read_to_end(client)
+    assert len(received) < 32 << 20
+
+
+def test_a_client_that_reads_slowly_gets_everything(server):
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        client.settimeout(5.0)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(get("/big", "Connection: close"))
+        received, began = 0, time.monotonic()
+        while data := client.recv(1 << 20):
+            received += len(data)
+            time.sleep(0.03)
+        assert time.monotonic() - began > 0.6  # longer than a client may take nothing
+    assert received > 32 << 20
+
+
+# Numbers
+
+
+def test_one_connection_too_many_is_answered_503(server):
+    assert server.has_closed_all()
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(server.connect()) for _ in range(20)]
+        for client in held:
+            client.sendall(get())
+            read_answer(client)
+        with server.connect() as one_more:
+            time.sleep(0.05)
+            one_more.sendall(post("/echo", b"x" * 100_000))
+            answer = read_to_end(one_more)
+        assert status(answer) == 503
+        assert b"retry-after: 2\r\n" in answer
+        assert "too many connections" in detail(answer)
+        with server.connect() as silent:
+            assert status(read_to_end(silent)) == 503
+        held[0].sendall(get())  # those who are in are served
+        assert read_answer(held[0])[1] == b"hello"
+        flood = [stack.enter_context(server.connect()) for _ in range(200)]
+        assert all(status(read_to_end(client) or b"- 503 ") == 503 for client in flood)
+        held[1].sendall(get())
+        assert read_answer(held[1])[1] == b"hello"
+    assert server.has_closed_all()
+
+
+def test_the_process_outlives_its_open_files(start):
+    """The limit is lowered under the server's feet: accept() fails, nothing crashes or spins, and it recovers."""
+    server = start(max_connections=500, read_timeout_s=5.0)
+    server.get(f"/file-limit/{server.files_of_its_own + 10}")
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                stack.enter_context(server.connect(0.2))
+        used = _cpu_seconds(server.process.pid)
+        time.sleep(0.5)
+        assert _cpu_seconds(server.process.pid) - used < 0.25
+        assert server.process.poll() is None
+    assert server.has_closed_all()
+    assert server.get("/hello") == (200, b"hello")
+    assert server.stop()[0] == 0
+    assert "Traceback" not in server.errors
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_connections_that_do_not_fit_the_limit_on_open_files_are_refused_not_failed(start):
+    few_files = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    server = start(few_files, max_connections=1000, read_timeout_s=5.0)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.connect()) for _ in range(400)]
+        served = refused = 0
+        for client in clients:
+            client.sendall(get())
+        for client in clients:
+            head = read_answer(client)[0]
+            served, refused = served + (b" 200 " in head), refused + (b" 503 " in head)
+    assert served + refused == 400
+    assert 80 <= served <= 128
+    assert server.stop()[0] == 0
+    assert "ulimit -n" in server.errors
+    assert "connections_refused" in server.errors
+
+
+# The end
+
+
+def test_sigterm_answers_what_is_being_worked_on_and_does_not_wait_for_the_others(start):
+    server = start(write_timeout_s=60.0, read_timeout_s=60.0, idle_s=60.0)
+    with server.connect() as working, server.connect() as idle, server.connect() as slow, server.connect() as deaf:
+        deaf.sendall(get("/big"))
+        slow.sendall(b"GET / HT")
+        idle.sendall(get())
+        read_answer(idle)
+        working.sendall(get("/wait"))
+        time.sleep(0.2)
+        code, seconds = server.stop()
+        assert read_answer(working)[1] == b"hello"
+        assert read_to_end(idle) == b""
+    assert code == 0
+    assert seconds < 2.0
+
+
+def test_ctrl_c_ends_it_too(start):
+    server = start()
+    server.process.send_signal(signal.SIGINT)
+    _, errors = server.process.communicate(timeout=10)
+    assert (server.process.returncode, errors) == (0, "")
