@@ -1,0 +1,1 @@
+"""Programs that .venv-atropos' Python runs, written against the real atroposlib, and how the tests start them."""
