@@ -28,7 +28,7 @@ from tests.contract.atropos_calls import (
     raw_exchange,
     request_bytes,
 )
-from tests.contract.running_hub import RunningHub
+from tests.hub_process import HubProcess
 from treadle.config.schema import HubConfig
 from treadle.hub.app import build_app
 from treadle.store import Store
@@ -41,13 +41,13 @@ JSON_LINE = "Content-Type: application/json"
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
-    with RunningHub(tmp_path_factory.mktemp("wire")) as running:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    with HubProcess(tmp_path_factory.mktemp("wire")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(hub: RunningHub) -> Iterator[httpx.Client]:
+def client(hub: HubProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=hub.url, timeout=20.0) as opened:
         yield opened
 
@@ -75,7 +75,7 @@ class Test10Process:
 
 class Test11Transport:
     @pytest.mark.parametrize("line", ["Content-Type: text/plain", "X-Nothing: 1", "Content-Type: text/json"])
-    def test_a_body_without_the_json_content_type_is_422(self, hub: RunningHub, calls: Atropos, line: str):
+    def test_a_body_without_the_json_content_type_is_422(self, hub: HubProcess, calls: Atropos, line: str):
         answer = raw_exchange(hub.port, request_bytes("POST", "/disconnect-env", b'{"env_id":0}', line))
         assert answer.status == 422
         assert json.loads(answer.body)["detail"][0]["type"] == "model_attributes_type"
@@ -161,7 +161,7 @@ class Test11Transport:
         assert (answer.status_code, answer.content) == (405, b'{"detail":"Method Not Allowed"}')
         assert answer.headers["allow"] in ("GET", "POST")
 
-    def test_head_is_405_and_takes_no_batch(self, hub: RunningHub, calls: Atropos):
+    def test_head_is_405_and_takes_no_batch(self, hub: HubProcess, calls: Atropos):
         calls.register(batch_size=2)
         calls.post()
         assert raw_exchange(hub.port, request_bytes("HEAD", "/batch"), has_body=False).status == 405
@@ -181,7 +181,7 @@ class Test11Transport:
         assert answer.json() == {"status": "received"}
 
     @pytest.mark.parametrize("size", [1, 7, 4096])
-    def test_a_gzip_body_may_come_in_chunks(self, hub: RunningHub, calls: Atropos, size: int):
+    def test_a_gzip_body_may_come_in_chunks(self, hub: HubProcess, calls: Atropos, size: int):
         packed = gzip.compress(json.dumps(group()).encode())
         head = request_bytes("POST", "/scored_data", b"", JSON_LINE, "Content-Encoding: gzip",
                              "Transfer-Encoding: chunked")  # fmt: skip
@@ -232,14 +232,14 @@ class Test11Transport:
         assert (answer.status_code, answer.json()) == (413, {"detail": "the body is larger than 64 MiB"})
 
     @pytest.mark.parametrize("accepted", ["gzip", "gzip, deflate", "deflate, gzip;q=0.5"])
-    def test_a_large_answer_is_compressed_when_asked_for(self, hub: RunningHub, calls: Atropos, accepted: str):
+    def test_a_large_answer_is_compressed_when_asked_for(self, hub: HubProcess, calls: Atropos, accepted: str):
         calls.post(size=100)
         answer = raw_exchange(hub.port, request_bytes("GET", "/latest_example", b"", f"Accept-Encoding: {accepted}"))
         assert (answer.headers["content-encoding"], answer.headers["vary"]) == ("gzip", "Accept-Encoding")
         assert len(json.loads(gzip.decompress(answer.body))["tokens"]) == 100
 
     @pytest.mark.parametrize("line", ["Accept-Encoding: identity", "X-Nothing: 1", "Accept-Encoding: gzip;q=0"])
-    def test_a_large_answer_is_plain_when_not(self, hub: RunningHub, calls: Atropos, line: str):
+    def test_a_large_answer_is_plain_when_not(self, hub: HubProcess, calls: Atropos, line: str):
         """Original: `gzip;q=0` is read as a wish for gzip."""
         calls.post(size=100)
         answer = raw_exchange(hub.port, request_bytes("GET", "/latest_example", b"", line))
@@ -247,7 +247,7 @@ class Test11Transport:
         assert answer.headers["vary"] == "Accept-Encoding"  # a cache must not give this one to the other kind
         assert len(json.loads(answer.body)["tokens"]) == 100
 
-    def test_answers_are_compressed_from_1000_bytes_on(self, hub: RunningHub, calls: Atropos):
+    def test_answers_are_compressed_from_1000_bytes_on(self, hub: HubProcess, calls: Atropos):
         def encoding_of(num_bytes: int) -> tuple[int, str]:
             calls.post()
             spare = num_bytes - len(
@@ -269,7 +269,7 @@ class Test11Transport:
         for each in (answer, calls.client.get("/info")):
             assert not [name for name in each.headers if name.startswith("access-control")]
 
-    def test_json_comes_compact_and_in_utf_8(self, hub: RunningHub, calls: Atropos):
+    def test_json_comes_compact_and_in_utf_8(self, hub: HubProcess, calls: Atropos):
         calls.register(wandb_project="möhre", wandb_group="😀")
         answer = raw_exchange(hub.port, request_bytes("GET", "/wandb_info"))
         assert answer.headers["content-type"] == "application/json"
@@ -430,7 +430,7 @@ class Test12Endpoints:
     # GET /latest_example
 
     def test_latest_example_of_nothing_has_nine_empty_lists(self, tmp_path: Path):
-        with RunningHub(tmp_path) as fresh:
+        with HubProcess(tmp_path) as fresh:
             example = httpx.get(f"{fresh.url}/latest_example").json()
         keys = ["tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs",
                 "messages", "images"]  # fmt: skip
@@ -595,7 +595,7 @@ class Test12Endpoints:
             assert calls.get("/status") == {"current_step": step, "queue_size": 6 - step}
         assert seen == [[0], [1], [2], [3], [4], [5]]
 
-    def test_several_trainers_share_the_stream(self, hub: RunningHub, calls: Atropos):
+    def test_several_trainers_share_the_stream(self, hub: HubProcess, calls: Atropos):
         calls.register(batch_size=2)
         for tag in range(4):
             calls.post(tag=tag)
@@ -615,7 +615,7 @@ class Test12Endpoints:
         )
         assert calls.client.get("/status-env?env_id=0").content == answer.content
 
-    def test_status_env_without_an_id_is_422(self, hub: RunningHub, calls: Atropos):
+    def test_status_env_without_an_id_is_422(self, hub: HubProcess, calls: Atropos):
         assert calls.client.get("/status-env").status_code == 422
         assert calls.client.get("/status-env?env_id=first").status_code == 422
         unnamed = raw_exchange(
@@ -954,7 +954,7 @@ class Test19Faults:
 
     def test_kill_9_loses_nothing_and_wedges_nothing(self, tmp_path: Path):
         """Original: everything is lost, and an early post wedges the server (S1)."""
-        with RunningHub(tmp_path) as hub:
+        with HubProcess(tmp_path) as hub:
             with httpx.Client(base_url=hub.url) as client:
                 calls = Atropos(client)
                 calls.start(batch_size=4)

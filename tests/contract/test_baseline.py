@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.contract.atropos_calls import JSON, Atropos, group, raw_exchange, request_bytes
-from tests.contract.running_hub import RunningHub
+from tests.hub_process import HubProcess
 
 LEASE_S = 0.4
 TOKEN, ADMIN = "ordinary-token-of-a-test", "admin-token-of-a-test"
@@ -24,21 +24,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "hub-refusals.md"
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     flags = ("--lease-s", str(LEASE_S), "--queue-limit-groups", "5", "--read-timeout-s", "1", "--vocab-size", "50000")
-    with RunningHub(tmp_path_factory.mktemp("open"), *flags) as running:
+    with HubProcess(tmp_path_factory.mktemp("open"), *flags) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     env = {"TREADLE_HUB_TOKEN": TOKEN, "TREADLE_HUB_ADMIN_TOKEN": ADMIN}
-    with RunningHub(tmp_path_factory.mktemp("guarded"), env=env) as running:
+    with HubProcess(tmp_path_factory.mktemp("guarded"), env=env) as running:
         yield running
 
 
 @pytest.fixture
-def calls(hub: RunningHub) -> Iterator[Atropos]:
+def calls(hub: HubProcess) -> Iterator[Atropos]:
     with httpx.Client(base_url=hub.url, timeout=20.0) as client:
         client.get("/reset_data")
         yield Atropos(client)
@@ -108,7 +108,7 @@ def test_unequal_lengths_unknown_env_minus_one_and_empty_group(calls: Atropos, c
     assert (status, loc[0]) == (422, field)
 
 
-def test_reset_data_without_credentials(calls: Atropos, guarded: RunningHub):
+def test_reset_data_without_credentials(calls: Atropos, guarded: HubProcess):
     """Original: anybody wipes everything with a GET.
 
     Ours keeps the GET for old clients on this machine. A web page cannot make it, a proxy cannot make it for
@@ -134,7 +134,7 @@ def test_bad_or_truncated_gzip(calls: Atropos, cut: int):
     assert (answer.status_code, answer.json()) == (400, {"detail": "Invalid gzip payload"})
 
 
-def test_254_kib_of_gzip_that_expand_to_256_mib(hub: RunningHub, calls: Atropos):
+def test_254_kib_of_gzip_that_expand_to_256_mib(hub: HubProcess, calls: Atropos):
     """Original: +512 MiB of memory and 5.7 s of the one event loop."""
     bomb = gzip.compress(bytes(2**28), 9)
     assert len(bomb) < 270_000
@@ -160,7 +160,7 @@ def test_order(calls: Atropos):
     assert [calls.tags() for _ in range(3)] == [[100], [101], [102]]
 
 
-def test_bind_cors_auth(hub: RunningHub, calls: Atropos, guarded: RunningHub, tmp_path: Path):
+def test_bind_cors_auth(hub: HubProcess, calls: Atropos, guarded: HubProcess, tmp_path: Path):
     """Original: 0.0.0.0:8000, CORS * with credentials, no authentication."""
     wanted = f":{hub.port:04X}"
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -175,7 +175,7 @@ def test_bind_cors_auth(hub: RunningHub, calls: Atropos, guarded: RunningHub, tm
 # ---- what old clients see
 
 
-def test_every_refusal_as_a_client_sees_it(hub: RunningHub, calls: Atropos, guarded: RunningHub):
+def test_every_refusal_as_a_client_sees_it(hub: HubProcess, calls: Atropos, guarded: HubProcess):
     """The table of docs/hub-refusals.md: each refusal with its real status and body."""
     calls.start(batch_size=8, max_token_len=128)
     calls.register_env()

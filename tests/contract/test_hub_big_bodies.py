@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes
-from tests.contract.running_hub import RunningHub
+from tests.hub_process import HubProcess
 
 MIB = 2**20
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -24,8 +24,8 @@ ROOM = 100 * MIB
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
-    with RunningHub(tmp_path_factory.mktemp("big")) as running:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    with HubProcess(tmp_path_factory.mktemp("big")) as running:
         with httpx.Client(base_url=running.url) as client:  # code that is loaded once must not count later
             assert client.post("/register", json=TRAINER | {"max_token_len": 0}).status_code == 200
             for _ in range(3):
@@ -34,12 +34,12 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
 
 
 @pytest.fixture
-def client(hub: RunningHub) -> Iterator[httpx.Client]:
+def client(hub: HubProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=hub.url, timeout=60.0) as opened:
         yield opened
 
 
-def processes(hub: RunningHub) -> list[int]:
+def processes(hub: HubProcess) -> list[int]:
     """The hub and its porters."""
     assert hub.process is not None
     pid = hub.process.pid
@@ -79,7 +79,7 @@ class TestSizes:
         answer = client.post("/scored_data", content=content, headers=headers)
         assert (answer.status_code, answer.json()) == (413, {"detail": "the body is larger than 64 MiB"})
 
-    def test_the_next_request_of_a_connection_is_read_right_after_a_refused_one(self, hub: RunningHub):
+    def test_the_next_request_of_a_connection_is_read_right_after_a_refused_one(self, hub: HubProcess):
         """The end of the large body, the next head and the beginning of the next body arrive in one read."""
         large, small = b" " * (2 * MIB), b'{"env_id":0}'
         kind = "Content-Type: application/json"
@@ -92,17 +92,17 @@ class TestSizes:
             answers = line.recv(2**16)
         assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"413", b"200"]
 
-    def test_the_limit_of_compressed_bytes_is_its_own(self, hub: RunningHub):
+    def test_the_limit_of_compressed_bytes_is_its_own(self, hub: HubProcess):
         lines = ("Content-Type: application/json", "Content-Encoding: gzip", f"Content-Length: {16 * MIB + 1}")
         answer = raw_exchange(hub.port, request_bytes("POST", "/scored_data", b"", *lines))
         assert (answer.status, answer.body) == (413, b'{"detail":"the body is larger than 16 MiB"}')
 
     @pytest.mark.parametrize("announced", [64 * MIB + 1, 2**31, 10**18])
-    def test_an_announced_size_is_refused_before_a_byte_is_read(self, hub: RunningHub, announced: int):
+    def test_an_announced_size_is_refused_before_a_byte_is_read(self, hub: HubProcess, announced: int):
         lines = ("Content-Type: application/json", f"Content-Length: {announced}")
         assert raw_exchange(hub.port, request_bytes("POST", "/scored_data", b"", *lines)).status == 413
 
-    def test_an_unannounced_size_is_refused_when_it_is_reached(self, hub: RunningHub):
+    def test_an_unannounced_size_is_refused_when_it_is_reached(self, hub: HubProcess):
         head = request_bytes("POST", "/register", b"", "Content-Type: application/json", "Transfer-Encoding: chunked")
         assert raw_exchange(hub.port, head + chunked(b" " * (2 * MIB), 2**16)).status == 413
 
@@ -160,7 +160,7 @@ class TestHostile:
         ("make", "path", "headers", "status"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE]
     )
     def test_it_is_refused_by_its_kind_quickly_and_the_memory_comes_back(
-        self, hub: RunningHub, client: httpx.Client, make: Callable[[], bytes], path: str, headers: dict[str, str],
+        self, hub: HubProcess, client: httpx.Client, make: Callable[[], bytes], path: str, headers: dict[str, str],
         status: int,
     ):  # fmt: skip
         body = make()
@@ -186,7 +186,7 @@ class TestHostile:
         assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
 
 
-def test_others_are_answered_while_60_megabytes_are_posted(hub: RunningHub, client: httpx.Client):
+def test_others_are_answered_while_60_megabytes_are_posted(hub: HubProcess, client: httpx.Client):
     """Original: 3.1 s in which nobody else is answered (S9). Three tries: the machine may be busy, the hub may not."""
     p99_s = []
     while len(p99_s) < 3 and min(p99_s, default=1.0) >= 0.1:
@@ -197,7 +197,7 @@ def test_others_are_answered_while_60_megabytes_are_posted(hub: RunningHub, clie
     assert min(p99_s) < 0.1
 
 
-def _status_times_during(hub: RunningHub, client: httpx.Client, body: bytes) -> list[float]:
+def _status_times_during(hub: HubProcess, client: httpx.Client, body: bytes) -> list[float]:
     answers: list[int] = []
 
     def post() -> None:
@@ -218,7 +218,7 @@ def _status_times_during(hub: RunningHub, client: httpx.Client, body: bytes) -> 
     return seconds
 
 
-def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: RunningHub, client: httpx.Client):
+def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: HubProcess, client: httpx.Client):
     body = sized(32 * MIB).replace(b'"scores":[1.0]', b'"scores":[]   ')
     assert client.post("/scored_data", content=body, headers=JSON).status_code == 422
     before = sum(memory(pid) for pid in processes(hub))

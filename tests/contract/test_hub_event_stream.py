@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.contract.running_hub import RunningHub
+from tests.hub_process import HubProcess
 from treadle.store import Store
 from treadle.wire.hub import RegisterEnv
 
@@ -24,8 +23,8 @@ SLOW_S = 20.0  # how long anything may take on a loaded machine
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[RunningHub]:
-    with RunningHub(tmp_path, "--read-timeout-s", "1") as started:
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
+    with HubProcess(tmp_path, "--read-timeout-s", "1") as started:
         yield started
 
 
@@ -83,7 +82,7 @@ class Follower(threading.Thread):
         return [number for _, number, _ in self.events]
 
 
-def test_kill_9_makes_a_reader_miss_nothing_and_read_nothing_twice(hub: RunningHub):
+def test_kill_9_makes_a_reader_miss_nothing_and_read_nothing_twice(hub: HubProcess):
     follower = Follower(hub.url)
     follower.start()
     answered = 0
@@ -105,7 +104,7 @@ def test_kill_9_makes_a_reader_miss_nothing_and_read_nothing_twice(hub: RunningH
         poster.start()
         while answered < 60 * shot:
             time.sleep(0.005)
-        hub.end(signal.SIGKILL)
+        hub.end()
         is_shot.set()
         poster.join()
         hub.start()
@@ -117,7 +116,7 @@ def test_kill_9_makes_a_reader_miss_nothing_and_read_nothing_twice(hub: RunningH
     assert num_accepted == httpx.get(f"{hub.url}/v1/status").json()["accepted_groups"] >= answered
 
 
-def _newest(hub: RunningHub) -> int:
+def _newest(hub: HubProcess) -> int:
     """The id of an event that is made now."""
     with httpx.stream("GET", f"{hub.url}/v1/events", timeout=SLOW_S) as answer:
         lines = answer.iter_lines()
@@ -126,7 +125,7 @@ def _newest(hub: RunningHub) -> int:
         return next(int(line.removeprefix("id: ")) for line in lines if line.startswith("id: "))
 
 
-def test_the_whole_life_of_a_batch_is_told_while_it_happens(hub: RunningHub):
+def test_the_whole_life_of_a_batch_is_told_while_it_happens(hub: HubProcess):
     follower = Follower(hub.url, last_id=None)
     follower.start()
     follower.is_connected.wait(SLOW_S)
@@ -144,20 +143,20 @@ def test_the_whole_life_of_a_batch_is_told_while_it_happens(hub: RunningHub):
     assert kinds == ["trainer_registered", "accepted", "formed", "leased", "trained"]
 
 
-def test_a_stream_that_waits_ends_cleanly_when_the_hub_is_told_to_stop(hub: RunningHub):
+def test_a_stream_that_waits_ends_cleanly_when_the_hub_is_told_to_stop(hub: HubProcess):
     follower = Follower(hub.url)
     follower.start()
     assert follower.is_connected.wait(SLOW_S)
     time.sleep(0.2)
-    exit_code, seconds = hub.end(signal.SIGTERM)
+    exit_code, seconds = hub.stop()
     follower.is_enough.set()
     follower.join(SLOW_S)
-    assert exit_code == 0, hub.log()
+    assert exit_code == 0, hub.log
     assert seconds < 2.0
     assert follower.ends[0] == "the hub ended it"
 
 
-def test_silence_is_no_reason_to_cut_a_stream(hub: RunningHub):
+def test_silence_is_no_reason_to_cut_a_stream(hub: HubProcess):
     """Neither the limit on reading (a second here) nor that on writing is meant for it."""
     follower = Follower(hub.url)
     follower.start()
@@ -169,7 +168,7 @@ def test_silence_is_no_reason_to_cut_a_stream(hub: RunningHub):
     follower.is_enough.set()
 
 
-def test_a_reader_that_goes_is_noticed(hub: RunningHub):
+def test_a_reader_that_goes_is_noticed(hub: HubProcess):
     with httpx.stream("GET", f"{hub.url}/v1/events", timeout=SLOW_S) as answer:
         chunks = answer.iter_raw()
         assert next(chunks) == b"retry: 1000\n\n"
@@ -180,14 +179,14 @@ def test_a_reader_that_goes_is_noticed(hub: RunningHub):
     assert _num_readers(hub) == 0
 
 
-def _num_readers(hub: RunningHub) -> int:
+def _num_readers(hub: HubProcess) -> int:
     found = re.search(r"^treadle_hub_event_readers (\d+)$", httpx.get(f"{hub.url}/metrics").text, re.MULTILINE)
     assert found is not None
     return int(found[1])
 
 
 def test_readers_that_do_not_read_cost_no_memory(tmp_path: Path):
-    hub = RunningHub(tmp_path)
+    hub = HubProcess(tmp_path)
     env = RegisterEnv(max_token_length=9, desired_name="a" * 250, weight=1.0, group_size=2)
     with Store.open(hub.database) as store:
         made = [store.register_env(env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0) for _ in range(6_000)]

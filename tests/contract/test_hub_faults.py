@@ -17,18 +17,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.contract.killable_hub import KillableHub, Poster, Trainer, group, register, register_env, tags_of
+from tests.contract.kill_clients import Poster, Trainer, group, porters_of, register, register_env, tags_of
+from tests.hub_process import HubProcess
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[KillableHub]:
-    started = KillableHub(tmp_path, "--door-workers", "1", "--lease-s", "1")
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
+    started = HubProcess(tmp_path, "--door-workers", "1", "--lease-s", "1")
     yield started
     started.end()
 
 
 @contextmanager
-def prepared(hub: KillableHub) -> Iterator[httpx.Client]:
+def prepared(hub: HubProcess) -> Iterator[httpx.Client]:
     """A started hub with a trainer (batches of 4 sequences) and one environment."""
     hub.start()
     with hub.client() as client:
@@ -40,7 +41,7 @@ def prepared(hub: KillableHub) -> Iterator[httpx.Client]:
 # ---- signals
 
 
-def test_sigterm_while_idle_ends_at_once_with_code_0(hub: KillableHub):
+def test_sigterm_while_idle_ends_at_once_with_code_0(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data", json=group(1))
     code, seconds = hub.stop()
@@ -48,7 +49,7 @@ def test_sigterm_while_idle_ends_at_once_with_code_0(hub: KillableHub):
     assert not Path(f"{hub.database}-wal").exists(), "all is in the one file"
 
 
-def test_sigterm_while_busy_answers_or_refuses_everybody_and_loses_nothing(hub: KillableHub):
+def test_sigterm_while_busy_answers_or_refuses_everybody_and_loses_nothing(hub: HubProcess):
     with prepared(hub):
         posters = [Poster(hub, 10_000 * (1 + number), keyed=True) for number in range(6)]
         trainer = Trainer(hub)
@@ -80,7 +81,7 @@ with httpx.Client(base_url=sys.argv[1]) as client:
 """
 
 
-def test_a_trainer_that_was_stopped_beyond_its_lease_cannot_acknowledge_any_more(hub: KillableHub):
+def test_a_trainer_that_was_stopped_beyond_its_lease_cannot_acknowledge_any_more(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data_list", json=[group(1), group(2)])
         late = subprocess.Popen(
@@ -106,7 +107,7 @@ def test_a_trainer_that_was_stopped_beyond_its_lease_cannot_acknowledge_any_more
         assert client.get("/v1/status").json()["trained_groups"] == 2
 
 
-def test_a_hub_that_was_stopped_for_a_while_leaves_the_trainer_its_batch(hub: KillableHub):
+def test_a_hub_that_was_stopped_for_a_while_leaves_the_trainer_its_batch(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data_list", json=[group(1), group(2)])
         batch = client.post("/v1/lease", json={"step": 1, "holder": "t"}).json()["batch"]
@@ -123,14 +124,14 @@ def test_a_hub_that_was_stopped_for_a_while_leaves_the_trainer_its_batch(hub: Ki
 
 def refusal(folder: Path, database: Path) -> str:
     """What a hub says that does not start."""
-    refused = KillableHub(folder, database=database)
+    refused = HubProcess(folder, database=database)
     command = [sys.executable, "-m", "treadle", "hub", "--port", str(refused.port), "--database", str(database)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
     return ended.stderr
 
 
-def test_a_second_hub_on_the_same_file_is_refused_and_the_first_goes_on(hub: KillableHub, tmp_path: Path):
+def test_a_second_hub_on_the_same_file_is_refused_and_the_first_goes_on(hub: HubProcess, tmp_path: Path):
     with prepared(hub) as client:
         told = refusal(tmp_path, hub.database)
         assert "is in use by another hub" in told
@@ -138,7 +139,7 @@ def test_a_second_hub_on_the_same_file_is_refused_and_the_first_goes_on(hub: Kil
         assert client.post("/scored_data", json=group(1)).status_code == 200
 
 
-def test_a_file_of_another_release_is_refused_with_a_sentence(hub: KillableHub, tmp_path: Path):
+def test_a_file_of_another_release_is_refused_with_a_sentence(hub: HubProcess, tmp_path: Path):
     with prepared(hub):
         hub.stop()
     with sqlite3.connect(hub.database) as db:
@@ -148,7 +149,7 @@ def test_a_file_of_another_release_is_refused_with_a_sentence(hub: KillableHub, 
     assert "the newer release that wrote it" in told
 
 
-def test_a_rotten_log_is_refused_by_name(hub: KillableHub, tmp_path: Path):
+def test_a_rotten_log_is_refused_by_name(hub: HubProcess, tmp_path: Path):
     with prepared(hub) as client:
         for tag in range(5):
             client.post("/scored_data", json=group(tag, 3000))
@@ -162,7 +163,7 @@ def test_a_rotten_log_is_refused_by_name(hub: KillableHub, tmp_path: Path):
     assert f"delete {hub.database}.lock" in told
 
 
-def test_a_rotten_group_is_set_aside_under_its_name_and_both_kinds_of_trainers_go_on(hub: KillableHub):
+def test_a_rotten_group_is_set_aside_under_its_name_and_both_kinds_of_trainers_go_on(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data_list", json=[group(tag, 3000) for tag in range(7001, 7009)])
         hub.stop()
@@ -200,7 +201,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    hub = KillableHub(tmp_path, "--door-workers", "1", database=small_disk / "hub.sqlite")
+    hub = HubProcess(tmp_path, "--door-workers", "1", database=small_disk / "hub.sqlite")
     try:
         accepted: list[int] = []
         with prepared(hub) as client:
@@ -237,7 +238,7 @@ def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: 
 # ---- helpers that die
 
 
-def test_a_porter_that_is_killed_while_sixteen_clients_post_costs_nobody_anything(hub: KillableHub):
+def test_a_porter_that_is_killed_while_sixteen_clients_post_costs_nobody_anything(hub: HubProcess):
     with prepared(hub) as client:
 
         def post(tag: int) -> int:
@@ -259,7 +260,7 @@ def test_a_porter_that_is_killed_while_sixteen_clients_post_costs_nobody_anythin
     assert hub.stop()[0] == 0
 
 
-def test_a_body_that_ends_every_porter_that_reads_it_is_refused_and_the_hub_lives(hub: KillableHub):
+def test_a_body_that_ends_every_porter_that_reads_it_is_refused_and_the_hub_lives(hub: HubProcess):
     with prepared(hub) as client:
         (idle,) = wait_for_porters(hub)
         client.post("/scored_data", json=group(3, 20_000))  # it has begun its work
@@ -269,7 +270,7 @@ def test_a_body_that_ends_every_porter_that_reads_it_is_refused_and_the_hub_live
 
         def kill_who_grows() -> None:
             while not done.is_set():
-                for porter in hub.porters():
+                for porter in porters_of(hub):
                     if memory_bytes(porter) > much:
                         os.kill(porter, signal.SIGKILL)
                         killed.add(porter)
@@ -295,8 +296,8 @@ def memory_bytes(pid: int) -> int:
         return 0
 
 
-def wait_for_porters(hub: KillableHub) -> list[int]:
+def wait_for_porters(hub: HubProcess) -> list[int]:
     until_s = time.monotonic() + 20
-    while not hub.porters() and time.monotonic() < until_s:
+    while not porters_of(hub) and time.monotonic() < until_s:
         time.sleep(0.01)
-    return hub.porters()
+    return porters_of(hub)

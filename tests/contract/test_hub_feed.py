@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.processes import free_port, running, wait_until_healthy
+from tests.hub_process import HubProcess
 from treadle.errors import HubError
 from treadle.train.feed import HubFeed
 from treadle.wire.hub import RegisterTrainer
@@ -28,12 +28,9 @@ def registration(**changes: Any) -> RegisterTrainer:
 
 @contextmanager
 def hub(folder: Path, *flags: str) -> Iterator[httpx.Client]:
-    port = free_port()
-    log = folder / "hub.log"
-    with running("hub", "--port", str(port), "--database", str(folder / "q.sqlite"), *flags, log=log) as process:
-        wait_until_healthy(f"http://127.0.0.1:{port}/healthz", process, log)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            yield client
+    with HubProcess(folder, *flags) as process, process.client() as client:
+        yield client
+        process.stop()
 
 
 def feed_of(client: httpx.Client) -> HubFeed:
@@ -145,8 +142,8 @@ def test_a_run_can_begin_afresh_and_the_old_queue_is_kept(tmp_path):
         post(client, 1, 2)
     with hub(tmp_path, "--fresh", "true") as client:
         assert client.get("/v1/status").json()["accepted_groups"] == 0
-    (old,) = tmp_path.glob("q.sqlite.2*")
-    old.rename(tmp_path / "q.sqlite")
+    (old,) = tmp_path.glob("hub.sqlite.2*")
+    old.rename(tmp_path / "hub.sqlite")
     with hub(tmp_path) as client:
         assert client.get("/v1/status").json()["queued_groups"] == 2
 

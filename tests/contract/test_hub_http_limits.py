@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -18,46 +16,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-READY_S = 20.0
+from tests.hub_process import HubProcess
+
 READ_TIMEOUT_S = 0.6
 ANSWER = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
-class Hub:
-    """`python -m treadle hub` with further flags."""
-
-    def __init__(self, folder: Path, *flags: str, files: int = 4096) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log_file = folder / f"hub-{self.port}.log"
-        self.url = f"http://127.0.0.1:{self.port}"
-        database = folder / f"hub-{self.port}.sqlite"
-        command = [
-            sys.executable,
-            "-m",
-            "treadle",
-            "hub",
-            "--port",
-            str(self.port),
-            "--database",
-            str(database),
-            *flags,
-        ]
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),  # noqa: PLW1509
-            )
-        began = time.monotonic()
-        while not self.is_well():
-            assert self.process.poll() is None, self.log()
-            if time.monotonic() - began > READY_S:
-                self.process.kill()
-                raise AssertionError(f"not ready after {READY_S} s: {self.log()}")
-            time.sleep(0.02)
+class Hub(HubProcess):
+    """With further ways to talk to it, and to count what it holds."""
 
     def is_well(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -88,20 +54,14 @@ class Hub:
             time.sleep(0.05)
         return self.num_connections() <= num_connections
 
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=20)
-
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     started = Hub(tmp_path_factory.mktemp("hub"), "--read-timeout-s", str(READ_TIMEOUT_S))
+    started.start()
     yield started
-    assert started.stop() == 0, started.log()
-    assert "Traceback" not in started.log(), started.log()
+    assert started.stop()[0] == 0, started.log
+    assert "Traceback" not in started.log, started.log
 
 
 @pytest.fixture
@@ -110,9 +70,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Hub]]:
     with contextlib.ExitStack() as stack:
 
         def start_one(*flags: str, files: int = 4096) -> Hub:
-            started = Hub(tmp_path, *flags, files=files)
-            stack.callback(started.process.wait)
-            stack.callback(started.process.kill)
+            started = Hub(tmp_path, *flags, max_files=files)
+            stack.callback(started.end)
+            started.start()
             return started
 
         yield start_one
@@ -391,9 +351,9 @@ def test_a_crowd_larger_than_the_limit_on_open_files_is_refused_politely(start: 
     assert set(statuses) == {200, 503}
     assert hub.settles_at(0)
     assert hub.is_well()
-    assert hub.stop() == 0
-    assert "Traceback" not in hub.log()
-    assert "ulimit -n" in hub.log()
+    assert hub.stop()[0] == 0
+    assert "Traceback" not in hub.log
+    assert "ulimit -n" in hub.log
 
 
 def test_the_hub_listens_on_loopback_only(hub: Hub):
@@ -417,8 +377,8 @@ def test_with_a_token_file_clients_need_the_token_and_nobody_else_sees_it(start:
         assert client.get(f"/t/{token}x/status").status_code == 401
         assert client.post(f"/t/{token}/scored_data", json={}).status_code == 422
         assert client.get("/healthz", headers={"Host": "evil.example"}).status_code == 403
-    assert hub.stop() == 0
-    seen = hub.log() + str(hub.process.args)
+    assert hub.stop()[0] == 0
+    seen = hub.log + str(hub.process.args)
     assert token not in seen
     assert admin not in seen
 

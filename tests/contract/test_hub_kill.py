@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.killable_hub import KillableHub, Poster, Trainer, group, register, register_env, tags_of
+from tests.contract.kill_clients import Poster, Trainer, group, register, register_env, tags_of
+from tests.hub_process import HubProcess
 from treadle import faults
 
 SEEDS = range(int(os.environ.get("TREADLE_KILL_SEEDS", "2")))
@@ -34,8 +35,8 @@ PASSAGES = {
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[KillableHub]:
-    started = KillableHub(tmp_path, "--door-workers", "1")
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
+    started = HubProcess(tmp_path, "--door-workers", "1")
     yield started
     started.end()
 
@@ -48,7 +49,7 @@ def test_every_point_in_the_code_is_named_and_every_named_one_is_killed_at():
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("point", faults.POINTS)
-def test_killed_there_nothing_is_lost_doubled_or_stuck(hub: KillableHub, point: str, seed: int):
+def test_killed_there_nothing_is_lost_doubled_or_stuck(hub: HubProcess, point: str, seed: int):
     rng = random.Random(f"{point}{seed}")
     fault = f"{point}:{rng.randint(*PASSAGES[point])}:kill9"
     hub.start(fault)
@@ -88,7 +89,7 @@ def test_killed_there_nothing_is_lost_doubled_or_stuck(hub: KillableHub, point: 
     _check_the_file(hub.database, accepted, {*accepted, *(poster.in_doubt for poster in posters)}, trainer, taken)
 
 
-def _best_restart_s(hub: KillableHub) -> float:
+def _best_restart_s(hub: HubProcess) -> float:
     """The better of three: the machine may be busy, the hub may not."""
     seconds = hub.start()
     for _ in range(2):

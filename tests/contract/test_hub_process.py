@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,59 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-READY_S = 20.0  # a loaded machine may be slow to import; the promise of 2 s is asserted where it is made
-
-
-class HubProcess:
-    """`python -m treadle hub` on a free port over one database file; may be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.database = folder / "hub.sqlite"
-        self.log_file = folder / "hub.log"
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> float:
-        """Seconds from the start of the process until it answers."""
-        began = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "treadle",
-            "hub",
-            "--port",
-            str(self.port),
-            "--database",
-            self.database,
-        ]
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
-        while time.monotonic() - began < READY_S:
-            assert self.process.poll() is None, self.log_file.read_text()[-2000:]
-            try:
-                if httpx.get(f"{self.url}/healthz", timeout=2.0).status_code == 200:
-                    return time.monotonic() - began
-            except httpx.TransportError:
-                time.sleep(0.02)
-        raise AssertionError(f"the hub is not ready after {READY_S} s:\n{self.log_file.read_text()[-2000:]}")
-
-    def end(self, number: signal.Signals) -> tuple[int, float]:
-        """Exit code, and the seconds it took."""
-        assert self.process is not None
-        began = time.monotonic()
-        os.kill(self.process.pid, number)
-        return self.process.wait(timeout=20), time.monotonic() - began
+from tests.hub_process import HubProcess
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubProcess]:
     started = HubProcess(tmp_path)
     yield started
-    if started.process is not None and started.process.poll() is None:
-        started.end(signal.SIGKILL)
+    started.end()
 
 
 def group(tag: int, env_id: int | None = 0) -> dict[str, Any]:
@@ -111,7 +63,7 @@ def test_kill_9_loses_nothing_that_was_answered_and_the_hub_is_back_within_two_s
         deadline = time.monotonic() + 20
         while len(accepted) < 100 and time.monotonic() < deadline:
             time.sleep(0.01)
-        hub.end(signal.SIGKILL)
+        hub.end()
         for worker in workers:
             worker.result()
     assert len(accepted) >= 100
@@ -138,7 +90,7 @@ def test_kill_9_loses_nothing_that_was_answered_and_the_hub_is_back_within_two_s
 
 
 def _restart(hub: HubProcess) -> float:
-    hub.end(signal.SIGKILL)
+    hub.end()
     return hub.start()
 
 
@@ -149,7 +101,7 @@ def test_sigterm_answers_who_waits_and_ends_with_code_0_in_time(hub: HubProcess)
         body = {"step": 1, "holder": "t", "wait_s": 60}
         waiting = pool.submit(client.post, "/v1/lease", json=body)
         time.sleep(0.3)
-        code, seconds = hub.end(signal.SIGTERM)
+        code, seconds = hub.stop()
         assert waiting.result().json()["batch"] is None
     assert (code, seconds < 2.0) == (0, True), seconds
     assert not Path(f"{hub.database}-wal").exists()

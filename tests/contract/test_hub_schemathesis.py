@@ -20,7 +20,7 @@ import pytest
 import schemathesis
 
 import tests.contract.schemathesis_hooks  # noqa: F401 - our binary form
-from tests.contract.running_hub import RunningHub
+from tests.hub_process import HubProcess
 from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup
 
@@ -35,7 +35,7 @@ LARGE = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 1.0, 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 
 
-def tried(hub: RunningHub, *flags: str, max_examples: int) -> int:
+def tried(hub: HubProcess, *flags: str, max_examples: int) -> int:
     """Number of requests that were made from the description; fails when an answer was not as described."""
     command = [
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"),
@@ -73,7 +73,7 @@ def begin_a_run(url: str, headers: dict[str, str]) -> None:
 
 def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
     """A run by the book, each answer checked: register, post, lease, hold, acknowledge, give back, look, reset."""
-    with RunningHub(tmp_path, "--max-deliveries", "1") as hub:
+    with HubProcess(tmp_path, "--max-deliveries", "1") as hub:
         api = schemathesis.openapi.from_url(f"{hub.url}/openapi.json")
         told: set[tuple[str, str]] = set()
 
@@ -126,7 +126,7 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_open_hub_is_what_it_says_it_is(tmp_path: Path):
-    with RunningHub(tmp_path) as hub:
+    with HubProcess(tmp_path) as hub:
         begin_a_run(hub.url, {})
         num_cases = tried(hub, "--exclude-path", "/reset_data", "--exclude-path", "/v1/reset", max_examples=40)
         assert num_cases > 1000
@@ -135,7 +135,7 @@ def test_an_open_hub_is_what_it_says_it_is(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_hub_with_a_token_is_what_it_says_it_is_and_takes_no_call_without_it(tmp_path: Path):
-    with RunningHub(tmp_path, env={"TREADLE_HUB_TOKEN": TOKEN}) as hub:
+    with HubProcess(tmp_path, env={"TREADLE_HUB_TOKEN": TOKEN}) as hub:
         authorized = {"Authorization": f"Bearer {TOKEN}"}
         begin_a_run(hub.url, authorized)
         num_cases = tried(hub, "--header", f"Authorization: Bearer {TOKEN}", max_examples=20)
@@ -145,7 +145,7 @@ def test_a_hub_with_a_token_is_what_it_says_it_is_and_takes_no_call_without_it(t
             assert httpx.get(hub.url + path).status_code == (200 if path == "/healthz" else 401)
 
 
-def assert_well(hub: RunningHub) -> None:
+def assert_well(hub: HubProcess) -> None:
     assert httpx.get(f"{hub.url}/healthz").status_code == 200
     log = hub.log_file.read_text()
     for bad in ("Traceback", "internal_error", "job_failed", "read_failed", "write_failed", "porter_died"):

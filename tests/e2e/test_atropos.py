@@ -17,13 +17,13 @@ from tests.e2e.atropos.parts import (
     PYTHON,
     TEMPLATE,
     Env,
-    Hub,
     Trainer,
     engine,
     need_atroposlib,
     wait_until,
 )
 from tests.e2e.processes import environment
+from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.wire.groups import ATROPOS_KEYS
 
@@ -80,12 +80,12 @@ class Run:
 def run(model, engine_url, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with (
-        Hub(folder) as hub,
+        HubProcess(folder) as hub,
         Env("single_turn", folder, hub.url, engine_url, model) as one,
         Env("two_turns", folder, hub.url, engine_url, model, "--env.turns=2", "--env.max_new_tokens=12") as two,
         Trainer(folder, hub.url, BATCH_SIZE) as trainer,
     ):
-        logs = (hub.log, one.log, two.log, trainer.log)
+        logs = (hub.log_file, one.log, two.log, trainer.log)
 
         def go_on(num_batches: int, num_groups: tuple[int, int]) -> bool:
             for env in (one, two):
@@ -94,7 +94,7 @@ def run(model, engine_url, tmp_path_factory):
             return enough_groups and len(trainer.batches()) >= num_batches
 
         wait_until(lambda: go_on(4, (2, 2)), "the batches before the kill", *logs)
-        hub.kill()
+        hub.end()
         restarted_in_s = hub.start()
         before = len(trainer.batches())
         wanted = (len(one.groups()) + 3, len(two.groups()) + 3)
@@ -197,7 +197,7 @@ def test_environments_and_trainer_go_on_after_the_hub_was_killed(run):
 
 
 def test_the_client_packs_and_gives_up_on_422_at_once_and_on_503_after_three_tries(model, tmp_path):
-    with Hub(tmp_path, "--queue-limit-groups", "1") as hub:
+    with HubProcess(tmp_path, "--queue-limit-groups", "1") as hub:
         httpx.post(f"{hub.url}/register", json=TRAINER).raise_for_status()
         httpx.get(f"{hub.url}/batch").raise_for_status()
         sender = subprocess.run(
@@ -222,7 +222,7 @@ def test_the_client_packs_and_gives_up_on_422_at_once_and_on_503_after_three_tri
 def test_a_token_in_the_url_lets_the_unmodified_client_in(model, engine_url, tmp_path):
     """It also ends by itself: an environment stops once the trainer's step is past its total_steps."""
     token_file = tmp_path / "token"
-    with Hub(tmp_path, "--token-file", str(token_file)) as hub:
+    with HubProcess(tmp_path, "--token-file", str(token_file)) as hub:
         token = token_file.read_text().strip()  # the hub made it
         assert httpx.get(f"{hub.url}/info").status_code == 401
         url = f"{hub.url}/t/{token}"
@@ -230,9 +230,9 @@ def test_a_token_in_the_url_lets_the_unmodified_client_in(model, engine_url, tmp
             Env("with_token", tmp_path, url, engine_url, model, "--env.total_steps=2") as env,
             Trainer(tmp_path, url, BATCH_SIZE) as trainer,
         ):
-            wait_until(lambda: env.process.poll() is not None, "its end", hub.log, env.log, trainer.log)
+            wait_until(lambda: env.process.poll() is not None, "its end", hub.log_file, env.log, trainer.log)
             assert env.process.poll() == 0, env.log.read_text()[-2000:]
             trainer.finish()
         assert len(trainer.batches()) >= 2
         assert all(sum(len(g["tokens"]) for g in batch["batch"]) == BATCH_SIZE for batch in trainer.batches())
-        assert token not in hub.log.read_text()
+        assert token not in hub.log

@@ -118,8 +118,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- batches go out
 
-    def _terms(self, stale, keep=2**40) -> LeaseTerms:
-        return replace(BASE_TERMS, drop_older_than=stale, keep_trained_bytes=keep)
+    def _terms(self, stale) -> LeaseTerms:
+        return replace(BASE_TERMS, drop_older_than=stale)
 
     def _is_held(self, record: Record) -> bool:
         return record.holder is not None and record.until_s > self.now_s
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     def take(self, stale, arrives, keep):
         """As /batch does it: lease, then acknowledge; or give back what did not arrive; or (None) the hub is killed."""
         model = self.model
-        lease = self.store.take(self._terms(stale, keep)).result()
+        lease = self.store.take(self._terms(stale)).result()
         if model.batch_size is None:
             assert lease is None
             return

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 import msgspec
-from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from treadle.errors import TreadleError
 from treadle.hub.answers import json_answer, raw_json
-from treadle.hub.body import JSON, read_message
+from treadle.hub.body import read_message
 from treadle.hub.delivery import as_json
+from treadle.hub.handover import Handover
 from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
+from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused, unprocessable
 from treadle.hub.reset import reset
-from treadle.hub.routing import TEXT, Endpoint, Link, Parameter
+from treadle.hub.routing import JSON, TEXT, Endpoint, Link, Parameter
 from treadle.hub.state import GONE_AFTER_S, HubState
 from treadle.hub.status import env_status
 from treadle.log import get_logger
-from treadle.store import Batch, DamagedGroups
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.http_protocol import FLUSHED
 from treadle.wire.hub import (
     BatchInfo,
     Disconnected,
@@ -43,10 +39,12 @@ from treadle.wire.hub import (
     TrackerInfo,
 )
 
-MAX_ID_CHARS = 18  # any such number fits in 64 bits
 UNSET = -1
 ENV_ID_IN_QUERY = Parameter(
-    "env_id", "query", "in place of the body", {"type": "integer", "minimum": 1 - 10**17, "maximum": 10**18 - 1}
+    "env_id",
+    "query",
+    "in place of the body",
+    {"type": "integer", "minimum": 1 - 10 ** (MAX_DIGITS - 1), "maximum": 10**MAX_DIGITS - 1},
 )
 HOLDER = Parameter("Treadle-Holder", "header", "who leases: what it held before is free again", {"type": "string"})
 RESUME = Parameter(
@@ -80,6 +78,7 @@ class AtroposRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
         self._intake = Intake(hub)
+        self._handover = Handover(hub)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -190,77 +189,29 @@ class AtroposRoutes:
     # ---- data
 
     async def scored_data(self, request: Request) -> Response:
-        appended = await self._intake.receive(request, "group", JSON)
-        if appended.duplicate:
+        received = await self._intake.receive(request, "group", JSON)
+        if received.duplicate:
             return json_answer(PostedGroup(status="duplicate"))
-        if appended.num_odd:
-            return json_answer(PostedGroup(status="buffered", buffer_size=appended.odd_sequences))
+        num_odd, waiting = self._intake.odd(received.groups)
+        if num_odd:
+            return json_answer(PostedGroup(status="buffered", buffer_size=waiting))
         return json_answer(PostedGroup(status="received"))
 
     async def scored_data_list(self, request: Request) -> Response:
-        appended = await self._intake.receive(request, "groups", JSON)
-        told = PostedGroups(
-            status="duplicate" if appended.duplicate else "received", groups_processed=appended.num_groups
-        )
-        if appended.num_odd:
-            told.buffered, told.last_buffer_size = appended.num_odd, appended.odd_sequences
+        received = await self._intake.receive(request, "groups", JSON)
+        told = received.told()
+        num_odd, waiting = (0, 0) if received.duplicate else self._intake.odd(received.groups)
+        if num_odd:
+            told.buffered, told.last_buffer_size = num_odd, waiting
         return json_answer(told)
 
     async def batch(self, request: Request) -> Response:
         """Each batch once, oldest first. A trainer that can acknowledge should use /v1/lease instead."""
-        store = self._hub.store
         await self._hub.settled()
-        if store.run_state().trainer is None:
+        if self._hub.store.run_state().trainer is None:
             message = "Trainer not registered. Call /register first."
             return json_answer(TakenBatch(status="error", message=message, batch=[]))
-        batch = await self._take()
-        if batch is None:
-            return json_answer(TakenBatch(batch=None))
-        try:
-            groups = [await as_json(group.format, group.payload) for group in batch.groups]
-            response = raw_json(b"".join((b'{"batch":[', b",".join(groups), b"]}")))
-        except BaseException:
-            self._give_back(batch, "the answer could not be made")
-            raise
-        response.background = BackgroundTask(self._after_delivery, batch, request.scope.get(FLUSHED))
-        return response
-
-    async def _take(self) -> Batch | None:
-        store = self._hub.store
-        while (lease := await asyncio.wrap_future(store.take(self._hub.terms))) is not None:
-            with contextlib.suppress(DamagedGroups):  # they are set aside: the next try has others
-                return await asyncio.to_thread(store.batch_of, lease)
-        return None
-
-    async def _after_delivery(self, batch: Batch, flushed: Callable[[], Awaitable[bool]] | None) -> None:
-        """Acknowledge what has left, in the trainer's place. What did not leave is given out again."""
-        try:
-            has_left = flushed is None or await flushed()
-        except asyncio.CancelledError:  # the hub stops
-            has_left = False
-        if not has_left:
-            self._give_back(batch, "the trainer went away before it had the whole batch")
-            return
-        log.info("batch_taken", step=batch.step, groups=len(batch.groups))
-        self._hub.metrics.deliver(batch)
-        done = asyncio.ensure_future(self._acknowledge(batch))
-        self._hub.settling.add(done)
-        done.add_done_callback(self._hub.settling.discard)
-        await done
-
-    async def _acknowledge(self, batch: Batch) -> None:
-        keep = self._hub.config.keep_trained_bytes
-        try:
-            await asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
-        except TreadleError as error:  # a full disk, or a trainer that registered anew: the batch comes again
-            log.warning("batch_not_acknowledged", step=batch.step, problem=error.message)
-
-    def _give_back(self, batch: Batch, reason: str) -> None:
-        """Not waited for: if it fails, the lease runs out."""
-        log.warning("batch_not_delivered", step=batch.step, reason=reason)
-        limit = self._hub.config.max_deliveries
-        self._hub.store.nack(batch.step, batch.token, reason=reason, max_deliveries=limit, counts=False)
-        self._hub.bell.ring()
+        return await self._handover.give(request)
 
     async def latest_example(self, _: Request) -> Response:
         latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes
@@ -293,6 +244,7 @@ class AtroposRoutes:
         asked = request.query_params.get("env_id")
         if asked is None:
             return (await read_message(request, ENV_ID, self._hub.config.read_timeout_s)).env_id
-        if not asked.removeprefix("-").isdecimal() or len(asked) > MAX_ID_CHARS:
+        env_id = whole_number(asked)
+        if env_id is None:
             raise unprocessable("int_parsing", ("env_id",), "expected an integer", asked[:100])
-        return int(asked)
+        return env_id

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from treadle.hub.inflate import inflate, too_large
 from treadle.hub.messages import check_values, read
 from treadle.hub.refusals import Refused, unprocessable
+from treadle.hub.routing import JSON
 from treadle.wire.binary import CONTENT_TYPE
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -18,7 +19,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_MESSAGE_BYTES = 2**20  # registrations and the like; groups have their own limits
 SLOWEST_BYTES_PER_S = 64 * 1024  # who sends at least so fast is never cut off
 MAX_LENGTH_DIGITS = 18
-JSON = "application/json"
 
 
 class Body(NamedTuple):

@@ -17,6 +17,7 @@ from treadle.hub.refusals import Refused, word
 from treadle.hub.routing import Parameter
 from treadle.hub.state import HubState
 from treadle.store import NewGroup, Post, StoreRefusal
+from treadle.wire.hub import PostedGroups
 
 Kind = Literal["group", "groups", "binary"]
 IDEMPOTENCY_KEY = Parameter(
@@ -29,10 +30,12 @@ IDEMPOTENCY_KEY = Parameter(
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    num_groups: int
-    duplicate: bool = False
-    num_odd: int = 0  # groups of another size than their environment registered
-    odd_sequences: int = 0  # how much waits in such groups
+    groups: Sequence[NewGroup]
+    num_groups: int  # that were stored; of a duplicate, the first time
+    duplicate: bool
+
+    def told(self) -> PostedGroups:
+        return PostedGroups(status="duplicate" if self.duplicate else "received", groups_processed=self.num_groups)
 
 
 class Intake:
@@ -77,12 +80,16 @@ class Intake:
             hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
             raise
         hub.bell.ring()
-        num_odd, odd_sequences = (0, 0) if appended.duplicate else self._odd(admitted.groups)
-        return Received(appended.num_groups, appended.duplicate, num_odd, odd_sequences)
+        return Received(admitted.groups, appended.num_groups, appended.duplicate)
 
-    def _odd(self, groups: Sequence[NewGroup]) -> tuple[int, int]:
-        """Atropos keeps groups of an odd size apart and says so. Ours wait with the others; the words stay the same."""
-        sizes: dict[int | None, int] = {env.env_id: env.group_size for env in self._hub.store.envs()} if groups else {}
+    def odd(self, groups: Sequence[NewGroup]) -> tuple[int, int]:
+        """How many of these have another size than their environment registered, and how much waits in such groups.
+
+        Atropos keeps them apart and says so. Ours wait with the others; the words stay the same.
+        """
+        if all(group.env_id is None for group in groups):
+            return 0, 0
+        sizes: dict[int | None, int] = {env.env_id: env.group_size for env in self._hub.store.envs()}
         odd = [group for group in groups if group.env_id is not None and group.size != sizes.get(group.env_id)]
         if not odd:
             return 0, 0

@@ -64,6 +64,12 @@ def decode(body: bytes | bytearray | msgspec.Raw, decoder: msgspec.json.Decoder[
         raise unprocessable("json_invalid", (at,), "the body is not valid JSON") from None
 
 
+def whole_number(text: str) -> int | None:
+    """The number that a path, a query or a header says; None when it says none, or one too long to be sent on."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def check_values(message: msgspec.Struct) -> None:
     """Refuse what parses but cannot be stored or sent on: infinities, integers past 64 bits, endless names."""
     for field in message.__struct_fields__:

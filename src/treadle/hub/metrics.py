@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from treadle.hub.exposition import Histogram, Page
+from treadle.hub.exposition import Family, Histogram, Page
 from treadle.store import Batch, Figures, Tally
 
 if TYPE_CHECKING:
@@ -124,11 +124,7 @@ class Metrics:
 
     def _doings(self, page: Page, names: Mapping[int, str]) -> None:
         family = page.family("treadle_hub_refused_posts_total", "counter", "posts of groups refused, since the start")
-        refused: Counter[tuple[str, str]] = Counter()
-        for (env_id, reason), count in self._refused_posts.items():
-            refused[_name(names, env_id), reason] += count
-        for (env, reason), count in refused.items():
-            family.add(count, {"env": env, "reason": reason})
+        _add_reasons(family, self._refused_posts, names)
         family = page.family("treadle_hub_refused_requests_total", "counter", "requests refused, since the start")
         for (method, route, reason), count in self._refused_requests.items():
             family.add(count, {"method": method, "route": route, "reason": reason})
@@ -191,11 +187,7 @@ def _places(page: Page, figures: Figures, names: Mapping[int, str], delivered: R
         sequences.add(waiting.sequences, {"env": env})
         num_bytes.add(waiting.bytes, {"env": env})
     family = page.family("treadle_hub_dropped_groups_total", "counter", "groups dropped before any delivery")
-    dropped: Counter[tuple[str, str]] = Counter()
-    for (env_id, reason), count in figures.dropped.items():
-        dropped[_name(names, env_id), reason] += count
-    for (env, reason), count in dropped.items():
-        family.add(count, {"env": env, "reason": reason})
+    _add_reasons(family, figures.dropped, names)
     at = figures.oldest_waiting_at
     family = page.family("treadle_hub_oldest_waiting_seconds", "gauge", "how long the oldest group has waited")
     family.add(0.0 if at is None else max(0.0, time.time() - at))
@@ -213,6 +205,15 @@ def _run(page: Page, figures: Figures, names: Mapping[int, str], idle_s: Callabl
         connected.add(int(env.connected), {"env": env.name})
         if env.connected:
             idle.add(round(idle_s(env.env_id), 3), {"env": env.name})
+
+
+def _add_reasons(family: Family, counts: Mapping[tuple[int | None, str], int], names: Mapping[int, str]) -> None:
+    """Counts by environment and reason; several environments may share a name on the page."""
+    named: Counter[tuple[str, str]] = Counter()
+    for (env_id, reason), count in counts.items():
+        named[_name(names, env_id), reason] += count
+    for (env, reason), count in named.items():
+        family.add(count, {"env": env, "reason": reason})
 
 
 def _name(names: Mapping[int, str], env_id: int | None) -> str:

@@ -10,13 +10,13 @@ from starlette.responses import Response, StreamingResponse
 from treadle.hub import events, exposition
 from treadle.hub.answers import RETRY_AFTER_S
 from treadle.hub.events import Newsroom
+from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused
 from treadle.hub.routing import TEXT, Endpoint, Parameter
 from treadle.hub.state import HubState
 
 MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
-MAX_ID_DIGITS = 18
-_EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_ID_DIGITS - 1}
+_EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
 AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
 LAST_EVENT_ID = Parameter("Last-Event-ID", "header", "the same, as readers send it that come back", _EVENT_ID)
 
@@ -57,7 +57,8 @@ class ObserverRoutes:
 def _number(text: str | None, place: str, name: str) -> int | None:
     if not text:  # a reader that has seen nothing yet may send an empty id
         return None
-    if not (text.isascii() and text.isdecimal()) or len(text) > MAX_ID_DIGITS:
+    number = whole_number(text)
+    if number is None or number < 0:
         found = {"type": "int_parsing", "loc": [place, name], "msg": "expected the id of an event", "input": text[:100]}
         raise Refused(422, [found], reason="int_parsing")
-    return int(text)
+    return number

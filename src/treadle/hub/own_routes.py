@@ -8,7 +8,6 @@ lease(step) --> renew ... --> ack    the step is trained
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +17,7 @@ from treadle.hub.answers import json_answer, raw_json
 from treadle.hub.body import read_message
 from treadle.hub.delivery import lease_binary, lease_json
 from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
+from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused, unprocessable
 from treadle.hub.reset import reset
 from treadle.hub.routing import Endpoint, Link, Parameter
@@ -27,7 +27,6 @@ from treadle.store import Batch, DamagedGroups
 from treadle.wire import binary
 from treadle.wire.hub import (
     Acknowledged,
-    DeadLetter,
     DeadLetters,
     EnvStatus,
     Explanation,
@@ -43,9 +42,11 @@ from treadle.wire.hub import (
 )
 
 MAX_WAIT_S = 300.0
-MAX_STEP_DIGITS = 18  # any such number fits in 64 bits
 STEP = Parameter(
-    "step", "path", "the optimizer step that the batch is for", {"type": "integer", "minimum": 0, "maximum": 10**18 - 1}
+    "step",
+    "path",
+    "the optimizer step that the batch is for",
+    {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1},
 )
 LEASE = msgspec.json.Decoder(LeaseRequest, strict=False)
 UPDATE = msgspec.json.Decoder(LeaseUpdate, strict=False)
@@ -93,9 +94,7 @@ class OwnRoutes:
 
     async def groups(self, request: Request) -> Response:
         received = await self._intake.receive(request, "binary", binary.CONTENT_TYPE)
-        return json_answer(
-            PostedGroups(status="duplicate" if received.duplicate else "received", groups_processed=received.num_groups)
-        )
+        return json_answer(received.told())
 
     async def lease(self, request: Request) -> Response:
         """Answer with a batch as soon as there is one, or with the reason once `wait_s` is over."""
@@ -110,7 +109,7 @@ class OwnRoutes:
             log.info(
                 "leased", step=batch.step, holder=asked.holder, groups=len(batch.groups), delivery=batch.deliveries
             )
-        max_age = config.max_age if config.stale == "downweight" else None
+        max_age = self._hub.full_weight_age
         if binary.CONTENT_TYPE in request.headers.get("accept", ""):
             packed = (
                 lease_binary(batch, config.lease_s, max_age)
@@ -133,7 +132,7 @@ class OwnRoutes:
                     batch = await asyncio.to_thread(hub.store.batch_of, lease)
                 except DamagedGroups:  # they are set aside: the next try has others
                     continue
-                hub.metrics.deliver(batch, hub.config.max_age if hub.config.stale == "downweight" else None)
+                hub.metrics.deliver(batch, hub.full_weight_age)
                 return batch
             if hub.bell.closing:
                 return None
@@ -173,16 +172,14 @@ class OwnRoutes:
         return json_answer(Returned(status="dead-lettered" if is_dead else "returned"))
 
     async def _read_update(self, request: Request) -> tuple[int, LeaseUpdate]:
-        step = request.path_params["step"]
-        if not step.isdecimal() or len(step) > MAX_STEP_DIGITS:
+        step = whole_number(request.path_params["step"])
+        if step is None or step < 0:
             raise Refused(404, "Not Found")
-        return int(step), await read_message(request, UPDATE, self._hub.config.read_timeout_s)
+        return step, await read_message(request, UPDATE, self._hub.config.read_timeout_s)
 
     async def dead_letters(self, _: Request) -> Response:
         """The newest first."""
-        return json_answer(
-            DeadLetters(dead_letters=[DeadLetter(**asdict(group)) for group in self._hub.store.dead_groups()])
-        )
+        return json_answer(DeadLetters(dead_letters=self._hub.store.dead_groups()))
 
     async def explain(self, _: Request) -> Response:
         return json_answer(Explanation(reason=self._reason()))

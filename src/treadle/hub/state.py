@@ -85,7 +85,6 @@ class HubState:
             plan=plan,
             is_alive=presence.is_alive,
             drop_older_than=config.max_age if config.stale == "drop" else None,
-            keep_trained_bytes=config.keep_trained_bytes,
         )
         return cls(
             store=store,
@@ -97,6 +96,11 @@ class HubState:
             terms=terms,
             limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
         )
+
+    @property
+    def full_weight_age(self) -> int | None:
+        """Older groups than this count less; None: all count in full, or are dropped before."""
+        return self.config.max_age if self.config.stale == "downweight" else None
 
     async def settled(self) -> None:
         """To be awaited before the step is told: who has a batch in hand must not hear that it was not given out."""

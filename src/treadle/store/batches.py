@@ -95,13 +95,9 @@ def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | N
 def _next_to_take(
     db: sqlite3.Connection, batch_size: int, current_step: int, terms: LeaseTerms, moment: Moment
 ) -> _Record | None:
-    earlier = db.execute(
-        f"SELECT {_COLUMNS} FROM batches WHERE state = 'open' AND step <= ? ORDER BY step",  # noqa: S608
-        (current_step,),
-    )
-    for given_back in (_Record(*row) for row in earlier):
-        if not given_back.is_held(moment):
-            return given_back
+    for earlier in _open_records(db, up_to_step=current_step):
+        if not earlier.is_held(moment):
+            return earlier
     step = current_step + 1
     while (record := _find(db, step)) is not None and record.is_held(moment):  # on its way to another caller
         step += 1
@@ -179,21 +175,22 @@ def release_holder(db: sqlite3.Connection, holder: str) -> None:
 
 def dissolve_other_sizes(db: sqlite3.Connection, batch_size: int) -> None:
     """A trainer registers: batches that were made for another size and never trained go back into the queue."""
-    rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE state = 'open'").fetchall()  # noqa: S608
-    for record in (_Record(*row) for row in rows):
+    for record in _open_records(db):
         if groups.num_sequences(db, record.group_ids) != batch_size:
-            groups.move(db, record.group_ids, "queued")
-            _forget(db, record, "the trainer registered another batch size")
+            _dissolve(db, record, "the trainer registered another batch size")
 
 
 def dissolve_what_nobody_has(db: sqlite3.Connection, moment: Moment) -> None:
     """A trainer of Atropos' registers: it counts its steps anew, and would come to what was given back at step 500 only
     at its own step 500. So those groups go back into the queue, in their old places."""
-    rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE state = 'open'").fetchall()  # noqa: S608
-    for record in (_Record(*row) for row in rows):
+    for record in _open_records(db):
         if record.holder == TAKER or not record.is_held(moment):
-            groups.move(db, record.group_ids, "queued")
-            _forget(db, record, "another trainer registered")
+            _dissolve(db, record, "another trainer registered")
+
+
+def _dissolve(db: sqlite3.Connection, record: _Record, reason: str) -> None:
+    groups.move(db, record.group_ids, "queued")
+    _forget(db, record, reason)
 
 
 def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[int]) -> None:
@@ -221,6 +218,14 @@ def _find(db: sqlite3.Connection, step: int) -> _Record | None:
         (step,),
     ).fetchone()
     return None if row is None else _Record(*row)
+
+
+def _open_records(db: sqlite3.Connection, up_to_step: int = 2**62) -> list[_Record]:
+    rows = db.execute(
+        f"SELECT {_COLUMNS} FROM batches WHERE state = 'open' AND step <= ? ORDER BY step",  # noqa: S608
+        (up_to_step,),
+    )
+    return [_Record(*row) for row in rows]
 
 
 def _held_under(db: sqlite3.Connection, step: int, token: str) -> _Record:

@@ -18,12 +18,12 @@ from treadle.store.records import (
     Limits,
     NewGroup,
     Post,
-    SetAside,
     StoredGroup,
     Tally,
     Waiting,
 )
 from treadle.store.refusals import BatchPruned, KeyReused, QueueFull, StaleToken
+from treadle.wire.hub import DeadLetter
 
 REMEMBER_KEYS_S = 7 * 24 * 3600.0
 Size = tuple[int | None, int]  # (env id, sequences of a group)
@@ -103,7 +103,12 @@ def queued(db: sqlite3.Connection) -> Tally:
 def queued_sizes(db: sqlite3.Connection) -> dict[Size, int]:
     """How many groups of each environment and size wait: {(0, 8): 3} is three groups of eight of environment 0."""
     rows = db.execute("SELECT env, size, groups FROM tally WHERE state = 'queued' AND groups > 0")
-    return {(None if env == "none" else int(env), size): num for env, size, num in rows}
+    return {(_env_id(env), size): num for env, size, num in rows}
+
+
+def _env_id(name: str) -> int | None:
+    """As the tally names it; a key of several columns cannot hold NULL."""
+    return None if name == "none" else int(name)
 
 
 def oldest(db: sqlite3.Connection, env_id: int | None, size: int, limit: int) -> list[Waiting]:
@@ -199,22 +204,21 @@ def set_aside(db: sqlite3.Connection, group_ids: str, state: str, step: int, rea
 
 
 def drop_stale(db: sqlite3.Connection, oldest_version: int, step: int) -> None:
-    changed = db.execute(
-        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = 'stale'"
-        " WHERE state = 'queued' AND policy_version IS NOT NULL AND policy_version < ?",
-        (step, oldest_version),
-    )
-    _tell_aside(db, "dropped", changed.rowcount, step, "stale")
+    _drop_waiting(db, "policy_version IS NOT NULL AND policy_version < ?", oldest_version, step, "stale")
 
 
 def drop_oversize(db: sqlite3.Connection, batch_size: int, step: int) -> None:
     """What waits may be larger than the batches of a trainer that registers later."""
+    _drop_waiting(db, "size > ?", batch_size, step, "oversize")
+
+
+def _drop_waiting(db: sqlite3.Connection, condition: str, value: int, step: int, reason: str) -> None:
     changed = db.execute(
-        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = 'oversize'"
-        " WHERE state = 'queued' AND size > ?",
-        (step, batch_size),
+        "UPDATE groups SET state = 'dropped', aside_step = ?, aside_reason = ?"  # noqa: S608 - a literal from above
+        f" WHERE state = 'queued' AND {condition}",
+        (step, reason, value),
     )
-    _tell_aside(db, "dropped", changed.rowcount, step, "oversize")
+    _tell_aside(db, "dropped", changed.rowcount, step, reason)
 
 
 def _tell_aside(db: sqlite3.Connection, state: str, num_groups: int, step: int, reason: str) -> None:
@@ -242,7 +246,7 @@ def counts(db: sqlite3.Connection) -> Counts:
 def tallies(db: sqlite3.Connection) -> dict[tuple[str, int | None], Tally]:
     """How much there is by state and environment."""
     rows = db.execute("SELECT state, env, sum(groups), sum(groups * size), sum(bytes) FROM tally GROUP BY state, env")
-    return {(state, None if env == "none" else int(env)): Tally(*sums) for state, env, *sums in rows}
+    return {(state, _env_id(env)): Tally(*sums) for state, env, *sums in rows}
 
 
 def counts_aside(db: sqlite3.Connection) -> dict[tuple[int | None, str], int]:
@@ -273,11 +277,11 @@ def env_load(db: sqlite3.Connection, env_id: int) -> EnvLoad:
     return EnvLoad(sequences=sequences, largest_group=largest, largest_own_group=largest_own)
 
 
-def dead_groups(db: sqlite3.Connection, limit: int) -> list[SetAside]:
+def dead_groups(db: sqlite3.Connection, limit: int) -> list[DeadLetter]:
     """The newest first."""
     rows = db.execute(
         "SELECT id, env_id, size, item, policy_version, aside_step, aside_reason FROM groups"
         " WHERE state = 'dead' ORDER BY id DESC LIMIT ?",
         (limit,),
     )
-    return [SetAside(*row) for row in rows]
+    return [DeadLetter(**dict(zip(DeadLetter.__struct_fields__, row, strict=True))) for row in rows]

@@ -53,7 +53,6 @@ class LeaseTerms:
     plan: Callable[[Sequence[Lane], int], Plan]
     is_alive: Callable[[int], bool]
     drop_older_than: int | None = None  # groups sampled more versions ago than this are dropped as stale
-    keep_trained_bytes: int = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +172,6 @@ class EnvLoad:
     sequences: dict[int | None, int] = field(default_factory=dict)
     largest_group: int = 0
     largest_own_group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """A group that is not trained: dropped (stale, too large) or dead (its deliveries failed)."""
-
-    id: int
-    env_id: int | None
-    size: int
-    item: int | None
-    policy_version: int | None
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,10 @@ from treadle.store.records import (
     Plan,
     Post,
     RunState,
-    SetAside,
 )
 from treadle.store.refusals import DamagedGroups
 from treadle.store.writer import CommitWatcher, GroupCommitWriter
-from treadle.wire.hub import RegisterEnv, RegisterTrainer
+from treadle.wire.hub import DeadLetter, RegisterEnv, RegisterTrainer
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -217,7 +216,7 @@ class Store:
     def latest_payload(self) -> tuple[Format, bytes] | None:
         return self._look(groups.latest_payload)
 
-    def dead_groups(self, limit: int = 1000) -> list[SetAside]:
+    def dead_groups(self, limit: int = 1000) -> list[DeadLetter]:
         return self._look(lambda db: groups.dead_groups(db, limit))
 
     def figures(self, after_event: int) -> Figures:

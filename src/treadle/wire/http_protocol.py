@@ -7,12 +7,9 @@ connection: one sweep looks at all of them twice a second, so that no path throu
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -22,33 +19,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from treadle.log import get_logger
-from treadle.wire.http_limits import HttpLimits, connections_that_fit
+from treadle.wire.http_connections import Connections, Refusal
 
 FLUSHED = "treadle.flushed"  # in a request's scope: `await scope[FLUSHED]()` after the answer was sent
 READ_AHEAD_BYTES = 2**19  # of a body that the application has not asked for yet
-RETRY_AFTER_S = "2"
-TELL_EVERY_S = 10.0  # a flood of connections must not become a flood of log lines
 FRAMING_FACTOR = 8  # the smallest chunk, "1\r\nx\r\n", is five bytes of framing around one of data
 
 log = get_logger("http")
-
-
-class Refusal(Exception):
-    """A request that never reaches the application. `detail` goes to the client."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(status)
-        self.status = status
-        self.detail = detail
-
-    def answer(self) -> bytes:
-        body = json.dumps({"detail": self.detail}).encode()
-        retry = f"retry-after: {RETRY_AFTER_S}\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
-        head = (
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-        )
-        return head.encode() + body
 
 
 class Arriving(Enum):
@@ -59,61 +36,13 @@ class Arriving(Enum):
     BODY = auto()
 
 
-class Connections:
-    """All connections of one server: how many there are, and which of them have overstayed."""
+def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
+    """What uvicorn calls for each connection; to it a class."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self.limits = limits
-        self.max_open = connections_that_fit(limits.max_connections)
-        self._open: set[LimitedHttp] = set()
-        self._parting: set[LimitedHttp] = set()  # refused or closing ones: they take no room from those that work
-        self._num_refused = 0
-        self._told_at = -TELL_EVERY_S
+    def accept(**arguments: Any) -> LimitedHttp:
+        return LimitedHttp(connections, **arguments)
 
-    def protocol(self) -> type[asyncio.Protocol]:
-        """What uvicorn calls for each connection; to it a class."""
-
-        def accept(**arguments: Any) -> LimitedHttp:
-            return LimitedHttp(self, **arguments)
-
-        return cast(type[asyncio.Protocol], accept)
-
-    def admit(self, connection: LimitedHttp) -> bool:
-        if len(self._open) < self.max_open:
-            self._open.add(connection)
-            return True
-        self._num_refused += 1
-        return False
-
-    def part(self, connection: LimitedHttp) -> bool:
-        """Whether this one may linger."""
-        if len(self._parting) >= self.limits.max_parting and connection not in self._parting:
-            return False
-        self._open.discard(connection)
-        self._parting.add(connection)
-        return True
-
-    def forget(self, connection: LimitedHttp) -> None:
-        self._open.discard(connection)
-        self._parting.discard(connection)
-
-    async def watch(self) -> None:
-        """Sweep until cancelled."""
-        while True:
-            await asyncio.sleep(self.limits.sweep_s)
-            self.sweep(asyncio.get_running_loop().time())
-
-    def sweep(self, now: float) -> None:
-        for connection in [*self._open, *self._parting]:
-            try:
-                connection.end_if_overdue(now)
-            except Exception:  # one odd connection must not take the limits off all the others
-                log.error("sweep_failed", exc_info=True)
-                self.forget(connection)
-        if self._num_refused and time.monotonic() - self._told_at >= TELL_EVERY_S:
-            log.warning("connections_refused", refused=self._num_refused, limit=self.max_open)
-            self._num_refused = 0
-            self._told_at = time.monotonic()
+    return cast(type[asyncio.Protocol], accept)
 
 
 class LimitedHttp(HttpToolsProtocol):

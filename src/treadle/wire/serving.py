@@ -18,8 +18,9 @@ import uvloop
 from starlette.responses import JSONResponse
 
 from treadle.errors import ConfigError, PortInUse
+from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.http_protocol import Connections
+from treadle.wire.http_protocol import protocol_of
 
 DEFAULT_LIMITS = HttpLimits()
 
@@ -66,7 +67,7 @@ def serve_until_stopped(
     connections = Connections(limits)
     settings = uvicorn.Config(
         RefuseWebPages(app),
-        http=connections.protocol(),
+        http=protocol_of(connections),
         ws="none",
         log_level="warning",
         log_config=None,

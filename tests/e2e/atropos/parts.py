@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.processes import environment, free_port, wait_until_healthy
@@ -51,44 +49,6 @@ def atropos(script: str, *flags: str, log: Path) -> Iterator[subprocess.Popen[by
     finally:
         process.kill()  # it has nothing to save
         process.wait()
-
-
-class Hub:
-    """Our hub over one database; may be killed and started again at its port."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "hub.log"
-        self._command = [sys.executable, "-m", "treadle", "hub", "--port", str(self.port)]
-        self._command += ["--database", str(folder / "hub.sqlite"), *flags]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Hub:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def start(self) -> float:
-        """Seconds until it answers."""
-        began = time.monotonic()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment())
-        while True:  # looked at often: how long the port is closed is what the clients feel
-            assert self._process.poll() is None, self.log.read_text()[-2000:]
-            try:
-                if httpx.get(f"{self.url}/healthz").status_code == 200:
-                    return time.monotonic() - began
-            except httpx.TransportError:
-                assert time.monotonic() - began < 30, self.log.read_text()[-2000:]
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
 
 
 @contextmanager

@@ -1,91 +1,28 @@
-"""A real hub process over one database file, that may be killed and started again, and the clients that use it."""
+"""The clients of a hub that is killed: they know what they were answered, and what they cannot know."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-READY_S = 30.0  # a loaded machine is slow to import; the promise of 2 s is asserted where it is made
+from tests.hub_process import HubProcess
 
 
-class KillableHub:
-    def __init__(self, folder: Path, *flags: str, database: Path | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.database = database or folder / "hub.sqlite"
-        self.flags = flags
-        self.log_file = folder / "hub.log"
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def launch(self, fault: str = "") -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "treadle", "hub", "--port", str(self.port), "--database", str(self.database)]
-        environment = os.environ | {"TREADLE_FAULT": fault}
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log, env=environment)
-        return self.process
-
-    def start(self, fault: str = "") -> float:
-        """Seconds from the start of the process until it answers."""
-        began = time.monotonic()
-        process = self.launch(fault)
-        while time.monotonic() - began < READY_S:
-            assert process.poll() is None, self.log[-2000:]
-            try:
-                if httpx.get(f"{self.url}/healthz", timeout=2.0).status_code == 200:
-                    return time.monotonic() - began
-            except httpx.TransportError:
-                time.sleep(0.01)
-        raise AssertionError(f"the hub is not ready after {READY_S} s:\n{self.log[-2000:]}")
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        os.kill(self.process.pid, number)
-
-    def wait(self, timeout_s: float = 20.0) -> int:
-        assert self.process is not None
-        return self.process.wait(timeout_s)
-
-    def stop(self) -> tuple[int, float]:
-        """Exit code after SIGTERM, and the seconds it took."""
-        began = time.monotonic()
-        self.send(signal.SIGTERM)
-        return self.wait(), time.monotonic() - began
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-    def porters(self) -> list[int]:
-        """Process ids of the door workers."""
-        assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = []
-        for child in map(int, children):
-            try:
-                if b"treadle.hub.porter" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(child)
-            except OSError:
-                continue  # it has just ended
-        return found
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0)
+def porters_of(hub: HubProcess) -> list[int]:
+    """Process ids of the door workers."""
+    assert hub.process is not None
+    children = Path(f"/proc/{hub.process.pid}/task/{hub.process.pid}/children").read_text().split()
+    found = []
+    for child in map(int, children):
+        try:
+            if b"treadle.hub.porter" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+        except OSError:
+            continue  # it has just ended
+    return found
 
 
 def group(tag: int, num_tokens: int = 3, **fields: Any) -> dict[str, Any]:
@@ -117,7 +54,7 @@ def register_env(client: httpx.Client) -> int:
 class Poster(threading.Thread):
     """Posts group after group until the hub is gone. Knows what was answered, and what it cannot know."""
 
-    def __init__(self, hub: KillableHub, first_tag: int, *, keyed: bool) -> None:
+    def __init__(self, hub: HubProcess, first_tag: int, *, keyed: bool) -> None:
         super().__init__(daemon=True)
         self._hub = hub
         self._first_tag = first_tag
@@ -150,7 +87,7 @@ class Poster(threading.Thread):
 class Trainer:
     """Leases, renews and acknowledges as our trainer does. What it was answered is kept; `go_on` after a restart."""
 
-    def __init__(self, hub: KillableHub, step: int = 0) -> None:
+    def __init__(self, hub: HubProcess, step: int = 0) -> None:
         self._hub = hub
         self.step = step  # the last acknowledged
         self.trained: dict[int, list[int]] = {}  # tags by step
