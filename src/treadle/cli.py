@@ -63,7 +63,7 @@ def run_api() -> None:
 def _run(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, add_flags, given
     from treadle.config.load import load_run
-    from treadle.config.schema import RunConfig, Section
+    from treadle.config import RunConfig, Section
 
     parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")

@@ -1,16 +1,9 @@
 """Configuration: frozen typed values, made from TOML files and flags, checked before anything starts."""
 
 from treadle.config.load import load_run, save_run
-from treadle.config.schema import (
-    DEFAULT_MODEL,
-    EngineConfig,
-    EnvConfig,
-    HubConfig,
-    RunConfig,
-    Section,
-    ServerConfig,
-    TrainConfig,
-)
+from treadle.config.schema import EngineConfig, EnvConfig, HubConfig, RunConfig, ServerConfig
+from treadle.config.section import DEFAULT_MODEL, Section
+from treadle.config.train import TrainConfig
 
 __all__ = [
     "DEFAULT_MODEL",

@@ -62,6 +62,7 @@ def add_flags(
             *flags,
             dest=prefix + name,
             default=argparse.SUPPRESS,
+            nargs="+" if _is_list(field) else None,
             metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
             help=(field.description or "").replace("%", "%%") + _choices(field) + default,
         )
@@ -69,7 +70,12 @@ def add_flags(
 
 def given(values: argparse.Namespace) -> dict[str, Any]:
     """The flags the user really gave: {"train.lr": "1e-5"}; "None" means empty, as Atropos' clients write it."""
-    return {key: (None if value == "None" else value) for key, value in vars(values).items() if not key.startswith("_")}
+    return {key: _plain(value) for key, value in vars(values).items() if not key.startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    text = " ".join(value) if isinstance(value, list) else value
+    return None if text == "None" else text
 
 
 def _dashed(word: str) -> str:
@@ -89,6 +95,12 @@ def _choices(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return f": {', '.join(map(str, get_args(field.annotation)))}"
     return ": true or false" if field.annotation is bool else ""
+
+
+def _is_list(field: FieldInfo) -> bool:
+    """Several words may follow the flag: `--lora-target-modules q_proj v_proj`."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(kind) is tuple for kind in kinds)
 
 
 def _is_section(field: FieldInfo) -> bool:

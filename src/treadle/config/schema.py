@@ -7,30 +7,13 @@ spellings, among them those of Atropos' example trainer, so that old command lin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
+from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
-
-Port = Annotated[int, Field(ge=1, le=65535)]
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-
-
-def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:
-    """A field with its help text and further spellings of its flag."""
-    return Field(default, description=help, json_schema_extra={"flags": list(flags)})
-
-
-class Section(BaseModel):
-    """Unknown keys are errors: a misspelt key must never be ignored in silence."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class HubConfig(Section):
@@ -111,62 +94,6 @@ class EnvConfig(Section):
     data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
     inference_weight: float = option(1.0, "weight of this environment in the mix")
     wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
-
-
-class TrainConfig(Section):
-    """The trainer process."""
-
-    model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
-    seed: int = option(0, "seed of everything random in the trainer")
-    device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
-    threads: Count = option(0, "compute threads; 0 takes every core")
-    dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's; masters are always fp32")
-    # the batch
-    batch_size: PositiveInt = option(64, "sequences per optimizer step, before accumulation")
-    gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
-    seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
-    micro_tokens: PositiveInt = option(768, "tokens forwarded at once; bounds the memory of a step")
-    logprob_chunk: PositiveInt = option(8192, "entries of the vocabulary whose logits exist at the same time")
-    max_age: Count = option(
-        0, "versions that environments sample ahead: before version v is published, batch v + this is leased"
-    )
-    # the objective
-    normalize_std: bool = option(True, "divide advantages by the standard deviation of their group")
-    clip_eps: Annotated[float, Field(gt=0)] | None = option(None, "sets clip_low and clip_high at once")
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = option(0.2, "the ratio is clipped below 1 - this")
-    clip_high: Annotated[float, Field(gt=0)] = option(0.28, "the ratio is clipped above 1 + this")
-    kl_coef: Annotated[float, Field(ge=0)] = option(0.0, "weight of the KL term against the rollout policy")
-    # the optimizer
-    lr: Annotated[float, Field(gt=0)] = option(3e-5, "peak learning rate", flags=("learning-rate",))
-    warmup_steps: Count = option(3, "steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = option(0.9, "AdamW: decay of the mean")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = option(0.99, "AdamW: decay of the mean square")
-    weight_decay: Annotated[float, Field(ge=0)] = option(0.0, "AdamW: decoupled weight decay")
-    max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are clipped to this norm")
-    # the neighbours
-    atropos_url: str = option("http://127.0.0.1:8000", "URL of the hub", flags=("hub-url",))
-    engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
-    weight_bridge_mode: Literal["shared_memory", "offline"] = option(
-        "shared_memory", "how new weights reach the engine: one shared copy, or not at all"
-    )
-    # what stays
-    save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
-    checkpoint_interval: Count = option(25, "save a resumable checkpoint every so many steps; 0: only at the end")
-    metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _clip_eps_sets_both(cls, values: Any) -> Any:
-        """It is a way to say two things, not a setting of its own, so it is not kept."""
-        if isinstance(values, dict) and values.get("clip_eps") is not None:
-            values = values | {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], "clip_eps": None}
-        return values
-
-    @property
-    def sequences_per_step(self) -> int:
-        return self.batch_size * self.gradient_accumulation_steps
 
 
 class RunConfig(Section):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from treadle.config.schema import DEFAULT_MODEL
+from treadle.config import DEFAULT_MODEL
 from treadle.errors import ModelError
 
 

@@ -54,7 +54,7 @@ def train(
             batch = pack(
                 leased.groups,
                 normalize_std=config.normalize_std,
-                micro_tokens=config.micro_tokens,
+                micro_tokens=config.micro_tokens or 768,
                 all_tokens=config.kl_coef > 0,
             )
             sums = accumulate_gradients(policy, batch, config, check_stop)

@@ -1,0 +1,26 @@
+"""What every section of the configuration is made of: kinds of values, and fields that are flags too."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:
+    """A field with its help text and further spellings of its flag."""
+    return Field(default, description=help, json_schema_extra={"flags": list(flags)})
+
+
+class Section(BaseModel):
+    """Unknown keys are errors: a misspelt key must never be ignored in silence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)

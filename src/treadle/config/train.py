@@ -1,0 +1,254 @@
+"""The trainer's section. Its settings are flat, as its flags are; the classes only keep together what belongs together.
+
+`--objective` and `--mismatch` name a set of values for other settings. What is also given by itself wins over the name,
+and the resolved configuration holds the values, so a saved run never changes when a name's meaning does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Section, option
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Automatic = Literal["auto", "on", "off"]
+
+
+def parse_layers(value: Any) -> Any:
+    """ "20-22,0-1" -> (0, 1, 20, 21, 22); what is not a text of that form is left to the type to refuse."""
+    if not isinstance(value, str):
+        return value
+    layers: set[int] = set()
+    for part in value.replace(",", " ").split():
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"'{value}' is no list of layers; write for example 20-31,0-3")
+        if dash and int(last) < int(first):
+            raise ValueError(f"'{part}' counts backwards; write {last}-{first}")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+def parse_names(value: Any) -> Any:
+    """ "q_proj,v_proj" and "q_proj v_proj" -> ("q_proj", "v_proj")."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+
+_TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {**_TOKEN_CLIP, "normalize_std": True, "aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {
+        **_TOKEN_CLIP, "normalize_std": False, "aggregation": "sequence_constant", "clip_low": 0.2, "clip_high": 0.2,
+    },
+    "dapo": {
+        **_TOKEN_CLIP, "normalize_std": True, "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28,
+        "mask_overlong": True,
+    },
+    "gspo": {
+        "ratio": "sequence_mean", "surrogate": "clip", "normalize_std": True, "aggregation": "sequence_mean",
+        "clip_low": 3e-4, "clip_high": 4e-4,
+    },
+    "rl_max": {
+        "ratio": "sequence_sum", "surrogate": "clip", "normalize_std": True, "aggregation": "sequence_mean",
+        "clip_low": 0.2, "clip_high": 0.2,
+    },
+    "cispo": {
+        "ratio": "token", "surrogate": "cispo", "normalize_std": True, "aggregation": "token_mean", "clip_high": 4.0,
+    },
+}  # fmt: skip
+MISMATCHES: dict[str, dict[str, Any]] = {
+    "none": {"importance_cap": None, "importance_mask_low": None, "importance_mask_high": None},
+    "tis": {"old_logprobs": "trainer", "importance_cap": 2.0},
+    "icepop": {"old_logprobs": "trainer", "importance_mask_low": 0.5, "importance_mask_high": 5.0},
+    "strict": {
+        "old_logprobs": "trainer", "importance_cap": 2.0, "importance_mask_low": 0.5, "importance_mask_high": 5.0,
+    },
+}  # fmt: skip
+
+
+class ObjectiveOptions(Section):
+    """What is maximised."""
+
+    objective: Literal["grpo", "dr_grpo", "dapo", "gspo", "rl_max", "cispo"] | None = option(
+        None, "a published objective by its name: sets the settings below, except those given by themselves"
+    )
+    # how good a rollout was
+    advantage: Literal["group_mean", "leave_one_out"] = option("group_mean", "what a score is compared with")
+    normalize_std: bool = option(True, "divide advantages by the standard deviation of their group")
+    std_ddof: Literal[0, 1] = option(0, "standard deviation of the group itself (0) or of what it was drawn from (1)")
+    std_epsilon: NotNegative = option(1e-4, "added to the standard deviation, so that a tiny spread stays tiny")
+    mask_overlong: bool = option(False, "completions that were cut off at the length limit carry no loss")
+    # how far the policy may move
+    ratio: Literal["token", "sequence_mean", "sequence_sum"] = option(
+        "token", "importance ratio of each token, or one of the sequence: mean (GSPO) or sum of its tokens' logs"
+    )
+    surrogate: Literal["clip", "cispo"] = option("clip", "PPO's clipped gain, or a clipped weight on the logprob")
+    clip_eps: Positive | None = option(None, "sets clip_low and clip_high at once")
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = option(0.2, "the ratio is clipped below 1 - this")
+    clip_high: Positive = option(0.28, "the ratio is clipped above 1 + this")
+    dual_clip: Annotated[float, Field(gt=1)] | None = option(
+        None, "bounds the loss of a bad token that became likelier by this ratio; empty: no bound"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_constant"] = option(
+        "token_mean", "mean over tokens, mean over sequences of their token means, or sequence sums over a constant"
+    )
+    aggregation_length: PositiveInt | None = option(None, "the constant of sequence_constant; empty: seq_len")
+    epochs: PositiveInt = option(1, "optimizer updates per batch; the old logprobs stay those of the first")
+    old_logprobs: Literal["rollout", "trainer"] = option(
+        "rollout",
+        "what the ratio is taken against: the engine's logprobs, or the trainer's own before the first update",
+    )
+    # staying near another policy
+    kl_coef: NotNegative = option(0.0, "weight of the KL term")
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "log ratio, half its square, or the never negative k3")
+    kl_against: Literal["rollout", "reference"] = option(
+        "rollout", "the policy that sampled, or the one training began with"
+    )
+    reference_offload: bool = option(False, "keep the reference's weights in host memory and bring them layer by layer")
+    # engine and trainer disagree
+    mismatch: Literal["none", "tis", "icepop", "strict"] | None = option(
+        None, "truncated importance sampling, IcePop's mask, or both, by name: sets the three settings below"
+    )
+    importance_cap: Positive | None = option(
+        None, "weights by trainer/engine probability, at most this; needs old_logprobs trainer; empty: off"
+    )
+    importance_mask_low: NotNegative | None = option(
+        None, "tokens whose trainer/engine probability is below carry no loss"
+    )
+    importance_mask_high: Positive | None = option(
+        None, "tokens whose trainer/engine probability is above carry no loss"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_set_values(cls, values: Any) -> Any:
+        """A name is a way to say several things; what it says holds unless it is also said by itself."""
+        if not isinstance(values, dict):
+            return values
+        named = OBJECTIVES.get(str(values.get("objective")), {}) | MISMATCHES.get(str(values.get("mismatch")), {})
+        values = named | {key: value for key, value in values.items() if key not in named or value is not None}
+        if values.get("clip_eps") is not None:  # it is not kept: the two it sets are
+            values |= {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], "clip_eps": None}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ObjectiveOptions:
+        if self.importance_cap is not None and self.old_logprobs != "trainer":
+            raise ValueError(
+                "importance_cap weights the trainer's own old logprobs; against the engine's the ratio holds that "
+                "factor already: set old_logprobs to trainer"
+            )
+        return self
+
+
+class OptimizerOptions(Section):
+    """How the weights move."""
+
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
+        "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
+    )
+    lr: Positive = option(3e-5, "peak learning rate", flags=("learning-rate",))
+    warmup_steps: Count = option(3, "steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
+    beta1: Fraction = option(0.9, "AdamW: decay of the mean")
+    beta2: Fraction = option(0.99, "AdamW: decay of the mean square")
+    weight_decay: NotNegative = option(0.0, "decoupled weight decay")
+    max_grad_norm: Positive = option(1.0, "gradients are clipped to this norm")
+    muon_momentum: Fraction = option(0.95, "Muon: momentum of the matrices; all else is moved by AdamW")
+    adafactor_relative_step: bool = option(False, "Adafactor: a step size of its own that falls with the steps")
+    adafactor_scale_parameter: bool = option(False, "Adafactor: steps in proportion to the size of the weights")
+    gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "number format that micros' gradients add up in")
+    train_layer_indices: Layers = option(None, "train only these layers (20-31,0-3); empty: everything")
+
+
+class LoraOptions(Section):
+    """Adapters instead of weights."""
+
+    lora: bool = option(False, "train low-rank adapters; the model's own weights stay")
+    lora_r: PositiveInt = option(16, "rank of the adapters")
+    lora_alpha: Positive = option(32.0, "scale of the adapters, over the rank")
+    lora_dropout: Fraction = option(0.0, "dropout before the adapters; more than 0 makes every ratio noisy")
+    lora_target_modules: Names = option(("q_proj", "v_proj"), "which linear layers get an adapter")
+    lora_layer_indices: Layers = option(None, "only in these layers (20-31,0-3); empty: in all")
+
+
+class SpeedOptions(Section):
+    """What changes time and memory, never the result beyond rounding."""
+
+    micro_tokens: PositiveInt | None = option(
+        None, "tokens forwarded at once; bounds the memory of a step; empty: 768 on a CPU, 16384 on a GPU"
+    )
+    logprob_chunk: PositiveInt = option(8192, "entries of the vocabulary whose logits exist at the same time")
+    share_prompts: Automatic = option(
+        "auto", "forward the prompt of a group once for all its completions; auto: when it pays"
+    )
+    attention: Literal["auto", "blocks", "sdpa", "varlen"] = option(
+        "auto", "dense blocks or scaled_dot_product_attention (CPU), variable-length attention (CUDA)"
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute activations again in the backward pass: less memory, a third more time"
+    )
+    compile: Automatic = option("auto", "torch.compile of the layers; auto: on a GPU")
+    fused_kernels: Literal["none", "liger"] = option(
+        "none", "liger-kernel's norms, rotary embedding and SwiGLU (GPU only)"
+    )
+
+
+class TrackOptions(Section):
+    """Where metrics go beside the JSONL file."""
+
+    metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
+    track: Names = option((), "further sinks: wandb, tensorboard, trackio")
+    use_wandb: bool = option(False, "the same as --track wandb")
+    wandb_project: str | None = option(None, "project at W&B or Trackio")
+    wandb_group: str | None = option(None, "group of the run at W&B or Trackio")
+    wandb_run_name: str | None = option(None, "name of the run at W&B or Trackio")
+    metric_aliases: Names = option((), "also write metrics under the names of: trl, verl, atropos")
+
+
+class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, TrackOptions):
+    """The trainer process."""
+
+    model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
+    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
+    seed: int = option(0, "seed of everything random in the trainer")
+    device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
+    threads: Count = option(0, "compute threads; 0 takes every core")
+    dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's")
+    # the batch
+    batch_size: PositiveInt = option(64, "sequences per optimizer step, before accumulation")
+    gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
+    seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
+    max_age: Count = option(
+        0, "versions that environments sample ahead: before version v is published, batch v + this is leased"
+    )
+    # the neighbours
+    atropos_url: str = option("http://127.0.0.1:8000", "URL of the hub", flags=("hub-url",))
+    engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
+    vllm_port: Port | None = option(None, "the engine is on this machine, at this port")
+    weight_bridge_mode: Literal["shared_memory", "offline"] = option(
+        "shared_memory", "how new weights reach the engine: one shared copy, or not at all"
+    )
+    # what stays
+    save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
+    checkpoint_interval: Count = option(25, "save a resumable checkpoint every so many steps; 0: only at the end")
+    keep_checkpoints: PositiveInt = option(2, "older ones are deleted; with two, a damaged one can be stepped over")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _port_sets_url(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("vllm_port") is not None:
+            values = values | {"engine_url": f"http://127.0.0.1:{values['vllm_port']}", "vllm_port": None}
+        return values
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps
