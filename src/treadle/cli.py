@@ -9,13 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
 from treadle.errors import TreadleError, as_user_error
 
+if TYPE_CHECKING:
+    from treadle.config.flags import FlagParser
+
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
+    "plan": "say how much memory a run would take, whether it fits, and what would make it fit",
     "hub": "serve the rollout API (also installed as run-api)",
     "engine": "serve a model",
     "env": "run an environment: treadle env NAME serve|evaluate",
@@ -61,24 +65,34 @@ def run_api() -> None:
 
 
 def _run(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, add_flags, given
+    from treadle.config.flags import FlagParser, given
     from treadle.config.load import load_run
-    from treadle.config import RunConfig, Section
 
     parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
-    add_flags(parser, RunConfig)
-    for name, field in RunConfig.model_fields.items():
-        if isinstance(field.default, Section):
-            add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
+    _add_run_flags(parser)
     values = parser.parse_args(words)
     from treadle.launch import resume, start
 
     if values._resume is not None:
         return resume(values._resume, given(values), plain=values._plain)
     return start(load_run(values._config, given(values)), plain=values._plain)
+
+
+def _plan(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser, given
+    from treadle.config.load import load_run
+    from treadle.launch.budget.command import plan_memory
+    from treadle.launch.budget.request import add_plan_flags
+
+    parser = FlagParser(prog="treadle plan", description="The memory of a run, before anything is loaded.")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    add_plan_flags(parser)
+    _add_run_flags(parser)
+    values = parser.parse_args(words)
+    return plan_memory(load_run(values._config, given(values)), values)
 
 
 def _hub(words: list[str]) -> int:
@@ -98,6 +112,12 @@ def _engine(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
+    from treadle.config.flags import drop_without_effect
+    from treadle.config.train import WITHOUT_EFFECT
+
+    words, notes = drop_without_effect(words, WITHOUT_EFFECT)
+    for note in notes:
+        sys.stderr.write(f"treadle train: {note}\n")
     run = _one_section("train", words)
     from treadle.train import main as train
 
@@ -149,8 +169,20 @@ def _doctor(words: list[str]) -> int:
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat, "doctor": _doctor,
+    "run": _run, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat,
+    "doctor": _doctor,
 }  # fmt: skip
+
+
+def _add_run_flags(parser: FlagParser) -> None:
+    """The flags of a whole run: plain ones for its own settings, dotted ones for those of its processes."""
+    from treadle.config import RunConfig, Section
+    from treadle.config.flags import add_flags
+
+    add_flags(parser, RunConfig)
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.default, Section):
+            add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
 
 
 def _one_section(name: str, words: list[str]) -> Any:

@@ -19,8 +19,8 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.engines.default_model import WHEEL_SHA256
 from treadle.errors import DiskFull
-from treadle.train.checkpoint import Checkpoints
-from treadle.train.optim import Optimizer
+from treadle.train.checkpoint import Checkpoints, Totals
+from treadle.train.optim import build_optimizer
 from treadle.train.policy import load_policy
 
 
@@ -99,18 +99,19 @@ def test_a_full_disk_at_the_start(tmp_path):
 
 def test_a_disk_that_fills_up_during_a_checkpoint_keeps_the_one_before(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    policy = load_policy(model, dtype="float32", device="cpu", logprob_chunk=64)
-    optimizer = Optimizer(policy, TrainConfig())
+    config = TrainConfig(dtype="float32", device="cpu", logprob_chunk=64)
+    policy = load_policy(model, config)
+    optimizer = build_optimizer(policy, config)
     with small_disk(tmp_path / "disk", "16m") as disk:
-        checkpoints = Checkpoints(disk / "checkpoints", model)
-        checkpoints.save(1, policy, optimizer)
+        checkpoints = Checkpoints(disk / "checkpoints", model, keep=1)
+        checkpoints.save(1, policy, optimizer, Totals())
         (disk / "ballast").write_bytes(bytes(6 << 20))
         with pytest.raises(DiskFull, match="disk is full"):
-            checkpoints.save(2, policy, optimizer)
-        assert checkpoints.restore(policy, optimizer) == 1
+            checkpoints.save(2, policy, optimizer, Totals())
+        assert checkpoints.restore(policy, optimizer).step == 1
         (disk / "ballast").unlink()
-        checkpoints.save(2, policy, optimizer)
-        assert checkpoints.restore(policy, optimizer) == 2
+        checkpoints.save(2, policy, optimizer, Totals())
+        assert checkpoints.restore(policy, optimizer).step == 2
 
 
 def test_a_wheel_with_the_wrong_hash(tmp_path):

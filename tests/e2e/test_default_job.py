@@ -25,5 +25,5 @@ def test_the_default_job_teaches_the_model_to_add(tmp_path):
     assert summary["total_s"] < 600
     rows = metrics_of(run)
     assert len(rows) == summary["steps"]
-    assert max(row["age/max"] for row in rows) <= 1
-    assert sum(row["mismatch/logprob_abs_diff_mean"] for row in rows) / len(rows) < 0.1
+    assert max(row["sample/staleness_max"] for row in rows) <= 1
+    assert sum(row["sampling/sampling_logp_difference/mean"] for row in rows) / len(rows) < 0.1

@@ -69,7 +69,7 @@ def shared_files() -> set[str]:
 
 
 def essence(run: Path) -> list[tuple[float, ...]]:
-    keys = ("step", "reward/mean", "loss/policy", "optim/grad_norm", "loss/entropy")
+    keys = ("step", "reward", "policy_loss", "grad_norm", "entropy", "num_tokens")
     return [tuple(row[key] for key in keys) for row in metrics_of(run)]
 
 

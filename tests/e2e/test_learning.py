@@ -21,7 +21,7 @@ def test_a_random_model_learns_to_echo(model, tmp_path):
     result, run = run_treadle(tmp_path, "--model", str(model), "--steps", "60", *TINY_RUN, cores=1)
     seconds = time.monotonic() - started
     assert result.returncode == 0, result.stdout + result.stderr
-    rewards = [row["reward/mean"] for row in metrics_of(run)]
+    rewards = [row["reward"] for row in metrics_of(run)]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["held_out_before"]["accuracy"], summary["held_out_after"]["accuracy"]
@@ -41,6 +41,6 @@ def test_the_same_seed_gives_the_same_curve(model, tmp_path):
         seed = "8" if attempt == "c" else "7"
         result, run = run_treadle(tmp_path / attempt, "--model", str(model), "--steps", "6", "--seed", seed, *TINY_RUN)
         assert result.returncode == 0, result.stdout + result.stderr
-        curves.append([(row["reward/mean"], row["optim/grad_norm"], row["loss/policy"]) for row in metrics_of(run)])
+        curves.append([(row["reward"], row["grad_norm"], row["policy_loss"]) for row in metrics_of(run)])
     assert curves[0] == curves[1]  # to the last bit
     assert curves[0] != curves[2]

@@ -11,12 +11,15 @@ import torch
 
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
+from treadle.config import TrainConfig
 from treadle.sync.shared_memory import SharedMemorySync
+from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import share_policy
 from treadle.wire.groups import ScoredGroup
 
 PROMPT = [20, 21, 22, 23]
+CONFIG = TrainConfig(device="cpu", logprob_chunk=64, micro_tokens=100_000)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,8 @@ def engine_url(tmp_path_factory):
 @pytest.fixture(scope="module")
 def policy_and_sync(engine_url):
     sync = SharedMemorySync(engine_url)
-    return share_policy(sync.fetch_layout(), logprob_chunk=64), sync
+    policy = share_policy(sync.fetch_layout(), CONFIG)
+    return policy, build_optimizer(policy, CONFIG).masters, sync
 
 
 def generate(url, **fields):
@@ -59,17 +63,17 @@ def score_with_trainer(policy, answer, temperature):
         inference_logprobs=[[1.0] * len(PROMPT) + logprobs_of(answer, i) for i in range(len(completions))],
         generation_params={"temperature": temperature},
     )
-    (micro,) = pack([group], normalize_std=True, micro_tokens=100_000).micros
+    (micro,) = pack([group], CONFIG).micros
     with torch.no_grad():
-        return policy.score(micro)[0], micro.rollout_logprobs_L
+        return policy.score(micro)[0], micro.loss_tokens.rollout_logprobs_L
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_trainer_and_engine_agree_on_logprobs_in_fp32(engine_url, policy_and_sync, temperature):
-    policy, sync = policy_and_sync
+    policy, masters, sync = policy_and_sync
     for version in (1, 2):
         with torch.no_grad():
-            for master in policy.masters.values():
+            for master in masters.values():
                 master.add_(torch.randn_like(master) * 0.02)
         sync.publish(policy, version)
         answer = generate(engine_url, n=4, seed=version, temperature=temperature)
@@ -83,14 +87,14 @@ def test_trainer_and_engine_agree_on_logprobs_in_fp32(engine_url, policy_and_syn
 
 def test_no_answer_mixes_two_versions(engine_url, policy_and_sync):
     """60 publishes of two very different policies under load: each answer is entirely that of the version it names."""
-    policy, sync = policy_and_sync
+    policy, masters, sync = policy_and_sync
     generator = torch.Generator().manual_seed(3)
-    base = {n: m.detach().clone() for n, m in policy.masters.items()}
-    noise = {n: torch.randn(m.shape, generator=generator) * 0.1 for n, m in policy.masters.items()}
+    base = {n: m.detach().clone() for n, m in masters.items()}
+    noise = {n: torch.randn(m.shape, generator=generator) * 0.1 for n, m in masters.items()}
 
     def set_policy(version):
         with torch.no_grad():
-            for name, master in policy.masters.items():
+            for name, master in masters.items():
                 master.copy_(base[name] + noise[name] * (version % 2))
 
     expected = {}

@@ -1,4 +1,4 @@
-"""Advantages and loss against an independent reference in numpy, written from the formulas and not from our code."""
+"""Every objective against an independent reference: loss, gradient and metrics, in float64 and in float32."""
 
 from __future__ import annotations
 
@@ -6,102 +6,188 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.train.advantage import group_advantages
-from treadle.train.loss import LossConfig, policy_loss
+from treadle.config.train import MISMATCHES, OBJECTIVES, ObjectiveOptions
+from treadle.train.loss import LossTokens, policy_loss, policy_terms
+
+from . import reference
+from .reference import Token
+
+CONSTANT = 7.0  # what sequence_constant divides by
+VARIANTS = {
+    "as named": {},
+    "token_mean": {"aggregation": "token_mean"},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "sequence_constant": {"aggregation": "sequence_constant"},
+    "dual clip": {"dual_clip": 1.5},
+    "trainer's old logprobs": {"old_logprobs": "trainer"},
+    "mask alone": {"importance_mask_low": 0.7, "importance_mask_high": 1.4},
+    **{name: {"mismatch": name, "kl_coef": 0.05} for name in MISMATCHES},
+    **{
+        f"{estimator} against {target}": {"kl_coef": 0.3, "kl_estimator": estimator, "kl_against": target}
+        for estimator in ("k1", "k2", "k3")
+        for target in ("rollout", "reference")
+    },
+}
 
 
-def reference_loss(logprobs, rollout, advantages, low, high, kl_coef):
-    """PPO's clipped surrogate, token by token, with Schulman's k3 estimate of KL(rollout || policy)."""
-    total = 0.0
-    for new, old, advantage in zip(logprobs, rollout, advantages, strict=True):
-        ratio = np.exp(new - old)
-        unclipped = ratio * advantage
-        clipped = min(max(ratio, 1 - low), 1 + high) * advantage
-        total -= min(unclipped, clipped)
-        total += kl_coef * (np.exp(old - new) - (old - new) - 1)
-    return total
+class Case:
+    """Random sequences, some without the engine's logprobs; numbers that fp32 holds exactly."""
+
+    def __init__(self, seed: int, *, epoch: int, spread: float) -> None:
+        random = np.random.default_rng(seed)
+
+        def near(value: float, scale: float) -> float:
+            return float(np.float32(value + random.normal(0, scale)))
+
+        self.logprobs: list[list[float]] = []
+        self.entropies: list[list[float]] = []
+        self.sequences: list[list[Token]] = []
+        for _ in range(6):
+            is_known = random.random() < 0.8
+            advantage = near(0, 1) if random.random() < 0.85 else 0.0
+            self.logprobs.append([])
+            self.entropies.append([])
+            self.sequences.append([])
+            for _ in range(random.integers(1, 6)):
+                sampled = float(np.float32(-random.exponential(2.0)))
+                old = near(sampled, spread)
+                self.logprobs[-1].append(near(old, spread) if epoch > 1 else old)
+                self.entropies[-1].append(float(np.float32(random.exponential(1.0))))
+                token = Token(advantage, sampled if is_known else None, old if epoch > 1 else None, near(sampled, 0.3))
+                self.sequences[-1].append(token)
+
+    def weights(self, aggregation: str) -> list[float]:
+        """Each token's share in the mean, as the trainer hands it to the loss."""
+        lengths = [len(sequence) for sequence in self.sequences]
+        share = {
+            "token_mean": [1 / sum(lengths)] * len(lengths),
+            "sequence_mean": [1 / (len(lengths) * length) for length in lengths],
+            "sequence_constant": [1 / (len(lengths) * CONSTANT)] * len(lengths),
+        }[aggregation]
+        return [weight for weight, length in zip(share, lengths, strict=True) for _ in range(length)]
+
+    def ours(self, options: ObjectiveOptions, dtype: torch.dtype) -> tuple[float, np.ndarray, dict[str, float]]:
+        tokens = [token for sequence in self.sequences for token in sequence]
+        is_first_epoch = tokens[0].old is None
+
+        def row(values: list[float | None]) -> torch.Tensor:
+            return torch.tensor([np.nan if value is None else value for value in values], dtype=dtype)
+
+        logprobs_L = row([value for values in self.logprobs for value in values]).requires_grad_()
+        loss, stats = policy_loss(
+            logprobs_L,
+            row([value for values in self.entropies for value in values]),
+            LossTokens(
+                rollout_logprobs_L=row([token.rollout for token in tokens]),
+                old_logprobs_L=None if is_first_epoch else row([token.old for token in tokens]),
+                reference_logprobs_L=row([token.reference for token in tokens]),
+                advantages_L=row([token.advantage for token in tokens]),
+                weights_L=row(self.weights(options.aggregation)),
+                sequences_L=torch.tensor([i for i, sequence in enumerate(self.sequences) for _ in sequence]),
+                num_sequences=len(self.sequences),
+            ),
+            options,
+        )
+        loss.backward()
+        return loss.item(), logprobs_L.grad.numpy(), stats.metrics()
 
 
-def reference_gradient(logprobs, *rest):
-    """Central differences in float64."""
-    steps = np.eye(len(logprobs)) * 1e-6
-    return np.array([(reference_loss(logprobs + s, *rest) - reference_loss(logprobs - s, *rest)) / 2e-6 for s in steps])
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_gradient_and_metrics_equal_the_reference(objective, variant, epoch):
+    options = ObjectiveOptions(objective=objective, **VARIANTS[variant])
+    # the second is near the old policy; GSPO's bounds are a thousand times nearer to 1 than the others'
+    for seed, spread in enumerate((0.4, 4e-4 if objective == "gspo" else 0.1)):
+        case = Case(seed, epoch=epoch, spread=spread)
+        loss, _ = reference.losses(case.logprobs, case.logprobs, case.sequences, options, CONSTANT)
+        gradient = reference.gradient(case.logprobs, case.sequences, options, CONSTANT)
+        metrics = reference.metrics(case.logprobs, case.entropies, case.sequences, options, CONSTANT)
+        for dtype, rtol, atol in ((torch.float64, 1e-7, 1e-9), (torch.float32, 1e-5, 3e-7)):
+            our_loss, our_gradient, our_metrics = case.ours(options, dtype)
+            assert our_loss == pytest.approx(loss, rel=rtol, abs=atol)
+            np.testing.assert_allclose(our_gradient, gradient, rtol=rtol, atol=atol)
+            assert our_metrics == pytest.approx(metrics, rel=rtol, abs=atol)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(5))
-def test_loss_and_gradient_equal_the_reference(seed, kl_coef):
-    random = np.random.default_rng(seed)
-    rollout = -random.exponential(2.0, 64)
-    logprobs = rollout + random.normal(0, 0.4, 64)
-    advantages = random.normal(0, 1, 64)
-    new = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    config = LossConfig(clip_low=0.2, clip_high=0.28, kl_coef=kl_coef)
-    loss, _ = policy_loss(new, torch.tensor(rollout), torch.tensor(advantages), config)
+def one_token(times: float, advantage: float, **settings: object) -> tuple[float, float, dict[str, float]]:
+    """Loss, gradient and metrics of one token of weight 1 whose probability became so many times what it was."""
+    logprobs_L = torch.tensor([times]).log().requires_grad_()
+    tokens = LossTokens(
+        rollout_logprobs_L=torch.zeros(1),
+        old_logprobs_L=None,
+        reference_logprobs_L=None,
+        advantages_L=torch.tensor([advantage]),
+        weights_L=torch.ones(1),
+        sequences_L=torch.zeros(1, dtype=torch.long),
+        num_sequences=1,
+    )
+    loss, stats = policy_loss(logprobs_L, torch.zeros(1), tokens, ObjectiveOptions(**settings))
     loss.backward()
-    arguments = (rollout, advantages, 0.2, 0.28, kl_coef)
-    assert loss.item() == pytest.approx(reference_loss(logprobs, *arguments), rel=1e-9)
-    np.testing.assert_allclose(new.grad.numpy(), reference_gradient(logprobs, *arguments), atol=1e-6)
+    return loss.item(), logprobs_L.grad.item(), stats.metrics()
+
+
+@pytest.mark.parametrize("ratio_of", ["token", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (1.0, 1.0, -1.0, -1.0, None),
+        (1.0, -1.0, 1.0, 1.0, None),
+        (3.0, 1.0, -1.2, 0.0, "high"),  # good and already much likelier: no further push
+        (0.1, 1.0, -0.1, -0.1, None),  # good but became rare: it is pulled back
+        (3.0, -1.0, 3.0, 3.0, None),  # bad and became likelier: it is pushed down, all the harder
+        (0.1, -1.0, 0.8, 0.0, "low"),  # bad and already rare: no further push
+        (1.199, 1.0, -1.199, -1.199, None),
+        (1.201, 1.0, -1.2, 0.0, "high"),
+        (0.801, -1.0, 0.801, 0.801, None),
+        (0.799, -1.0, 0.8, 0.0, "low"),
+        (1.201, -1.0, 1.201, 1.201, None),
+        (0.799, 1.0, -0.799, -0.799, None),
+        (3.0, 0.0, 0.0, 0.0, None),
+    ],
+)
+def test_clip_takes_the_smaller_gain_for_both_signs(ratio, advantage, loss, gradient, clipped, ratio_of):
+    value, slope, metrics = one_token(ratio, advantage, ratio=ratio_of, clip_low=0.2, clip_high=0.2)
+    assert (value, slope) == pytest.approx((loss, gradient), rel=1e-5)
+    assert metrics["clip_ratio/low_mean"] == (clipped == "low")
+    assert metrics["clip_ratio/high_mean"] == (clipped == "high")
+
+
+@pytest.mark.parametrize(("bound", "advantage"), [(1.2, 1.0), (0.8, -1.0)])
+def test_a_ratio_exactly_on_the_bound_still_pushes(bound, advantage):
+    ratio_L = torch.tensor([bound], requires_grad=True)
+    options = ObjectiveOptions(clip_low=0.2, clip_high=0.2)
+    policy_terms(ratio_L, torch.zeros(1), torch.tensor([advantage]), options).sum().backward()
+    assert ratio_L.grad.item() == -advantage
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "pushes"),
+    ("ratio", "advantage", "loss", "gradient"),
     [
-        (1.0, 1.0, -1.0, True),
-        (3.0, 1.0, -1.28, False),  # good and already much likelier: no further push
-        (0.1, 1.0, -0.1, True),  # good but became rare: pull it back
-        (3.0, -1.0, 3.0, True),  # bad and became likelier: must be pushed down
-        (0.1, -1.0, 0.8, False),  # bad and already rare: no further push
+        (2.9, -1.0, 2.9, 2.9),
+        (3.1, -1.0, 3.0, 0.0),  # bounded, and without gradient: one wild token does not rule the step
+        (1000.0, -2.0, 6.0, 0.0),
+        (0.1, -1.0, 0.8, 0.0),
+        (1000.0, 1.0, -1.2, 0.0),  # good tokens are as without it
+        (0.1, 1.0, -0.1, -0.1),
     ],
 )
-def test_clip_takes_the_minimum_for_both_signs(ratio, advantage, loss, pushes):
-    logprob = torch.tensor([ratio]).log().requires_grad_()
-    value, _ = policy_loss(logprob, torch.zeros(1), torch.tensor([advantage]), LossConfig(0.2, 0.28))
-    value.backward()
-    assert value.item() == pytest.approx(loss, rel=1e-5)
-    assert (logprob.grad.item() != 0) == pushes
-
-
-def test_metrics_are_sums_over_tokens():
-    new, old = torch.tensor([0.5, 2.0, 1.1]).log(), torch.zeros(3)
-    _, sums = policy_loss(new, old, torch.tensor([-1.0, 1.0, 1.0]), LossConfig(0.2, 0.28))
-    assert sums["tokens"] == 3
-    assert sums["ratio"] == pytest.approx(3.6, rel=1e-5)
-    assert sums["clipped"] == 2
-    assert sums["kl"] == pytest.approx(sum(1 / r + np.log(r) - 1 for r in (0.5, 2.0, 1.1)), rel=1e-5)
+def test_dual_clip_bounds_what_a_bad_token_costs(ratio, advantage, loss, gradient):
+    value, slope, _ = one_token(ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert (value, slope) == pytest.approx((loss, gradient), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("scores", "normalized", "centred"),
+    ("ratio", "advantage", "gradient"),
     [
-        ([1.0, 0.0, 0.0, 1.0], [0.9998, -0.9998, -0.9998, 0.9998], [0.5, -0.5, -0.5, 0.5]),
-        ([1.0, 0.0, 0.0, 0.0], [1.731651, -0.577217, -0.577217, -0.577217], [0.75, -0.25, -0.25, -0.25]),
-        ([0.3, 0.3, 0.3], [0, 0, 0], [0, 0, 0]),
-        ([5.0], [0], [0]),
-        ([0.0, 1e-6], [-0.004975, 0.004975], [-5e-7, 5e-7]),  # a tiny spread is not blown up to one
+        (1.0, 1.0, -1.0),
+        (3.0, 1.0, -3.0),
+        (7.0, 1.0, -5.0),  # the weight is cut at 1 + 4, the token still learns
+        (7.0, -1.0, 5.0),
+        (0.01, -1.0, 0.01),  # no bound below
     ],
 )
-def test_advantages(scores, normalized, centred):
-    np.testing.assert_allclose(group_advantages(scores, normalize_std=True), normalized, atol=1e-5)
-    np.testing.assert_allclose(group_advantages(scores, normalize_std=False), centred, atol=1e-12)
-
-
-def reference_advantages(scores, normalize_std):
-    """Mean and population standard deviation written out, without numpy's own."""
-    count = len(scores)
-    mean = sum(scores) / count
-    deviation = (sum((s - mean) ** 2 for s in scores) / count) ** 0.5
-    if count < 2 or max(scores) == min(scores):
-        return [0.0] * count
-    return [(s - mean) / (deviation + 1e-4) if normalize_std else s - mean for s in scores]
-
-
-@pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("seed", range(5))
-def test_advantages_equal_the_reference(seed, normalize_std):
-    random = np.random.default_rng(seed)
-    for size in (1, 2, 3, 8, 64):
-        scores = random.choice([0.0, 0.1, 1.0, -1.0], size).tolist()
-        ours = group_advantages(scores, normalize_std=normalize_std)
-        np.testing.assert_allclose(ours, reference_advantages(scores, normalize_std), rtol=1e-9, atol=1e-12)
-        assert abs(ours.sum()) < 1e-9
+def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio, advantage, gradient):
+    loss, slope, _ = one_token(ratio, advantage, objective="cispo")
+    assert slope == pytest.approx(gradient, rel=1e-5)
+    assert loss == pytest.approx(gradient * np.log(ratio), rel=1e-5, abs=1e-7)

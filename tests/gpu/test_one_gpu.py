@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.tiny_model import write_tiny_model
-from treadle.config import EngineConfig
+from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.transformers_engine import Request, TransformersEngine
+from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import share_policy
 from treadle.wire.groups import ScoredGroup
@@ -23,11 +24,13 @@ def test_published_weights_are_adopted_and_logprobs_agree(dtype, limit, tmp_path
     folder = write_tiny_model(tmp_path / "model")
     config = EngineConfig(device="cuda", dtype=dtype, weights_file=tmp_path / "weights")
     engine = TransformersEngine(config, folder)
-    policy = share_policy(engine.layout, logprob_chunk=64, device="cuda")
+    training = TrainConfig(device="cuda", logprob_chunk=64, micro_tokens=10_000)
+    policy = share_policy(engine.layout, training)
+    optimizer = build_optimizer(policy, training)
     assert policy.device.type == engine.device.type == "cuda"
     for seed in (1, 2):
         with torch.no_grad():
-            for master in policy.masters.values():
+            for master in optimizer.masters.values():
                 master.add_(torch.randn_like(master) * 0.02)
         policy.write_live_weights()
         engine.adopt()
@@ -40,10 +43,10 @@ def test_published_weights_are_adopted_and_logprobs_agree(dtype, limit, tmp_path
             scores=[0.0, 1.0, 2.0, 3.0],
             inference_logprobs=[[1.0] * len(PROMPT) + s.logprobs for s in sequences],
         )
-        (micro,) = pack([group], normalize_std=True, micro_tokens=10_000).micros
+        (micro,) = pack([group], training).micros
         logprobs, _ = policy.score(micro)
-        difference = (logprobs.detach().cpu() - micro.rollout_logprobs_L).abs().max().item()
+        difference = (logprobs.detach().cpu() - micro.loss_tokens.rollout_logprobs_L).abs().max().item()
         print(f"{dtype}: max |trainer - engine| = {difference:.2e}")
         assert difference < limit
         logprobs.sum().backward()
-        assert all(torch.isfinite(g).all() for g in policy.gradients())
+        assert all(torch.isfinite(g).all() for g in optimizer.gradients.values())

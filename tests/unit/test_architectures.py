@@ -6,20 +6,23 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    Lfm2Config,
+    MiniMaxConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
 from tests.tiny_model import write_tiny_model
-from treadle.config import EngineConfig
+from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.transformers_engine import Request, TransformersEngine
 from treadle.errors import ModelError
 from treadle.train.pack import pack
-from treadle.train.policy import load_policy
+from treadle.train.policy import load_policy, share_policy
 from treadle.wire.groups import ScoredGroup
 
 SMALL = {
@@ -49,7 +52,8 @@ def write_model(folder, config):
 )
 def test_engine_and_trainer_agree_with_the_models_own_code(config, tmp_path):
     folder = write_model(tmp_path / "model", config)
-    engine = TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    engine_config = EngineConfig(dtype="float32", threads=1, weights_file=tmp_path / "weights")
+    engine = TransformersEngine(engine_config, folder)
     prompt = [5, 6, 7, 8, 9]
     sequences = engine.admit([Request(prompt, 3, 20, SamplingParams(), 1, [], set())])[0]
     while any(s.finish_reason is None for s in sequences):
@@ -68,9 +72,25 @@ def test_engine_and_trainer_agree_with_the_models_own_code(config, tmp_path):
         scores=[0.0, 1.0, 2.5],
         inference_logprobs=[[1.0] * len(prompt) + s.logprobs for s in sequences],
     )
-    (micro,) = pack([group], normalize_std=False, micro_tokens=1000).micros
-    policy = load_policy(folder, dtype="float32", device="cpu", logprob_chunk=32)
-    torch.testing.assert_close(policy.score(micro)[0].detach(), sampled, atol=1e-4, rtol=0)
+    training = TrainConfig(dtype="float32", device="cpu", logprob_chunk=32, micro_tokens=1000)
+    (micro,) = pack([group], training).micros
+    for policy in (load_policy(folder, training), share_policy(engine.layout, training)):  # own weights; the engine's
+        torch.testing.assert_close(policy.score(micro)[0].detach(), sampled, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GraniteConfig(**SMALL, logits_scaling=8.0), id="granite: scaled logits"),
+        pytest.param(CohereConfig(**SMALL, logit_scale=0.0625), id="cohere: scaled logits"),
+        pytest.param(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), id="lfm2: convolutions"),
+        pytest.param(MiniMaxConfig(**SMALL), id="minimax: linear attention"),
+    ],
+)
+def test_the_trainer_refuses_a_model_that_packing_would_compute_wrongly(config, tmp_path):
+    folder = write_model(tmp_path / "model", config)
+    with pytest.raises(ModelError, match=r"differ by|mixes neighbouring tokens"):
+        load_policy(folder, TrainConfig(dtype="float32", device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_help_answers_at_once(words: tuple[str, ...]) -> None:
     assert took < 2.0, "one second on an idle machine; the second one is for a busy one"
 
 
-@pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("doctor", "--help")])
+@pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("train", "--help"), ("doctor", "--help")])
 def test_help_never_loads_torch(words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "treadle", *words],

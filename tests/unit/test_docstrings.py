@@ -9,7 +9,11 @@ import pytest
 
 MODULES = [
     "treadle.config.load", "treadle.engines.sampling", "treadle.envs.arithmetic", "treadle.sync.layout",
-    "treadle.train.advantage", "treadle.train.loss", "treadle.train.optim",
+    "treadle.launch.budget.accounting", "treadle.launch.budget.shapes", "treadle.launch.health", "treadle.track.names",
+    "treadle.train.advantage", "treadle.train.attention.sdpa", "treadle.train.gradients", "treadle.train.health",
+    "treadle.train.loss", "treadle.train.loss_stats", "treadle.train.lora", "treadle.train.optim.adafactor",
+    "treadle.train.optim.eight_bit", "treadle.train.optim.schedule", "treadle.train.partition",
+    "treadle.train.trainable",
 ]  # fmt: skip
 
 

@@ -1,15 +1,18 @@
 """Flags made from the typed configuration: one definition of a setting, two ways to give it.
 
 Sections given with a prefix take dotted flags (`--train.lr 1e-5`, `--env.group_size 4`); the section given without one
-takes plain flags. Dashes and underscores are the same; booleans take a value (`--train.normalize-std false`).
+takes plain flags. Dashes and underscores are the same; a boolean alone means true (`--train.lora`), and takes a value
+(`--train.normalize-std false`).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,11 +20,19 @@ from pydantic.fields import FieldInfo
 from treadle.config.load import suggest
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if has_default else action.help
+
+
 class FlagParser(argparse.ArgumentParser):
     """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
@@ -50,22 +61,48 @@ class FlagParser(argparse.ArgumentParser):
 def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, prefix: str = "", dotted: bool = False
 ) -> None:
-    """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`."""
-    group = parser.add_argument_group(prefix.rstrip(".") or "options") if dotted else parser
+    """Add one flag per field of `model`; its value lands under `prefix + field` in `given()`.
+
+    The help shows a group for each class that the fields come from: the model's own first, then its bases as listed.
+    """
+    by_class = _by_class(model)
+    section = prefix.rstrip(".") if dotted else ""
+    for kind, fields in by_class.items():
+        group: argparse._ActionsContainer = parser
+        if kind is not model:
+            topic = kind.__name__.removesuffix("Options").lower()
+            group = parser.add_argument_group(f"{section}: {topic}" if section else topic, kind.__doc__)
+        elif section:
+            group = parser.add_argument_group(section, kind.__doc__)
+        elif len(by_class) > 1:
+            group = parser.add_argument_group("the run")
+        for name, field in fields.items():
+            _add_flag(group, name, field, flag_prefix=prefix if dotted else "", key=prefix + name)
+
+
+def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldInfo]]:
+    """The fields that are no sections, under the class that declares them."""
+    classes = [kind for kind in model.__mro__ if issubclass(kind, BaseModel) and kind is not BaseModel]
+    # The classes come from the model down to what it is made of: the last that knows a field declares it.
+    owners = {name: kind for kind in classes for name in kind.model_fields}
+    fields: dict[type[BaseModel], dict[str, FieldInfo]] = {kind: {} for kind in classes}
     for name, field in model.model_fields.items():
-        if _is_section(field):
-            continue
-        spellings = [name, *_extra_spellings(field)]
-        flags = [f"--{prefix if dotted else ''}{s}".replace("_", "-") for s in spellings]
-        default = "" if field.default is None else f" (default: {field.default})"
-        group.add_argument(
-            *flags,
-            dest=prefix + name,
-            default=argparse.SUPPRESS,
-            nargs="+" if _is_list(field) else None,
-            metavar=name.rsplit("_", maxsplit=1)[-1].upper(),
-            help=(field.description or "").replace("%", "%%") + _choices(field) + default,
-        )
+        if not _is_section(field):
+            fields[owners[name]][name] = field
+    return {kind: found for kind, found in fields.items() if found}
+
+
+def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str) -> None:
+    flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in (name, *_extra_spellings(field))]
+    default = _as_typed(field.default)
+    group.add_argument(
+        *flags,
+        dest=key,
+        default=argparse.SUPPRESS,
+        **_values_taken(field),
+        metavar=_metavar(name, field),
+        help=(field.description or "").replace("%", "%%") + _choices(field) + (default and f" (default: {default})"),
+    )
 
 
 def given(values: argparse.Namespace) -> dict[str, Any]:
@@ -90,17 +127,69 @@ def _extra_spellings(field: FieldInfo) -> list[str]:
     return [str(s) for s in extra.get("flags", [])] if isinstance(extra, dict) else []  # type: ignore[union-attr]
 
 
+def _plain_kind(kind: Any) -> Any:
+    """The type of a value, where there is one: `Annotated[float, ...] | None` is a float."""
+    while True:
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+        elif get_origin(kind) in (Union, UnionType):
+            kind = next(other for other in get_args(kind) if other is not NoneType)
+        else:
+            return kind
+
+
 def _choices(field: FieldInfo) -> str:
     """The values a setting can have, where they can be listed."""
-    if get_origin(field.annotation) is Literal:
-        return f": {', '.join(map(str, get_args(field.annotation)))}"
-    return ": true or false" if field.annotation is bool else ""
+    kind = _plain_kind(field.annotation)
+    return f": {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
 
 
-def _is_list(field: FieldInfo) -> bool:
-    """Several words may follow the flag: `--lora-target-modules q_proj v_proj`."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return any(get_origin(kind) is tuple for kind in kinds)
+def _metavar(name: str, field: FieldInfo) -> str:
+    """What to put there: `--normalize-std [TRUE|FALSE]`, `--steps N`, `--lr X`, `--metrics-file FILE`."""
+    kind, last_word = _plain_kind(field.annotation), name.rpartition("_")[2].upper()
+    if get_origin(kind) is tuple:
+        return "RANGE" if _plain_kind(get_args(kind)[0]) is int else "NAME"
+    if get_origin(kind) is Literal:
+        return "NAME"
+    if kind is Path:
+        return last_word if last_word in ("FILE", "PATH") else "PATH"
+    return {bool: "TRUE|FALSE", int: "N", float: "X"}.get(kind, last_word)
+
+
+def _values_taken(field: FieldInfo) -> dict[str, Any]:
+    """Several words may follow a list (`--lora-target-modules q_proj v_proj`), none need follow a boolean."""
+    kind = _plain_kind(field.annotation)
+    if get_origin(kind) is tuple:
+        return {"nargs": "+"}
+    return {"nargs": "?", "const": "true"} if kind is bool else {}
+
+
+def _as_typed(value: Any) -> str:
+    """A value as its flag takes it; "" for none."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+
+
+def drop_without_effect(words: Sequence[str], reasons: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Take out flags that other programs know and that mean nothing here: (what is left, what to tell the user).
+
+    >>> drop_without_effect(["--benchmark", "--lr", "1e-5"], {"benchmark": "steps are always timed"})
+    (['--lr', '1e-5'], ['--benchmark has no effect: steps are always timed'])
+    """
+    kept: list[str] = []
+    notes: list[str] = []
+    skipping = False
+    for word in words:
+        is_flag = word.startswith("--")
+        name = _dashed(word).partition("=")[0].removeprefix("--")
+        if is_flag:
+            skipping = name in reasons
+            if skipping:
+                notes.append(f"--{name} has no effect: {reasons[name]}")
+        if not skipping:
+            kept.append(word)
+    return kept, notes
 
 
 def _is_section(field: FieldInfo) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from treadle.config.schema import RunConfig
+from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
@@ -24,6 +25,7 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> R
     4
     """
     values = _read(path) if path else {}
+    _make_room_for_names(values, overrides or {})
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")
         place = values
@@ -31,6 +33,14 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> R
             place = place.setdefault(section, {})
         place[key] = value
     return parse(RunConfig, values, source=str(path) if path else "the command line")
+
+
+def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """A name given over a file sets what it stands for: the file's own values of those settings step back."""
+    saved = values.get("train", {})
+    for name, table in (("objective", OBJECTIVES), ("mismatch", MISMATCHES)):
+        for setting in table.get(str(overrides.get(f"train.{name}")), {}):
+            saved.pop(setting, None)
 
 
 def save_run(run: RunConfig, path: Path) -> None:

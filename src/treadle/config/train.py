@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Section, option
+from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Automatic = Literal["auto", "on", "off"]
 
@@ -41,6 +41,10 @@ def parse_names(value: Any) -> Any:
 
 Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+
+# What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
+ON_CPU = {"micro_tokens": 768, "logprob_chunk": 2048}
+ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
 
 _TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -83,7 +87,9 @@ class ObjectiveOptions(Section):
     # how good a rollout was
     advantage: Literal["group_mean", "leave_one_out"] = option("group_mean", "what a score is compared with")
     normalize_std: bool = option(True, "divide advantages by the standard deviation of their group")
-    std_ddof: Literal[0, 1] = option(0, "standard deviation of the group itself (0) or of what it was drawn from (1)")
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = option(
+        0, "standard deviation of the group itself (0) or of what it was drawn from (1)"
+    )
     std_epsilon: NotNegative = option(1e-4, "added to the standard deviation, so that a tiny spread stays tiny")
     mask_overlong: bool = option(False, "completions that were cut off at the length limit carry no loss")
     # how far the policy may move
@@ -134,7 +140,7 @@ class ObjectiveOptions(Section):
         if not isinstance(values, dict):
             return values
         named = OBJECTIVES.get(str(values.get("objective")), {}) | MISMATCHES.get(str(values.get("mismatch")), {})
-        values = named | {key: value for key, value in values.items() if key not in named or value is not None}
+        values = named | values
         if values.get("clip_eps") is not None:  # it is not kept: the two it sets are
             values |= {"clip_low": values["clip_eps"], "clip_high": values["clip_eps"], "clip_eps": None}
         return values
@@ -145,6 +151,11 @@ class ObjectiveOptions(Section):
             raise ValueError(
                 "importance_cap weights the trainer's own old logprobs; against the engine's the ratio holds that "
                 "factor already: set old_logprobs to trainer"
+            )
+        low, high = self.importance_mask_low, self.importance_mask_high
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"importance_mask_low {low} is not below importance_mask_high {high}: nothing would be left"
             )
         return self
 
@@ -161,7 +172,7 @@ class OptimizerOptions(Section):
     beta1: Fraction = option(0.9, "AdamW: decay of the mean")
     beta2: Fraction = option(0.99, "AdamW: decay of the mean square")
     weight_decay: NotNegative = option(0.0, "decoupled weight decay")
-    max_grad_norm: Positive = option(1.0, "gradients are clipped to this norm")
+    max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are clipped to this norm; inf: never")
     muon_momentum: Fraction = option(0.95, "Muon: momentum of the matrices; all else is moved by AdamW")
     adafactor_relative_step: bool = option(False, "Adafactor: a step size of its own that falls with the steps")
     adafactor_scale_parameter: bool = option(False, "Adafactor: steps in proportion to the size of the weights")
@@ -180,13 +191,19 @@ class LoraOptions(Section):
     lora_layer_indices: Layers = option(None, "only in these layers (20-31,0-3); empty: in all")
 
 
+def _by_device(name: str) -> str:
+    return f"0: {ON_CPU[name]} on a CPU, {ON_GPU[name]} on a GPU"
+
+
 class SpeedOptions(Section):
     """What changes time and memory, never the result beyond rounding."""
 
-    micro_tokens: PositiveInt | None = option(
-        None, "tokens forwarded at once; bounds the memory of a step; empty: 768 on a CPU, 16384 on a GPU"
+    micro_tokens: Count = option(
+        0, f"tokens forwarded at once; bounds the memory of a step; {_by_device('micro_tokens')}"
     )
-    logprob_chunk: PositiveInt = option(8192, "entries of the vocabulary whose logits exist at the same time")
+    logprob_chunk: Count = option(
+        0, f"entries of the vocabulary whose logits exist at the same time; {_by_device('logprob_chunk')}"
+    )
     share_prompts: Automatic = option(
         "auto", "forward the prompt of a group once for all its completions; auto: when it pays"
     )
@@ -202,16 +219,36 @@ class SpeedOptions(Section):
     )
 
 
+# Flags of Atropos' trainer that old command lines carry and that decide nothing here.
+WITHOUT_EFFECT = {
+    "benchmark": "every step is timed, see metrics.jsonl",
+    "debug-loading": "what is loaded is logged, and a weight that does not fit is an error",
+    "log-dir": "the trainer logs to stderr, or under treadle run into the run's folder",
+    "no-reference-logprobs": "a group without logprobs is trained as sampled by the policy itself, and counted",
+    "vllm-gpu": "the engine is a process of its own: start treadle engine with --device",
+    "gpu-memory-utilization": "the engine is a process of its own",
+    "vllm-gpu-memory-utilization": "the engine is a process of its own",
+    "max-model-len": "the engine is a process of its own: treadle engine --max-model-len",
+    "vllm-config-path": "the engine at --vllm-port is asked where its weights are",
+    "vllm-restart-interval": "weights reach the engine after every step, without a restart",
+    "num-inference-nodes": "the engine is found by --engine-url",
+}
+
+
 class TrackOptions(Section):
     """Where metrics go beside the JSONL file."""
 
     metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
-    track: Names = option((), "further sinks: wandb, tensorboard, trackio")
+    track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], BeforeValidator(parse_names)] = option(
+        (), "further sinks: wandb, tensorboard, trackio"
+    )
     use_wandb: bool = option(False, "the same as --track wandb")
     wandb_project: str | None = option(None, "project at W&B or Trackio")
     wandb_group: str | None = option(None, "group of the run at W&B or Trackio")
     wandb_run_name: str | None = option(None, "name of the run at W&B or Trackio")
-    metric_aliases: Names = option((), "also write metrics under the names of: trl, verl, atropos")
+    metric_aliases: Annotated[tuple[Literal["trl", "verl", "atropos"], ...], BeforeValidator(parse_names)] = option(
+        (), "also write metrics under the names of: trl, verl, atropos"
+    )
 
 
 class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, TrackOptions):
@@ -223,6 +260,11 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     threads: Count = option(0, "compute threads; 0 takes every core")
     dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's")
+    # several trainers that act as one; torchrun says who is who in the environment
+    world_size: PositiveInt = option(1, "number of trainer processes, when they are not started by torchrun")
+    trainer_rank: Count = option(0, "which of them this one is")
+    init_method: str = option("env://", "where they meet: tcp://HOST:PORT, or MASTER_ADDR and MASTER_PORT")
+    ranks_timeout_s: Seconds = option(600.0, "a trainer process that is silent for longer ends all of them")
     # the batch
     batch_size: PositiveInt = option(64, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
@@ -235,7 +277,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
     vllm_port: Port | None = option(None, "the engine is on this machine, at this port")
     weight_bridge_mode: Literal["shared_memory", "offline"] = option(
-        "shared_memory", "how new weights reach the engine: one shared copy, or not at all"
+        "shared_memory", "how weights reach the engine: shared memory (on a CPU one copy for both), or not at all"
     )
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
@@ -245,9 +287,24 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     @model_validator(mode="before")
     @classmethod
     def _port_sets_url(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("vllm_port") is not None:
+        """A port that is none is left to its own check."""
+        if isinstance(values, dict) and str(values.get("vllm_port")).isdigit():
             values = values | {"engine_url": f"http://127.0.0.1:{values['vllm_port']}", "vllm_port": None}
         return values
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> TrainConfig:
+        if self.lora and self.train_layer_indices is not None:
+            raise ValueError(
+                "train_layer_indices chooses among the model's own weights, and with lora none of them is trained: "
+                "choose the layers that get adapters with lora_layer_indices"
+            )
+        return self
+
+    def on_device(self, *, gpu: bool) -> TrainConfig:
+        """The same with what was left open filled in."""
+        defaults = ON_GPU if gpu else ON_CPU
+        return self.model_copy(update={name: getattr(self, name) or value for name, value in defaults.items()})
 
     @property
     def sequences_per_step(self) -> int:

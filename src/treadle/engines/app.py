@@ -82,7 +82,8 @@ def build_app(engine: TransformersEngine, scheduler: Scheduler, *, pause_timeout
     async def state_dict_info(_: HttpRequest) -> Response:
         if engine.layout is None:
             return _error("this engine was started without --weights-file", 404)
-        return _json(engine.layout)
+        now = {"policy_version": scheduler.policy_version, "is_held": scheduler.is_paused}
+        return _json(msgspec.structs.replace(engine.layout, **now))
 
     return Starlette(
         routes=[

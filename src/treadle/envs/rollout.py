@@ -62,12 +62,12 @@ def build_group(
     """Completions and scores -> the group that is sent: the prompt is not trained, every sampled token is."""
     completions = generation.completions
     num_prompt = len(prompt)
-    num_truncated = sum(completion.finish_reason == "length" for completion in completions)
+    is_truncated_G = [completion.finish_reason == "length" for completion in completions]
     metrics = {
         "accuracy": sum(score.is_right for score in scores) / len(scores),
         "generation_s": generation.seconds,
         "generated_tokens": float(sum(len(completion.token_ids) for completion in completions)),
-        "truncated": num_truncated / len(completions),
+        "truncated": sum(is_truncated_G) / len(completions),
     }
     num_errors = sum(bool(score.error) for score in scores)
     if num_errors:
@@ -79,6 +79,10 @@ def build_group(
         inference_logprobs=[[NO_LOGPROB] * num_prompt + completion.logprobs for completion in completions],
         messages=[[*item.messages, {"role": "assistant", "content": c.text}] for c in completions],
         generation_params={"temperature": temperature},
+        # the trainer may leave out what was cut off; a group that ended by itself sends nothing
+        overrides=[{"finish_reason": "length"} if cut else {} for cut in is_truncated_G]
+        if any(is_truncated_G)
+        else None,
         policy_version=min(completion.policy_version for completion in completions),
         metrics=metrics,
     )

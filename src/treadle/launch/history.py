@@ -1,22 +1,24 @@
-"""What a run has written so far: its steps (metrics.jsonl) and its evaluations (evals/*.json)."""
+"""What a run has written so far: its steps (metrics.jsonl), its evaluations (evals/*.json), and its health (log)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treadle.config.schema import RunConfig
+from treadle.launch.health import HealthLine, HealthLog
 from treadle.track.jsonl import read_steps
 from treadle.track.plot import HeldOutPoint
 
 Step = dict[str, Any]
-# Where the time of a step goes, and the metric that says so.
+# Where the time of a step goes, and the metrics that add up to it.
 SECONDS_PER_STEP = {
-    "generation": "rollout/generation_s",
-    "training": "perf/train_s",
-    "waiting": "perf/wait_s",
+    "generation": ("rollout/generation_s",),
+    "training": ("perf/fwd_bwd_s", "perf/optimizer_s"),
+    "waiting": ("perf/rollout_wait_s",),
 }
 
 
@@ -39,25 +41,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class History:
-    """Both, in the order of their steps."""
+    """All of it, in the order of its steps."""
 
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
+    health: tuple[HealthLine, ...] = ()
 
     @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
-    def values(self, key: str) -> list[float]:
-        """The known values of one metric: `values("rollout/accuracy")` -> [0.02, 0.05]."""
-        return [float(step[key]) for step in self.steps if isinstance(step.get(key), (int, float))]
+    def values(self, *keys: str) -> list[float]:
+        """The known values of one metric, or of the sum of several: `values("rollout/accuracy")` -> [0.02, 0.05]."""
+        return [value for step in self.steps if (value := _sum(step, keys)) is not None]
 
-    def last(self, key: str) -> float | None:
-        value = self.steps[-1].get(key) if self.steps else None
-        return float(value) if isinstance(value, (int, float)) else None
+    def last(self, *keys: str) -> float | None:
+        return _sum(self.steps[-1], keys) if self.steps else None
 
-    def mean(self, key: str) -> float | None:
-        values = self.values(key)
+    def mean(self, *keys: str) -> float | None:
+        values = self.values(*keys)
         return sum(values) / len(values) if values else None
 
     @property
@@ -79,18 +81,21 @@ class HistoryReader:
 
     metrics_file: Path
     evals_folder: Path
+    health_log: HealthLog | None = None
     _seen: tuple[object, ...] = ()
     _history: History = field(default_factory=History)
 
     def read(self) -> History:
         eval_files = sorted(self.evals_folder.glob("*.json")) if self.evals_folder.is_dir() else []
-        seen = tuple(_fingerprint(path) for path in [self.metrics_file, *eval_files])
+        log_file = [] if self.health_log is None else [self.health_log.path]
+        seen = tuple(_fingerprint(path) for path in [self.metrics_file, *log_file, *eval_files])
         if seen != self._seen:
             evaluations = [found for path in eval_files if (found := read_evaluation(path)) is not None]
             steps = {int(step["step"]): step for step in read_steps(self.metrics_file)}  # a repeated step counts once
             self._history = History(
                 tuple(steps[number] for number in sorted(steps)),
                 tuple(sorted(evaluations, key=lambda evaluation: evaluation.step)),
+                () if self.health_log is None else self.health_log.read(),
             )
             self._seen = seen
         return self._history
@@ -100,6 +105,7 @@ def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     return HistoryReader(
         config.train.metrics_file or run_folder / "metrics.jsonl",
         config.env.data_dir_to_save_evals or run_folder / "evals",
+        HealthLog(run_folder / "logs" / "trainer.log"),
     )
 
 
@@ -119,6 +125,13 @@ def read_evaluation(path: Path) -> Evaluation | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _sum(step: Step, keys: Sequence[str]) -> float | None:
+    """None when one of them was not measured."""
+    values = [step.get(key) for key in keys]
+    numbers = [float(value) for value in values if isinstance(value, (int, float))]
+    return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _fingerprint(path: Path) -> tuple[str, int, int]:

@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.config.schema import RunConfig
+from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
 
 _UNKNOWN = "–"
+NUM_STEPS_SHOWN = 20  # the trainer says a thing that lasts again after so many steps
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ def draw(picture: Picture) -> RenderableType:
         figures.add_column(justify="right", style="dim", no_wrap=True)
         figures.add_column(justify="left", no_wrap=True, ratio=1)
     figures.add_row(
-        "reward", _number(history.last("reward/mean"), "{:.3f}"),
+        "reward", _number(history.last("reward"), "{:.3f}"),
         "accuracy", _accuracy(history.last("rollout/accuracy")),
-        "tokens/s", _number(history.last("perf/tokens_per_s"), "{:,.0f}"),
+        "tokens/s", _number(history.last("perf/trained_tok_s_wall_clock"), "{:,.0f}"),
     )  # fmt: skip
     figures.add_row(
         "queue", _UNKNOWN if picture.num_queued is None else f"{picture.num_queued} groups",
-        "policy age", _number(history.last("age/mean"), "{:.1f}"),
+        "policy age", _number(history.last("sample/staleness_mean"), "{:.1f}"),
         "memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN,
     )  # fmt: skip
     lines: list[RenderableType] = [_progress(picture), Text(), figures, _seconds(history)]
@@ -50,6 +52,7 @@ def draw(picture: Picture) -> RenderableType:
         lines.append(Text.assemble(("accuracy per step  ", "dim"), (sparkline(course), "green")))
     if history.evaluations:
         lines.append(_held_out(history.evaluations))
+    lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
     name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task}")
     return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
 
@@ -58,6 +61,12 @@ def time_left_s(history: History, num_steps: int) -> float | None:
     """From the mean of the last ten steps, because steps become faster as answers become shorter."""
     recent = history.values("perf/step_s")[-10:]
     return sum(recent) / len(recent) * max(0, num_steps - history.last_step) if recent else None
+
+
+def recent_health(history: History) -> list[HealthLine]:
+    """The last two things said; what was said long ago and not again since is over or of no weight."""
+    oldest = history.last_step - NUM_STEPS_SHOWN
+    return [line for line in history.health if line.step is None or line.step >= oldest][-2:]
 
 
 def _progress(picture: Picture) -> RenderableType:
@@ -75,7 +84,7 @@ def _progress(picture: Picture) -> RenderableType:
 def _seconds(history: History) -> Text:
     """Where the last step's time went."""
     parts = [
-        f"{word} {value:.1f}" for word, key in SECONDS_PER_STEP.items() if (value := history.last(key)) is not None
+        f"{word} {value:.1f}" for word, keys in SECONDS_PER_STEP.items() if (value := history.last(*keys)) is not None
     ]
     return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
 

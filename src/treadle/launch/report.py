@@ -17,6 +17,7 @@ from treadle.launch.wording import duration, gigabytes, near, one_line, percent,
 from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
+NUM_HEALTH_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Summary:
     metrics: str
     plot: str
     logs: str
+    health: list[str] = field(default_factory=list)  # what the trainer said; absent in summaries of earlier releases
 
 
 def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
@@ -81,7 +83,8 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         examples=choose_examples(history.before, history.after),
         total_s=round(outcome.total_s, 1),
         seconds_per_step={
-            word: _rounded(history.mean(key)) for word, key in {"total": "perf/step_s", **SECONDS_PER_STEP}.items()
+            word: _rounded(history.mean(*keys))
+            for word, keys in {"total": ("perf/step_s",), **SECONDS_PER_STEP}.items()
         },
         peak_memory_bytes=outcome.peak_memory_bytes,
         peak_memory_by_process=outcome.peak_memory_by_process,
@@ -89,6 +92,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         metrics=str(config.train.metrics_file),
         plot=str(run_folder / "reward.png"),
         logs=str(run_folder / "logs"),
+        health=[str(line) for line in history.health],
     )
 
 
@@ -145,6 +149,10 @@ def print_report(summary: Summary, console: Console) -> None:
     _print_examples(summary.examples, console)
     row("seconds per step", _split_in_words(summary.seconds_per_step))
     row("peak memory", _memory_in_words(summary))
+    for number, line in enumerate(summary.health[-NUM_HEALTH_LINES:]):
+        row("" if number else "health", line)
+    if len(summary.health) > NUM_HEALTH_LINES:
+        row("", f"({len(summary.health) - NUM_HEALTH_LINES} earlier ones are in the trainer's log)")
     row("trained model", near(summary.final_model))
     row("metrics", near(summary.metrics))
     row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")

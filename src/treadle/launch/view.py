@@ -137,6 +137,7 @@ class PlainView:
         self._last_phase = ""
         self._last_step: int | None = None
         self._num_evaluations: int | None = None
+        self._num_health_lines = 0
 
     def open(self) -> None:
         return
@@ -145,6 +146,7 @@ class PlainView:
         history = state.history
         if self._last_step is None:  # a resumed run does not tell its past again
             self._last_step, self._num_evaluations = history.last_step, len(history.evaluations)
+            self._num_health_lines = len(history.health)
         for evaluation in history.evaluations[self._num_evaluations :]:
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
             self._say(f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})")
@@ -152,6 +154,9 @@ class PlainView:
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > self._last_step:
                 self._say(_step_line(History(history.steps[:number]), state.config.steps))
+        for line in history.health[self._num_health_lines :]:
+            self._say(f"health: {line}")
+        self._num_health_lines = len(history.health)
         self._last_step = history.last_step  # may go back: a resumed trainer takes lost steps again
         if state.phase != self._last_phase:
             self._say(f"{state.phase}...")
@@ -168,10 +173,10 @@ def _step_line(history: History, num_steps: int) -> str:
     """The line of the last step in `history`; a figure that was not measured is left out."""
     parts = [f"step {history.last_step:>3}/{num_steps}"]
     for key, text in (
-        ("reward/mean", "reward {:.3f}"),
-        ("perf/tokens_per_s", "{:.0f} tokens/s"),
+        ("reward", "reward {:.3f}"),
+        ("perf/trained_tok_s_wall_clock", "{:.0f} tokens/s"),
         ("perf/step_s", "{:.1f} s"),
-        ("age/mean", "age {:.1f}"),
+        ("sample/staleness_mean", "age {:.1f}"),
     ):
         value = history.last(key)
         if value is not None:

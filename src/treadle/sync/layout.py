@@ -32,6 +32,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     num_bytes: int
     parameters: tuple[Placement, ...]
+    # What the bytes are at this moment; the engine fills it in when it is asked.
+    policy_version: int | None = None  # None: it does not say
+    is_held: bool = False  # paused for a publish: the weights may be half written
 
 
 def plan_layout(path: str, model: str, dtype: str, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:

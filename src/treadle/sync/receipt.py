@@ -10,7 +10,7 @@ class Publishable(Protocol):
     """What a sync mode needs of the trainer's policy."""
 
     def write_live_weights(self) -> None:
-        """Round the fp32 masters into the live weights."""
+        """Put the last optimizer step into the live weights, and those where the engine reads."""
 
 
 @dataclass(frozen=True)
@@ -22,4 +22,4 @@ class Receipt:
     write_s: float
 
     def metrics(self) -> dict[str, float]:
-        return {"perf/publish_wait_s": self.wait_s, "perf/publish_write_s": self.write_s}
+        return {"perf/weight_sync_pause_s": self.wait_s, "perf/weight_sync_transfer_s": self.write_s}

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from treadle.errors import DiskFull
+from treadle.track.names import with_todays_names
 
 
 class JsonlTracker:
     """Append one line per step.
 
     >>> tracker = JsonlTracker(Path("metrics.jsonl"))
-    >>> tracker.log(3, {"reward/mean": 0.25, "loss/policy": float("nan")})
-    # {"step": 3, "reward/mean": 0.25, "loss/policy": null}
+    >>> tracker.log(3, {"reward": 0.25, "policy_loss": float("nan")})
+    # {"step": 3, "reward": 0.25, "policy_loss": null}
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,8 +31,9 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         line = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()  # a reader sees the step at once; durability is the checkpoint's business
+        with self._naming_a_full_disk():
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()  # a reader sees the step at once; durability is the checkpoint's business
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, and lines that a crash cut short; the file changes in one move."""
@@ -39,17 +45,30 @@ class JsonlTracker:
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        self._file.close()
+        with self._naming_a_full_disk():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _naming_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DiskFull(
+                f"the disk is full while writing {self._path}",
+                fix="free some space and continue with treadle run --resume",
+            ) from None
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file, in order; a missing file is an empty one."""
+    """The whole lines of a metrics file, in order, under today's names; a missing file is an empty one."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     steps = (_parsed(line) for line in text.splitlines())
-    return [step for step in steps if step is not None]
+    return [with_todays_names(step) for step in steps if step is not None]
 
 
 def _is_kept(line: str, last_step: int) -> bool:

@@ -34,7 +34,7 @@ def plot_reward(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8.0, 4.5), dpi=150, layout="constrained")
-    _draw_series(axes, steps, "reward/mean", "mean reward", _REWARD)
+    _draw_series(axes, steps, "reward", "mean reward", _REWARD)
     _draw_series(axes, steps, "rollout/accuracy", "accuracy in training", _ACCURACY)
     _draw_held_out(axes, held_out)
     _dress(axes, title)

@@ -1,177 +1,242 @@
 """Checkpoints: an ordinary model folder, with the trainer's state beside the weights.
 
-    step_25/   model.safetensors config.json tokenizer...   loads anywhere
-               state-000.safetensors ...                    fp32 masters and optimizer moments
-               trainer.json                                 step, and the sha256 of each state file
-    final_model/                                            the same without the trainer's state
+    step_25/           model.safetensors config.json tokenizer...   loads anywhere
+                       state-000.safetensors ...                    the optimizer's state and the random generators;
+                                                                    of several ranks, each writes its own
+                       trainer.json                                 step, time, and the sha256 of every file
+    adapter_step_25/   adapter_model.safetensors and the same       when adapters are trained; loads with PEFT
+    final_model/       or final_adapter/                            without the trainer's state
 
-A checkpoint is written beside, synced, and renamed: at every moment the newest complete one is whole.
+At every moment the newest checkpoint is whole (see durable). One that was damaged later is found out by its hashes
+before anything of it is used, and the one before it is taken.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import copy
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import msgspec
+from safetensors.torch import load_file
 
-from treadle.errors import DiskFull, TrainingError
+from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
+from treadle.train.durable import (
+    clear_leftovers,
+    remove_folder,
+    room_for,
+    seal,
+    staging_folder,
+    write_folder,
+    write_tensors,
+)
+from treadle.train.manifest import FORMAT, Damaged, Manifest, read_manifest, verify, write_manifest
 from treadle.train.optim import Optimizer
+from treadle.train.origin import ADAPTER_CONFIG, ModelOrigin, origin_of, refuse_other_adapters, refuse_other_model
 from treadle.train.policy import Policy
+from treadle.train.ranks import ALONE, Ranks
+from treadle.train.state_files import PREFIX as STATE_PREFIX
+from treadle.train.state_files import read_state, write_state
 
 log = get_logger("checkpoint")
 
-MASTER = "master."
-COPIED_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
+PREPARING = "preparing a checkpoint"
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "added_tokens.json",
 )  # fmt: skip
-SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in pieces
-KEPT = 1  # older checkpoints are deleted after a newer one is durable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What goes on after a resume where it was."""
+
+    elapsed_s: float = 0.0  # of training
+    num_tokens: int = 0  # trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Totals):
+    step: int = 0  # 0: there was no checkpoint
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What full training and adapters call their files."""
+
+    prefix: str
+    final: str
+    weights: str
+    copied: tuple[str, ...]  # from the folder of the model that training began with
+
+
+FULL = Kind("step_", "final_model", "model.safetensors", MODEL_FILES + TOKENIZER_FILES)
+# PEFT finds the model by adapter_config.json; a config.json would make the folder look like a model of its own.
+ADAPTER = Kind("adapter_step_", "final_adapter", "adapter_model.safetensors", TOKENIZER_FILES)
 
 
 class Checkpoints:
-    def __init__(self, root: Path, model_folder: Path) -> None:
+    """The checkpoints in `root`, of which the `keep` newest stay; `model_folder` has the tokenizer and settings.
+
+    >>> checkpoints = Checkpoints(Path("out"), Path("model"), keep=2)  # doctest: +SKIP
+    >>> checkpoints.save(25, policy, optimizer, Totals(elapsed_s=310.0))  # doctest: +SKIP
+    >>> checkpoints.restore(policy, optimizer)  # doctest: +SKIP
+    Restored(elapsed_s=310.0, num_tokens=0, step=25)
+    """
+
+    def __init__(self, root: Path, model_folder: Path, keep: int, ranks: Ranks = ALONE) -> None:
         self._root = root
         self._model_folder = model_folder
-        root.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
+        self._keep = keep
+        self._ranks = ranks
+        if ranks.leads:
+            root.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(root)
 
-    def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
-        staging = self._staging(f"step_{step}")
-        self._write_model(staging, policy)
-        state = {MASTER + name: m.detach() for name, m in policy.masters.items()} | optimizer.state()
-        sealed: dict[str, Future[str]] = {}
-        with ThreadPoolExecutor(1) as sealer:  # one file is synced and hashed while the next is written
-            for number, shard in enumerate(_shards(state)):
-                file = staging / f"state-{number:03d}.safetensors"
-                _write(shard, file)
-                sealed[file.name] = sealer.submit(_seal, file)
-        hashes = {name: seal.result() for name, seal in sealed.items()}
-        (staging / "trainer.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=2) + "\n")
-        self._land(staging, f"step_{step}")
-        for old in self._steps()[:-KEPT]:
-            shutil.rmtree(self._root / f"step_{old}")
-        log.info("saved", step=step, folder=str(self._root / f"step_{step}"))
+    def save(self, step: int, policy: Policy, optimizer: Optimizer, totals: Totals) -> None:
+        """Write what is published: call it after the policy was."""
+        kind, name = _kind(policy), f"{_kind(policy).prefix}{step}"
+        if not self._ranks.leads:
+            self._ranks.meet(PREPARING)
+            with room_for(self._root / name):
+                self._write_states(staging_folder(self._root, name), optimizer)
+            return
+
+        def fill(folder: Path) -> None:
+            self._write_model(folder, policy)
+            model_files = sorted(folder.iterdir())
+            self._ranks.meet(PREPARING)  # from here on the others write into the folder too
+            with ThreadPoolExecutor(1) as sealer:  # while the state is written
+                seals = {file.name: sealer.submit(seal, file) for file in model_files}
+                hashes = self._write_states(folder, optimizer)
+            hashes |= {name: future.result() for name, future in seals.items()}
+            manifest = Manifest(
+                step=step,
+                sha256=hashes,
+                format=FORMAT,
+                optimizer=optimizer.name,
+                elapsed_s=totals.elapsed_s,
+                num_tokens=totals.num_tokens,
+                origin=self._origin,
+                num_ranks=self._ranks.size,
+            )
+            write_manifest(folder, manifest)
+
+        saved = write_folder(self._root, name, fill)
+        # Newer ones than this were stepped over as damaged; they must not be met again.
+        kept = [s for s in self._steps(kind) if s <= step][-self._keep :]
+        for other in set(self._steps(kind)) - set(kept):
+            remove_folder(self._root / f"{kind.prefix}{other}")
+        log.info("saved", step=step, folder=str(saved))
 
     def save_final(self, policy: Policy) -> Path:
-        staging = self._staging("final_model")
-        self._write_model(staging, policy)
-        return self._land(staging, "final_model")
+        final = _kind(policy).final
+        if not self._ranks.leads:
+            return self._root / final
+        return write_folder(self._root, final, lambda folder: self._write_model(folder, policy))
 
-    def restore(self, policy: Policy, optimizer: Optimizer) -> int:
-        """Load the newest checkpoint and return its step; 0 when there is none."""
-        steps = self._steps()
-        if not steps:
-            return 0
-        folder = self._root / f"step_{steps[-1]}"
-        recorded: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
-        moments: dict[str, Tensor] = {}
-        for file, expected in recorded["sha256"].items():
-            if _sha256(folder / file) != expected:
-                raise TrainingError(
-                    f"{folder / file} is damaged (its sha256 is wrong)", fix=f"delete {folder} to begin anew"
-                )
-            for name, tensor in load_file(folder / file).items():
-                if name.startswith(MASTER):
-                    policy.masters[name.removeprefix(MASTER)].data.copy_(tensor)
-                else:
-                    moments[name] = tensor
-        optimizer.load_state(moments)
-        log.info("restored", step=recorded["step"], folder=str(folder))
-        return int(recorded["step"])
+    def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
+        """Load the newest whole checkpoint; publish after it. Nothing is loaded before everything is verified."""
+        kind = _kind(policy)
+        found = self._newest_whole(kind) if self._ranks.leads else 0
+        step = int(self._ranks.tell("choosing a checkpoint", b"%d" % found))  # verified once, for all
+        if step == 0:
+            return Restored()
+        folder = self._root / f"{kind.prefix}{step}"
+        manifest = read_manifest(folder, step)
+        self._refuse_other_policy(folder, manifest, policy)
+        self._load(folder, manifest, policy, optimizer)
+        log.info("restored", step=step, folder=str(folder))
+        return Restored(step=step, elapsed_s=manifest.elapsed_s, num_tokens=manifest.num_tokens)
 
-    def _clear_leftovers(self) -> None:
-        """What a killed process left: half-written folders go; a replaced one stays when nothing took its place."""
-        for half in self._root.glob(".*.partial"):
-            shutil.rmtree(half)
-        for old in self._root.glob(".*.old"):
-            target = self._root / old.name.removeprefix(".").removesuffix(".old")
-            if target.exists():
-                shutil.rmtree(old)
+    def _newest_whole(self, kind: Kind) -> int:
+        """The step of the newest checkpoint that is whole; 0 when there is none at all."""
+        self._refuse_other_kind(kind)
+        damaged = []
+        for step in reversed(self._steps(kind)):
+            folder = self._root / f"{kind.prefix}{step}"
+            try:
+                verify(folder, step)
+            except Damaged as reason:
+                log.warning("checkpoint_damaged", folder=str(folder), reason=str(reason))
+                damaged.append(f"{folder.name} ({reason})")
             else:
-                old.rename(target)
+                return step
+        if damaged:
+            raise TrainingError(
+                f"no checkpoint in {self._root} is whole: {', '.join(damaged)}",
+                fix="put back a copy of one of them, or delete them to begin anew",
+            )
+        return 0
 
-    def _steps(self) -> list[int]:
-        found = [p.name.removeprefix("step_") for p in self._root.glob("step_*") if (p / "trainer.json").is_file()]
-        return sorted(int(s) for s in found if s.isdigit())
+    def _write_states(self, folder: Path, optimizer: Optimizer) -> dict[str, str]:
+        """Every rank's state files; the sha256 of all of them."""
+        own = write_state(folder, optimizer.state(), self._ranks)
+        hashes: dict[str, str] = {}
+        for packed in self._ranks.gather("writing a checkpoint", msgspec.json.encode(own)):
+            hashes |= msgspec.json.decode(packed, type=dict[str, str])
+        return hashes
 
-    def _staging(self, name: str) -> Path:
-        staging = self._root / f".{name}.partial"
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
-        return staging
+    def _load(self, folder: Path, manifest: Manifest, policy: Policy, optimizer: Optimizer) -> None:
+        if manifest.optimizer != optimizer.name:
+            raise ConfigError(
+                f"{folder} was saved by the optimizer {manifest.optimizer}, whose state {optimizer.name} cannot take "
+                "over",
+                fix=f"set --train.optimizer {manifest.optimizer}, or choose another --train.save-path",
+            )
+        files = [name for name in sorted(manifest.sha256) if name.startswith(STATE_PREFIX)]
+        tensors = read_state(folder, files, policy.live, self._ranks, num_ranks_then=manifest.num_ranks)
+        weights = load_file(folder / _kind(policy).weights)
+        optimizer.load_state(tensors | {f"live.{key}": value for key, value in weights.items() if key in policy.live})
+
+    @cached_property
+    def _origin(self) -> ModelOrigin:
+        return origin_of(self._model_folder)
+
+    def _steps(self, kind: Kind) -> list[int]:
+        found = [path.name.removeprefix(kind.prefix) for path in self._root.glob(f"{kind.prefix}*") if path.is_dir()]
+        return sorted(int(number) for number in found if number.isdecimal())
+
+    def _refuse_other_kind(self, kind: Kind) -> None:
+        other = ADAPTER if kind is FULL else FULL
+        if self._steps(other) and not self._steps(kind):
+            newest = self._root / f"{other.prefix}{self._steps(other)[-1]}"
+            trained = "adapters" if other is ADAPTER else "the model's own weights"
+            raise ConfigError(
+                f"{newest} is of a run that trained {trained}; this run cannot go on from it",
+                fix="set --lora as it was, or choose another --train.save-path",
+            )
+
+    def _refuse_other_policy(self, folder: Path, manifest: Manifest, policy: Policy) -> None:
+        if policy.adapter is not None and ADAPTER_CONFIG in manifest.sha256:
+            refuse_other_adapters(folder, policy.adapter.active_peft_config)
+        if manifest.origin is not None:
+            is_frozen = policy.live.keys() != policy.weights.keys()
+            refuse_other_model(folder, manifest.origin, self._origin, is_frozen=is_frozen)
 
     def _write_model(self, folder: Path, policy: Policy) -> None:
         """Weights as they are served, and everything needed to load them elsewhere."""
-        weights = {name: p.detach().cpu().contiguous() for name, p in policy.live.items()}
-        _write(weights, folder / "model.safetensors")
-        for name in COPIED_FILES:
+        if policy.adapter is None:
+            write_tensors(policy.weights, folder / FULL.weights)
+        else:
+            write_tensors(policy.live, folder / ADAPTER.weights)
+            _adapter_config(policy.adapter).save_pretrained(folder)
+        for name in _kind(policy).copied:
             if (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, folder / name)
 
-    def _land(self, staging: Path, name: str) -> Path:
-        for file in staging.iterdir():
-            _sync(file)
-        _sync(staging)
-        target = self._root / name
-        old = self._root / f".{name}.old"
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        _sync(self._root)
-        shutil.rmtree(old, ignore_errors=True)
-        return target
+
+def _kind(policy: Policy) -> Kind:
+    return FULL if policy.adapter is None else ADAPTER
 
 
-def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in order, in dicts of about SHARD_BYTES."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if shard:
-        yield shard
-
-
-def _write(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps the operating system's errors in words of its own
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise DiskFull(
-                f"the disk is full while writing {file}; the checkpoint before it is kept",
-                fix="free some space and continue with treadle run --resume",
-            ) from None
-        raise
-
-
-def _seal(path: Path) -> str:
-    _sync(path)
-    return _sha256(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _adapter_config(adapter: Any) -> Any:
+    config = copy.copy(adapter.active_peft_config)
+    config.inference_mode = True  # whoever loads it is not training, unless they say so
+    return config

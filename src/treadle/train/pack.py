@@ -6,12 +6,16 @@
       R R R Q c c                        R, the root, is what all prompts of the micro begin with; a completion's token
       R R R Q d d                        sees the root, its group's prompt and its own completion up to itself
 
-Groups whose advantages are all zero have no gradient (unless there is a KL term) and are not forwarded; their tokens
-still count in the mean.
+A rollout is never cut, a group may be. Every token that carries loss brings its weight in the mean over the whole
+optimizer step, so the losses of micros add up to the same number however the step is split.
+
+Rollouts without any advantage have no gradient (unless there is a KL term) and are not forwarded; their tokens still
+count in the mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,14 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treadle.errors import TrainingError
-from treadle.train.advantage import group_advantages
-from treadle.wire.groups import IGNORED, ScoredGroup, common_prefix
+from treadle.config import TrainConfig
+from treadle.config.train import ON_CPU
+from treadle.train.examine import Examined, TokenWeights, is_all_good, num_alike, rollout_logprobs, temperature_of
+from treadle.train.loss import LossTokens
+from treadle.train.partition import spread
+from treadle.wire.groups import ScoredGroup
+
+SHARING_PAYS = 0.98  # forwarding this share of the tokens or less is worth the detour
+TOKEN_COST = 6 * 2048  # what a token costs in all other layers, in query-key pairs: about six times the hidden size
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One group in the packed row: where the root, the rest of its prompt and each of its completions lie."""
+    """Rollouts that share a prompt: where the root, the rest of the prompt and each completion lie in the row."""
 
     root: tuple[int, int]
     prompt: tuple[int, int]
@@ -42,188 +52,241 @@ class Micro:
     segments: tuple[Segment, ...]
     source_L: Tensor  # index into T of the token whose hidden state predicts the loss token
     targets_L: Tensor
-    rollout_logprobs_L: Tensor
-    advantages_L: Tensor
     temperatures_L: Tensor
+    loss_tokens: LossTokens
+    cost: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     micros: tuple[Micro, ...]
-    num_loss_tokens: int  # over the whole optimizer step, whatever was forwarded
-    num_tokens: int
+    num_tokens: int  # of all rollouts
+    num_taught_tokens: int  # of the rollouts that teach something
+    num_masked_tokens: int  # completion tokens of rollouts that were cut off and therefore carry no loss
+    num_rejected: int  # rollouts whose numbers cannot be used
+    num_cut_off: int
+    completion_lengths: Sequence[int]  # sampled tokens of each rollout
     groups: Sequence[ScoredGroup]
 
+    @property
+    def num_forwarded_tokens(self) -> int:
+        return sum(micro.num_tokens for micro in self.micros)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Those that were forwarded for their own sake."""
+        return sum(len(micro.targets_L) for micro in self.micros)
+
+    @np.errstate(over="ignore", invalid="ignore")  # odd scores were rejected; here they merely show
     def metrics(self, version: int) -> dict[str, float]:
         """What the batch looked like: rewards, lengths, age against the policy `version` it is trained on."""
-        rewards_G = np.array([np.mean(g.scores) for g in self.groups])
         spreads_G = np.array([np.std(g.scores) for g in self.groups])
-        lengths = [sum(m != IGNORED for m in mask) for g in self.groups for mask in g.masks]
+        is_dead_G = np.array([min(g.scores) == max(g.scores) for g in self.groups])
+        is_good_G = is_dead_G & np.array([is_all_good(g) for g in self.groups])
+        lengths = self.completion_lengths
         ages = [version - g.policy_version for g in self.groups if g.policy_version is not None]
         named = {name for g in self.groups for name in (g.metrics or {})}
         own = {
-            f"rollout/{n}": float(np.mean([(g.metrics or {}).get(n, 0.0) for g in self.groups])) for n in sorted(named)
+            f"rollout/{n}": float(np.mean([g.metrics[n] for g in self.groups if g.metrics and n in g.metrics]))
+            for n in sorted(named)
         }
+        costs = [micro.cost for micro in self.micros]
         return {
-            "reward/mean": float(rewards_G.mean()),
-            "reward/std": float(spreads_G.mean()),
-            "reward/zero_std_frac": float((spreads_G == 0).mean()),
-            "completion/mean_length": float(np.mean(lengths)),
-            "completion/max_length": float(np.max(lengths)),
-            "age/mean": float(np.mean(ages)) if ages else 0.0,
-            "age/max": float(np.max(ages)) if ages else 0.0,
-            "batch/groups": len(self.groups),
-            "batch/sequences": sum(g.size for g in self.groups),
-            "batch/micros": len(self.micros),
-            "batch/tokens": self.num_tokens,
-            "batch/forwarded_tokens": sum(len(m.token_ids_T) for m in self.micros),
-            "batch/loss_tokens": self.num_loss_tokens,
+            "reward": float(np.mean(np.concatenate([g.scores for g in self.groups]))),
+            "reward_std": float(spreads_G.mean()),
+            "frac_reward_zero_std": float(is_dead_G.mean()),
+            "by_group/frac_mixed": float(1 - is_dead_G.mean()),
+            "by_group/frac_all_good": float(is_good_G.mean()),
+            "by_group/frac_all_bad": float((is_dead_G & ~is_good_G).mean()),
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/min_length": float(np.min(lengths)),
+            "completions/max_length": float(np.max(lengths)),
+            "completions/clipped_ratio": self.num_cut_off / len(lengths),
+            "sample/staleness_mean": float(np.mean(ages)) if ages else math.nan,  # nobody said
+            "sample/staleness_max": float(np.max(ages)) if ages else math.nan,
+            "batch/groups_per_step": len(self.groups),
+            "batch/samples_per_step": len(lengths),
+            "batch/microbatches_per_step": len(self.micros),
+            "batch/tokens_per_step": self.num_tokens,
+            "batch/forwarded_tokens_per_step": self.num_forwarded_tokens,
+            "batch/trained_tokens_per_step": self.num_loss_tokens,
+            "batch/packing_ratio": self.num_taught_tokens / self.num_forwarded_tokens if self.micros else 1.0,
+            "batch/row_imbalance": max(costs) / (sum(costs) / len(costs)) if costs else 1.0,
+            "batch/masked_token_frac": self.num_masked_tokens / max(1, sum(lengths)),
+            "batch/rejected_rollouts": self.num_rejected,
             **own,
         }
 
 
 def pack(
-    groups: Sequence[ScoredGroup], *, normalize_std: bool, micro_tokens: int, all_tokens: bool = False
+    groups: Sequence[ScoredGroup],
+    config: TrainConfig,
+    *,
+    token_cost: float = TOKEN_COST,
+    vocab_size: int | None = None,
 ) -> PackedBatch:
-    """Pack groups, in their order, into micros of at most `micro_tokens` (a larger single group gets its own).
-
-    `all_tokens` keeps those without advantage too: a KL term has a gradient there.
-    """
-    micros: list[list[_Trained]] = [[]]
-    room = micro_tokens
-    num_loss_tokens = num_tokens = 0
-    for group in groups:
-        num_loss_tokens += sum(m != IGNORED for mask in group.masks for m in mask)
-        num_tokens += sum(map(len, group.tokens))
-        advantages = token_advantages(group, normalize_std=normalize_std)
-        if not (all_tokens or any(a.any() for a in advantages)):
-            continue
-        prefix = shared_prefix(group)
-        size = prefix + sum(len(t) - prefix for t in group.tokens)
-        if micros[-1] and size > room:
-            micros.append([])
-            room = micro_tokens
-        trained = [np.array(mask) != IGNORED for mask in group.masks] if all_tokens else [a != 0 for a in advantages]
-        micros[-1].append(_Trained(group, advantages, trained, prefix))
-        room -= size
-    return PackedBatch(tuple(_build(m) for m in micros if m), num_loss_tokens, num_tokens, groups)
+    """Pack groups into micros of at most `config.micro_tokens`, alike in cost (a longer rollout gets its own)."""
+    examined = [Examined(group, config, vocab_size) for group in groups]
+    weights = TokenWeights(examined, config)
+    share = _pays_to_share(examined, config)
+    budget = config.micro_tokens or ON_CPU["micro_tokens"]
+    portions = [portion for e in examined for portion in cut_into_portions(e, budget, share=share)]
+    bins = spread([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
+    return PackedBatch(
+        micros=tuple(_build([portions[i] for i in chosen], weights, token_cost) for chosen in bins),
+        num_taught_tokens=sum(len(e.tokens[i]) for e in examined for i in e.rollouts),
+        num_tokens=sum(len(tokens) for group in groups for tokens in group.tokens),
+        num_masked_tokens=sum(e.num_masked for e in examined),
+        num_rejected=sum(sum(e.is_rejected) for e in examined),
+        num_cut_off=sum(int(e.is_cut_off.sum()) for e in examined),
+        completion_lengths=[length for e in examined for length in e.completion_lengths],
+        groups=groups,
+    )
 
 
-def token_advantages(group: ScoredGroup, *, normalize_std: bool) -> list[np.ndarray]:
-    """One advantage per token: the environment's own where it sent them, else the rollout's; zero where masked."""
-    per_rollout = group_advantages(group.scores, normalize_std=normalize_std)
-    own = group.advantages or []  # clients send them in any length; what does not fit is not meant per token
-    overrides = group.overrides or []
-    result = []
-    for i, mask in enumerate(group.masks):
-        if i < len(own) and len(own[i]) == len(mask):
-            values = np.array(own[i], dtype=np.float64)
-        else:
-            values = np.full(len(mask), per_rollout[i])
-        if i < len(overrides) and overrides[i].get("set_advantage_to_zero"):
-            values[:] = 0.0
-        values[np.array(mask) == IGNORED] = 0.0
-        result.append(values * group.weight)
-    return result
-
-
-def shared_prefix(group: ScoredGroup) -> int:
-    """How many leading tokens all rollouts share, none of which carries loss."""
-    first_loss = min(next((i for i, m in enumerate(mask) if m != IGNORED), len(mask)) for mask in group.masks)
-    return min(first_loss, common_prefix(group.tokens))
-
-
-def temperature_of(group: ScoredGroup, rollout: int) -> float:
-    """The temperature a rollout was sampled at, in the order Atropos' trainer looks for it."""
-    places = (
-        group.overrides[rollout] if group.overrides else None, group.generation_params, group.group_overrides,
-    )  # fmt: skip
-    for place in places:
-        if place and isinstance(place.get("temperature"), int | float) and place["temperature"] > 0:
-            return float(place["temperature"])
-    return 1.0
+def root_length(prompts: Sequence[np.ndarray]) -> int:
+    """How many tokens all prompts begin with alike; each keeps at least one token of its own."""
+    if len(prompts) < 2:
+        return 0
+    return max(0, min(num_alike(prompts), min(map(len, prompts)) - 1))
 
 
 @dataclass(frozen=True)
-class _Trained:
-    """A group that has something to teach."""
+class _Portion:
+    """Rollouts of one group that are forwarded together behind `prefix` shared tokens."""
 
-    group: ScoredGroup
-    advantages: list[np.ndarray]  # one per token
-    carries_loss: list[np.ndarray]  # which tokens
-    prefix: int  # leading tokens that all its rollouts share
+    examined: Examined
+    rollouts: tuple[int, ...]
+    prefix: int
 
     @property
-    def prompt(self) -> list[int]:
-        return self.group.tokens[0][: self.prefix]
+    def prompt(self) -> np.ndarray:
+        return self.examined.tokens[self.rollouts[0]][: self.prefix]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(self.examined.group.tokens[i]) - self.prefix for i in self.rollouts]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + sum(self.lengths)
+
+    def cost(self, token_cost: float) -> float:
+        """In query-key pairs: what the linear layers take, and the triangles and rectangles of attention."""
+        pairs = self.prefix**2 / 2 + sum(n * (self.prefix + n / 2) for n in self.lengths)
+        return self.num_tokens * token_cost + pairs
 
 
-def _build(trained: list[_Trained]) -> Micro:
-    builder = _MicroBuilder(common_root([t.prompt for t in trained]))
-    for t in trained:
-        builder.add(t)
-    return builder.build()
+def cut_into_portions(examined: Examined, budget: int, *, share: bool) -> list[_Portion]:
+    """The rollouts in parts of at most `budget` tokens; each part that shares repeats the prompt."""
+    if not share:
+        return [_Portion(examined, (i,), 0) for i in examined.rollouts]
+    parts: list[_Portion] = []
+    chosen: list[int] = []
+    size = examined.prefix
+    for i in examined.rollouts:
+        length = len(examined.tokens[i]) - examined.prefix
+        if chosen and size + length > budget:
+            parts.append(_Portion(examined, tuple(chosen), examined.prefix))
+            chosen, size = [], examined.prefix
+        chosen.append(i)
+        size += length
+    return [*parts, _Portion(examined, tuple(chosen), examined.prefix)] if chosen else parts
 
 
-def common_root(prompts: list[list[int]]) -> list[int]:
-    """What all prompts begin with; each keeps at least one token of its own."""
-    if len(prompts) < 2:
-        return []
-    return prompts[0][: max(0, min(common_prefix(prompts), min(map(len, prompts)) - 1))]
+def _pays_to_share(examined: Sequence[Examined], config: TrainConfig) -> bool:
+    if config.share_prompts != "auto":
+        return config.share_prompts == "on"
+    whole = sum(len(e.group.tokens[i]) for e in examined for i in e.rollouts)
+    saved = sum(e.prefix * (len(e.rollouts) - 1) for e in examined if e.rollouts)
+    return whole > 0 and (whole - saved) / whole <= SHARING_PAYS
+
+
+def _build(portions: Sequence[_Portion], weights: TokenWeights, token_cost: float) -> Micro:
+    shares = any(portion.prefix for portion in portions)
+    builder = _MicroBuilder(portions[0].prompt[: root_length([p.prompt for p in portions]) if shares else 0], weights)
+    for portion in portions:
+        builder.add(portion)
+    return builder.build(sum(portion.cost(token_cost) for portion in portions))
 
 
 class _MicroBuilder:
-    """Lays the groups of one micro behind their root."""
+    """Lays portions behind their root."""
 
-    def __init__(self, root: list[int]) -> None:
+    def __init__(self, root: np.ndarray, weights: TokenWeights) -> None:
+        self._weights = weights
         self._root = (0, len(root))
-        self._ids: list[int] = list(root)
-        self._positions: list[int] = list(range(len(root)))
+        self._ids: list[np.ndarray] = [root]
+        self._positions: list[np.ndarray] = [np.arange(len(root))]
+        self._num_tokens = len(root)
         self._segments: list[Segment] = []
-        self._source: list[int] = []
-        self._targets: list[int] = []
-        self._rollout_logprobs: list[float] = []
-        self._advantages: list[float] = []
-        self._temperatures: list[float] = []
+        self._per_loss_token: dict[str, list[np.ndarray]] = {name: [] for name in _LOSS_FIELDS}
+        self._num_sequences = 0
 
-    def add(self, trained: _Trained) -> None:
-        group, prefix = trained.group, trained.prefix
-        if group.inference_logprobs is None:
-            raise TrainingError(
-                "a group came without inference_logprobs; without them there is no ratio to train on",
-                fix="let the environment post the engine's logprobs (server_type vllm)",
-            )
-        prompt_start = len(self._ids)
-        self._append(group.tokens[0], self._root[1], prefix)
-        prompt_end = len(self._ids)
+    def add(self, portion: _Portion) -> None:
+        prompt_start = self._num_tokens
+        self._append(portion.prompt, self._root[1], portion.prefix)
+        prompt_end = self._num_tokens
         completions = []
-        for i, tokens in enumerate(group.tokens):
-            start = len(self._ids)
-            self._append(tokens, prefix, len(tokens))
-            completions.append((start, len(self._ids)))
-            temperature = temperature_of(group, i)
-            for t in np.flatnonzero(trained.carries_loss[i]):
-                if t == 0:
-                    continue  # nothing stands before the first token that could predict it
-                self._source.append(start + int(t) - prefix - 1 if t > prefix else prompt_end - 1)
-                self._targets.append(tokens[t])
-                self._rollout_logprobs.append(group.inference_logprobs[i][t])
-                self._advantages.append(float(trained.advantages[i][t]))
-                self._temperatures.append(temperature)
+        for i in portion.rollouts:
+            start = self._num_tokens
+            tokens = portion.examined.tokens[i]
+            self._append(tokens, portion.prefix, len(tokens))
+            completions.append((start, self._num_tokens))
+            self._add_loss_tokens(portion, i, start, prompt_end)
         self._segments.append(Segment(self._root, (prompt_start, prompt_end), tuple(completions)))
 
-    def _append(self, tokens: list[int], start: int, end: int) -> None:
-        self._ids += tokens[start:end]
-        self._positions += range(start, end)
+    def _append(self, tokens: np.ndarray, start: int, end: int) -> None:
+        self._ids.append(tokens[start:end])
+        self._positions.append(np.arange(start, end))
+        self._num_tokens += max(0, end - start)
 
-    def build(self) -> Micro:
+    def _add_loss_tokens(self, portion: _Portion, rollout: int, start: int, prompt_end: int) -> None:
+        examined, group = portion.examined, portion.examined.group
+        places = np.flatnonzero(examined.carries_loss[rollout])
+        sources = np.where(places > portion.prefix, start + places - portion.prefix - 1, prompt_end - 1)
+        values = {
+            "source": sources,
+            "target": examined.tokens[rollout][places],
+            "temperature": np.full(len(places), temperature_of(group, rollout)),
+            "logprob": rollout_logprobs(group, rollout, places),
+            "advantage": examined.advantages[rollout][places],
+            "weight": np.full(len(places), self._weights.of(int(examined.lengths[rollout]))),
+            "sequence": np.full(len(places), self._num_sequences),
+        }
+        for name, array in values.items():
+            self._per_loss_token[name].append(array)
+        self._num_sequences += 1
+
+    def build(self, cost: float) -> Micro:
+        fields = {name: np.concatenate(arrays) for name, arrays in self._per_loss_token.items()}
+        long = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in ("source", "target", "sequence")}
+        real = {
+            name: torch.from_numpy(fields[name].astype(np.float32))
+            for name in ("temperature", "logprob", "advantage", "weight")
+        }
         return Micro(
-            token_ids_T=torch.tensor(self._ids),
-            positions_T=torch.tensor(self._positions),
+            token_ids_T=torch.from_numpy(np.concatenate(self._ids)),
+            positions_T=torch.from_numpy(np.concatenate(self._positions)),
             segments=tuple(self._segments),
-            source_L=torch.tensor(self._source, dtype=torch.long),
-            targets_L=torch.tensor(self._targets, dtype=torch.long),
-            rollout_logprobs_L=torch.tensor(self._rollout_logprobs, dtype=torch.float32),
-            advantages_L=torch.tensor(self._advantages, dtype=torch.float32),
-            temperatures_L=torch.tensor(self._temperatures, dtype=torch.float32),
+            source_L=long["source"],
+            targets_L=long["target"],
+            temperatures_L=real["temperature"],
+            loss_tokens=LossTokens(
+                rollout_logprobs_L=real["logprob"],
+                old_logprobs_L=None,
+                reference_logprobs_L=None,
+                advantages_L=real["advantage"],
+                weights_L=real["weight"],
+                sequences_L=long["sequence"],
+                num_sequences=self._num_sequences,
+            ),
+            cost=cost,
         )
+
+
+_LOSS_FIELDS = ("source", "target", "temperature", "logprob", "advantage", "weight", "sequence")

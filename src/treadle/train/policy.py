@@ -1,14 +1,16 @@
-"""The model that is trained: live weights that forwards use, and fp32 masters that the optimizer moves.
+"""The model that is trained: the weights that forwards use, and how packed rollouts go through it.
 
-      masters (fp32) ──write_live_weights()──> live (bf16, perhaps shared with the engine)
-          ^                                        |
-          └── optimizer <── fp32 gradients <── backward
+      optimizer ──on_publish──> live weights (bf16, perhaps shared with the engine) ──> what the engine reads
+          ^                          |
+          └────── gradients <── backward
 
-A step of 1e-6 is lost when added to a bf16 weight; added to its fp32 master it counts.
+Live weights may be what an engine generates from, so they change only in `write_live_weights`, which a sync mode calls
+while the engine is held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,103 +19,161 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from treadle.config import TrainConfig
 from treadle.errors import ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.weights_file import bind_parameters, map_weights
-from treadle.train.attention import PackedContext, lay_out, plug_in
+from treadle.train.attention import choose_kind, plan_attention, plug_in
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.pack import Micro
+from treadle.train.ranks import ALONE, Ranks
+from treadle.train.reference import Reference, build_reference
+from treadle.train.self_test import ask_the_model, check_agreement, packed_sample
+from treadle.train.speed import prepare_layers, use_fused_kernels
+from treadle.train.trainable import choose_trainable
 
 
 class Policy:
-    """`score(micro)` gives logprobs; gradients of any number of micros add up in the masters, in fp32."""
+    """`score(micro)` gives logprobs; backward leaves gradients on `live`, for the optimizer's hooks to take."""
 
-    def __init__(self, model: Any, *, logprob_chunk: int, shared: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, model: Any, config: TrainConfig, *, shared: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+    ) -> None:
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
+        self.ranks = ranks
+        self.adapter: Any | None = None
+        self._config = config
         self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
+        self._write: Callable[[], None] = lambda: None
         self.device: torch.device = next(model.parameters()).device
-        self._chunk = logprob_chunk
-        self._context = PackedContext()
-        plug_in(model, self._context)
+        self._chunk = config.on_device(gpu=self.device.type == "cuda").logprob_chunk
+        self._attention = choose_kind(config.attention, self.device, next(model.parameters()).dtype)
         model.eval()  # no dropout: the rollout policy had none either
-        self.live: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.masters: dict[str, nn.Parameter] = {}
-        for name, parameter in self.live.items():
-            parameter.requires_grad_(True)
-            master = nn.Parameter(parameter.detach().float().clone())
-            master.grad = torch.zeros_like(master)
-            self.masters[name] = master
-            parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        expected = ask_the_model(model)
+        plug_in(model)
+        use_fused_kernels(model, config)
+        with torch.no_grad():
+            check_agreement(model, self.score(packed_sample(model))[0], expected)
+        self.live: dict[str, nn.Parameter]
+        self.weights: dict[str, nn.Parameter]
+        if config.lora:
+            self._train_adapters()
+        else:
+            choose_trainable(model, config.train_layer_indices)
+            self.weights = dict(model.named_parameters())  # a tied parameter comes once
+            self.live = {name: p for name, p in self.weights.items() if p.requires_grad}
+        # liger's kernels stop torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
+        can_compile = self._attention == "varlen" and config.fused_kernels == "none"
+        prepare_layers(model, config, can_compile=can_compile)
 
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @property
+    def token_cost(self) -> float:
+        """What the linear layers do with one token, in query-key pairs of attention (see pack)."""
+        return 6.0 * self.model.get_input_embeddings().weight.shape[1]
+
+    @property
+    def flops_per_token(self) -> float:
+        """2 operations per weight forward, 2 backward, and 2 for the gradient of a weight that is trained. An embedding
+        that is not the output layer too is looked up, not multiplied."""
+        embedding, output = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        multiplied = [p for p in self.weights.values() if p is output or p is not embedding]
+        return sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)
+
     def score(self, micro: Micro) -> tuple[Tensor, Tensor]:
         """(logprobs_L, entropy_L) of the tokens that carry loss, in fp32."""
-        self._context.blocks = lay_out(micro.segments, self.device)
-        hidden_TE = self.model.base_model(
+        return self._score(self.model, micro)
+
+    def reference(self, folder: Path) -> Reference:
+        """The policy that training began with; `folder` is the base model's."""
+        return build_reference(
+            self._score,
+            adapted=self.adapter,
+            folder=folder,
+            dtype=next(iter(self.weights.values())).dtype,
+            device=self.device,
+            offload=self._config.reference_offload,
+            prepare=plug_in,
+        )
+
+    def on_publish(self, write: Callable[[], None]) -> None:
+        """The optimizer says how its last step gets into the live weights."""
+        self._write = write
+
+    def update_live_weights(self) -> None:
+        """For further epochs on a batch. Never while an engine generates from the live weights themselves."""
+        self._write()
+
+    @torch.no_grad()
+    def write_live_weights(self) -> None:
+        """The last step into the live weights, and from there to where the engine reads."""
+        self._write()
+        if self._shared and self.adapter is not None:
+            from treadle.train.lora import merged_weights
+
+            for name, weight in merged_weights(self.adapter):
+                self._shared[name].copy_(weight)
+        elif self._shared:
+            for name, weight in self.live.items():
+                self._shared[name].copy_(weight)
+
+    def _train_adapters(self) -> None:
+        from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout
+
+        self.adapter = add_adapters(self.model, self._config, train_layers=self._config.train_layer_indices)
+        set_dropout(self.adapter, on=self._config.lora_dropout > 0)
+        self.weights = original_weights(self.adapter)
+        self.live = adapter_parameters(self.adapter)
+
+    def _score(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
+        hidden_TE = model.base_model(
             input_ids=micro.token_ids_T[None].to(self.device),
             position_ids=micro.positions_T[None].to(self.device),
             attention_mask=self._no_mask,
             use_cache=False,
+            **plan_attention(micro.segments, self.device, self._attention),
         ).last_hidden_state[0]
         return chosen_logprobs(
             hidden_TE[micro.source_L.to(self.device)],
-            self.model.get_output_embeddings().weight,
+            model.get_output_embeddings().weight,
             micro.targets_L.to(self.device),
             micro.temperatures_L.to(self.device),
             chunk=self._chunk,
         )
 
-    def gradients(self) -> list[Tensor]:
-        return [m.grad for m in self.masters.values() if m.grad is not None]
 
-    def zero_gradients(self) -> None:
-        torch._foreach_zero_(self.gradients())
-
-    @torch.no_grad()
-    def write_live_weights(self) -> None:
-        for name, master in self.masters.items():
-            self.live[name].copy_(master)
-        for name, handed_over in self._shared.items():
-            handed_over.copy_(self.live[name])
+def load_policy(
+    folder: Path, config: TrainConfig, *, shared: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+) -> Policy:
+    """A policy with weights of its own; what is published goes to `shared` too."""
+    kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(config.device))
+    return Policy(model, config, shared=shared, ranks=ranks)
 
 
-def load_policy(folder: Path, *, dtype: str, device: str, logprob_chunk: int) -> Policy:
-    """A policy with weights of its own."""
-    kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(device))
-    return Policy(model, logprob_chunk=logprob_chunk)
-
-
-def share_policy(layout: Layout, *, logprob_chunk: int, device: str = "cpu") -> Policy:
+def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
     """A policy whose live weights are the engine's: the model is built empty and bound to the shared bytes.
 
-    Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.
-    On a GPU the live weights are a copy there, and the shared bytes are written at every publish.
+    On a GPU, with adapters, and when a batch is trained on more than once, the weights differ from the engine's between
+    publishes: they are then a copy, and the shared bytes are written at every publish. Several ranks have copies too,
+    of which rank 0 writes its own.
     """
-    config = AutoConfig.from_pretrained(layout.model)
+    on_cpu = choose_device(config.device).type == "cpu"
+    if config.lora or config.epochs > 1 or not on_cpu or ranks.size > 1:
+        own = config.model_copy(update={"dtype": layout.dtype})
+        return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else None, ranks=ranks)
+    # Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.
+    model_config = AutoConfig.from_pretrained(layout.model)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
+        model = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, layout.dtype))
     model.tie_weights()  # emptying gives tied parameters two names; they are one parameter
     bind_parameters(model, layout)
-    if choose_device(device).type == "cpu":
-        return Policy(model, logprob_chunk=logprob_chunk)
-    return Policy(model.to(choose_device(device)), logprob_chunk=logprob_chunk, shared=map_weights(layout))
-
-
-def _move_gradient_to(master: nn.Parameter) -> Any:
-    """A hook that adds a fresh gradient to the master's and frees it: low-precision gradients never pile up."""
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None and master.grad is not None:
-            master.grad.add_(parameter.grad)
-            parameter.grad = None
-
-    return hook
+    return Policy(model, config)

@@ -3,66 +3,121 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import torch
+from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import ConfigError, EngineError, HubError, ModelError, SyncError, UserError
 from treadle.log import get_logger
+from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.offline import OfflineSync
 from treadle.sync.shared_memory import SharedMemorySync
-from treadle.track import JsonlTracker
+from treadle.track import Tracker, build_tracker
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
+from treadle.train.join import join_ranks
 from treadle.train.loop import Sync, train
-from treadle.train.optim import Optimizer
+from treadle.train.optim import build_optimizer
 from treadle.train.policy import Policy, load_policy, share_policy
+from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
+from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.wire.hub import RegisterTrainer
 
 MAX_REASON_CHARS = 1000
+# What goes wrong around a batch and not with it: settings, a full disk, the hub, the engine, the files, a key press.
+AROUND_THE_BATCH = (
+    UserError, HubError, EngineError, SyncError, OSError, httpx.HTTPError, SafetensorError,
+    KeyboardInterrupt, SystemExit,
+)  # fmt: skip
 log = get_logger("trainer")
 
 
 def run_trainer(config: TrainConfig) -> None:
     stop = StopSwitch()
     stop.install()
+    ranks = join_ranks(config)
     torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
-    sync, policy, folder = _connect(config)
-    optimizer = Optimizer(policy, config)
-    checkpoints = Checkpoints(config.save_path, folder)
-    step = checkpoints.restore(policy, optimizer)
-    tracker = JsonlTracker(config.metrics_file or config.save_path / "metrics.jsonl")
-    tracker.truncate_after(step)
-    feed = HubFeed(config.atropos_url, stop.check)
-    feed.register(_registration(config, step, policy.vocab_size))
-    log.info("ready", step=step, steps=config.steps, sequences_per_step=config.sequences_per_step)
+    config = config.on_device(gpu=choose_device(config.device).type == "cuda")
+    sync, policy, folder, layout = _connect(config, ranks)
+    if not ranks.leads:
+        torch.manual_seed(config.seed + ranks.rank)  # adapters begin alike everywhere, dropouts differ
+    reference = policy.reference(folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
+    optimizer = build_optimizer(policy, config)
+    checkpoints = Checkpoints(config.save_path, folder, config.keep_checkpoints, ranks)
+    restored = checkpoints.restore(policy, optimizer)
+    if restored.step == 0 and layout is not None:
+        _refuse_trained_weights(layout)
+    tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
+    tracker.truncate_after(restored.step)
+    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.atropos_url, check))
+    feed.register(_registration(config, restored.step, policy.vocab_size))
+    log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
-        train(config, policy, optimizer, feed, sync, checkpoints, tracker, first_step=step, check_stop=stop.check)
+        train(
+            config, policy, optimizer, feed, sync, checkpoints, tracker,
+            reference=reference, restored=restored, check_stop=stop.check,
+        )  # fmt: skip
     except StopRequested:
         feed.give_back("the trainer was stopped", counts=False)
         log.info("stopped", reason="asked to")
-    except Exception as error:
-        feed.give_back(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS], counts=True)
+    except BaseException as error:
+        # A batch that failed too often is set aside: only what it can have caused itself may count.
+        counts = not isinstance(error, AROUND_THE_BATCH)
+        feed.give_back(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS], counts=counts)
         raise
+    finally:
+        tracker.close()
+    ranks.leave()
 
 
-def _connect(config: TrainConfig) -> tuple[Sync, Policy, Path]:
+def _open_tracker(config: TrainConfig) -> Tracker:
+    metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
+    return build_tracker(config, metrics_file, config.model_dump(mode="json"))
+
+
+class Connection(NamedTuple):
+    sync: Sync
+    policy: Policy
+    model_folder: Path
+    layout: Layout | None  # of the weights that are shared with an engine
+
+
+def _connect(config: TrainConfig, ranks: Ranks) -> Connection:
     """The sync mode decides where the live weights are."""
     if config.weight_bridge_mode == "shared_memory":
         shared = SharedMemorySync(config.engine_url)
         layout = shared.fetch_layout()
         _check_same_model(config, layout)
-        policy = share_policy(layout, logprob_chunk=config.logprob_chunk, device=config.device)
-        return shared, policy, Path(layout.model)
+        policy = share_policy(layout, config, ranks)
+        return Connection(shared if ranks.leads else FollowingSync(), policy, Path(layout.model), layout)
     folder = Path(config.model)
     if not folder.is_dir():
         raise ModelError(f"there is no model folder '{folder}'", fix="without an engine, --model takes a folder")
-    policy = load_policy(folder, dtype=config.dtype, device=config.device, logprob_chunk=config.logprob_chunk)
-    return OfflineSync(), policy, folder
+    return Connection(OfflineSync(), load_policy(folder, config, ranks=ranks), folder, None)
+
+
+def _refuse_trained_weights(layout: Layout) -> None:
+    """Without a checkpoint training begins from the engine's weights: they must be those that it loaded.
+
+    A trainer that was killed leaves what it last published, or, when that was not finished, something half written
+    with the engine held. A checkpoint makes up for both: it writes every weight that is trained, and no other changes.
+    """
+    if layout.policy_version not in (None, 0):
+        problem = f"the engine already serves version {layout.policy_version} of this policy"
+    elif layout.is_held:
+        problem = "the engine is held in the middle of a publish, and its weights may be half written"
+    else:
+        return
+    raise SyncError(
+        f"{problem}, and there is no checkpoint to continue from", fix="restart the engine, then the trainer"
+    )
 
 
 def _check_same_model(config: TrainConfig, layout: Layout) -> None:

@@ -76,6 +76,7 @@ class BinaryAnswer(msgspec.Struct, kw_only=True):
 
 _GROUP = msgspec.msgpack.Decoder(BinaryGroup)
 _GROUPS = msgspec.msgpack.Decoder(list[bytes])
+_BATCH = msgspec.msgpack.Decoder(BinaryBatch)
 _ANSWER = msgspec.msgpack.Decoder(BinaryAnswer)
 _JSON_GROUP = msgspec.json.Decoder(ScoredGroup)
 _METRICS = msgspec.json.Decoder(dict[str, float])
@@ -131,9 +132,22 @@ def unpack_answer(body: bytes) -> LeaseAnswer:
     answer = _ANSWER.decode(body)
     if answer.batch is None:
         return LeaseAnswer(batch=None, reason=answer.reason)
-    batch = answer.batch
+    return LeaseAnswer(batch=_leased(answer.batch))
+
+
+def pack_batch(batch: LeasedBatch) -> bytes:
+    """For another process of the same trainer."""
+    groups = [StoredForm(binary=pack_group(group), weight=group.weight) for group in batch.groups]
+    return msgspec.msgpack.encode(BinaryBatch(step=batch.step, token=batch.token, lease_s=batch.lease_s, groups=groups))
+
+
+def unpack_batch(packed: bytes) -> LeasedBatch:
+    return _leased(_BATCH.decode(packed))
+
+
+def _leased(batch: BinaryBatch) -> LeasedBatch:
     groups = [_from_stored(stored) for stored in batch.groups]
-    return LeaseAnswer(batch=LeasedBatch(step=batch.step, token=batch.token, lease_s=batch.lease_s, groups=groups))
+    return LeasedBatch(step=batch.step, token=batch.token, lease_s=batch.lease_s, groups=groups)
 
 
 def _from_stored(stored: StoredForm) -> ScoredGroup:

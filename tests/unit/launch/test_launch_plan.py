@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.config import load_run
-from treadle.config import DEFAULT_MODEL
+from treadle.config import DEFAULT_MODEL, load_run
 from treadle.errors import ConfigError, PortInUse
 from treadle.launch.machine import MachineFacts
 from treadle.launch.plan import Plan, build_plan, explicit_keys

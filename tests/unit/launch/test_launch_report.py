@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from written_run import history_of, write_run
+from written_run import history_of, write_health, write_run
 
 from treadle.launch.history import History
 from treadle.launch.report import (
@@ -57,6 +57,40 @@ def test_report_says_it_in_words(tmp_path: Path) -> None:
     assert f"chat {tmp_path}" in text
     for place in ("metrics.jsonl", "final_model", "logs"):
         assert place in text
+
+
+def test_report_shows_the_last_health_lines(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    write_health(tmp_path, *((step, f"mean_kl 0.{step} [/x]") for step in range(51, 57)))
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0))
+    text = printed(summary)
+    lines = [line.split("  ")[-1].strip() for line in text.splitlines() if "mean_kl" in line]
+    assert lines == [f"step {step}: mean_kl 0.{step} [/x]" for step in (53, 54, 55, 56)]
+    assert "(2 earlier ones are in the trainer's log)" in text
+    save_summary(summary, tmp_path)
+    assert load_summary(tmp_path) == summary
+
+
+def test_a_summary_of_the_first_release_is_still_read(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    save_summary(summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0)), tmp_path)
+    values = json.loads((tmp_path / "summary.json").read_text())
+    del values["health"]
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    summary = load_summary(tmp_path)
+    assert summary is not None
+    assert summary.health == []
+    assert "health" not in printed(summary)
+
+
+def test_a_run_of_the_first_release_has_its_figures(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 50, "reward/mean": 0.5, "perf/step_s": 5.0, "perf/train_s": 4.0, "perf/gradient_s": 3.0, '
+        '"perf/optimizer_s": 1.0, "perf/wait_s": 0.5, "rollout/generation_s": 3.0}\n'
+    )
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0))
+    assert summary.seconds_per_step == {"total": 5.0, "generation": 3.0, "training": 4.0, "waiting": 0.5}
 
 
 def test_examples_that_became_right_come_first(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from written_run import history_of, write_run
+from written_run import history_of, write_health, write_run
 
 from treadle.config import load_run
+from treadle.launch.health import HealthLine, HealthLog, parse_health
 from treadle.launch.history import History, HistoryReader
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
@@ -128,6 +131,63 @@ def test_a_broken_view_never_ends_a_run() -> None:
     with Screen(LiveView(Console(file=io.StringIO())), state, break_down) as screen:
         screen.tick()
         screen.tick()
+
+
+def test_health_is_shown_in_the_panel_while_it_is_recent(tmp_path: Path) -> None:
+    config = write_run(tmp_path, num_steps=25, is_evaluated=False)
+    write_health(tmp_path, (2, "mean_kl 0.61 [b]"), (12, "mean_ratio 1.31"), (13, "grad_norm 45"), (25, "entropy fell"))
+    state = RunState(config, "run", history=history_of(config, tmp_path))
+    for width in (100, 40):
+        console = Console(file=io.StringIO(), record=True, width=width)
+        console.print(draw(state.picture()))
+        text = console.export_text()
+        assert "! step 13: grad_norm 45" in text
+        assert "! step 25: entropy fell" in text
+        assert "mean_kl" not in text  # said long ago
+        assert "mean_ratio" not in text  # two are enough
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_health_is_told_once_in_plain_lines(tmp_path: Path) -> None:
+    state = state_of(tmp_path, 2)
+    out = io.StringIO()
+    view = PlainView(out)
+    reader = HistoryReader(tmp_path / "metrics.jsonl", tmp_path / "evals", HealthLog(tmp_path / "logs" / "trainer.log"))
+    state.history = reader.read()
+    view.update(state)
+    write_health(tmp_path, (2, 'cut off "here"'))
+    for _ in range(2):
+        state.history = reader.read()
+        view.update(state)
+    assert out.getvalue().splitlines() == ["training...", 'health: step 2: cut off "here"']
+
+
+def test_health_is_read_from_whole_lines_of_the_log_only(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    log = HealthLog(path)
+    assert log.read() == ()
+    path.write_text('2026-01-02T03:04:05.678 WARNING trainer health message="mean_kl 0.6')
+    assert log.read() == ()
+    with path.open("a") as file:
+        file.write('1"\n2026-01-02T03:04:06.678 WARNING trainer health message="mean_kl 0.61"\n')
+    assert log.read() == (HealthLine(None, "mean_kl 0.61"),)
+    for other in (
+        "2026-01-02T03:04:05.678 INFO    trainer step step=1 reward=0.1",
+        '2026-01-02T03:04:05.678 WARNING hub health message="of the hub"',
+        '2026-01-02T03:04:05.678 WARNING trainer view said="trainer health message=1"',
+        "Traceback (most recent call last):",
+    ):
+        assert parse_health(other) is None
+
+
+def test_health_events_of_the_real_logger_are_understood(tmp_path: Path) -> None:
+    message = 'LogProb Alignment: MISMATCH! "quoted" = 5 %, für'
+    code = (
+        "from treadle.log import get_logger, set_up_logging; set_up_logging();"
+        f"get_logger('trainer').warning('health', step=7, message={message!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert parse_health(done.stderr.rstrip("\n")) == HealthLine(7, message)
 
 
 def test_phases_are_told_from_what_was_written(tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:
     return {
         "step": step,
         "time_s": 6.0 * step,
-        "reward/mean": accuracy + 0.05,
+        "reward": accuracy + 0.05,
         "rollout/accuracy": accuracy,
         "rollout/generation_s": 3.0,
-        "age/mean": 1.0,
+        "sample/staleness_mean": 1.0,
         "perf/step_s": 5.0,
-        "perf/wait_s": 0.5,
-        "perf/train_s": 4.0,
-        "perf/tokens_per_s": 412.4,
-        "loss/policy": None,
+        "perf/rollout_wait_s": 0.5,
+        "perf/fwd_bwd_s": 3.0,
+        "perf/optimizer_s": 1.0,
+        "perf/trained_tok_s_wall_clock": 412.4,
+        "policy_loss": None,
     }
 
 
@@ -71,3 +72,13 @@ def write_run(folder: Path, *, num_steps: int = 50, is_evaluated: bool = True) -
 
 def history_of(config: RunConfig, folder: Path) -> History:
     return reader_of(config, folder).read()
+
+
+def write_health(folder: Path, *messages: tuple[int, str]) -> None:
+    """The trainer's log with these `health` events between its other lines."""
+    (folder / "logs").mkdir(exist_ok=True)
+    lines = ["2026-01-02T03:04:05.678 INFO    trainer ready step=0 steps=50 sequences_per_step=64"]
+    for step, message in messages:
+        lines.append(f"2026-01-02T03:04:06.001 INFO    trainer step step={step} reward=0.25 grad_norm=0.4 seconds=5")
+        lines.append(f"2026-01-02T03:04:06.002 WARNING trainer health step={step} message={json.dumps(message)}")
+    (folder / "logs" / "trainer.log").write_text("".join(line + "\n" for line in lines))

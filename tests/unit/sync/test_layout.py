@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from treadle.sync.layout import ALIGNMENT, plan_layout
+import msgspec
+
+from treadle.sync.layout import ALIGNMENT, Layout, plan_layout
 
 
 def test_parameters_are_aligned_and_do_not_overlap():
@@ -13,3 +15,10 @@ def test_parameters_are_aligned_and_do_not_overlap():
         ends = placement.offset + placement.num_elements * 4
     assert layout.num_bytes >= ends
     assert [p.name for p in layout.parameters] == ["a", "b", "c", "d"]
+
+
+def test_an_engine_that_does_not_say_its_version_is_understood():
+    told = msgspec.to_builtins(plan_layout("file", "model", "float32", [("a", (3,))]))
+    silent = {key: value for key, value in told.items() if key not in ("policy_version", "is_held")}
+    layout = msgspec.json.decode(msgspec.json.encode(silent), type=Layout)
+    assert (layout.policy_version, layout.is_held) == (None, False)

@@ -7,9 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
+from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.layout import Layout, Placement
-from treadle.sync.weights_file import bind_parameters, remove_shared_file, share_parameters
+from treadle.sync.weights_file import bind_parameters, map_weights, remove_shared_file, share_parameters
+from treadle.train.checkpoint import Checkpoints, Totals
+from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
 
 
@@ -31,17 +34,19 @@ def test_sharing_keeps_every_value_and_the_file_is_private(shared):
 
 def test_the_trainers_model_stands_on_the_same_bytes(shared):
     model, layout, _ = shared
-    policy = share_policy(layout, logprob_chunk=64)
+    config = TrainConfig(device="cpu")
+    policy = share_policy(layout, config)
+    masters = build_optimizer(policy, config).masters
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        for master in policy.masters.values():
+        for master in masters.values():
             master.add_(0.01)
         before = model(ids).logits
         policy.write_live_weights()
         after = model(ids).logits
     assert not torch.allclose(before, after)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), policy.masters[name].detach(), atol=0, rtol=0)
+        torch.testing.assert_close(parameter.detach(), masters[name].detach(), atol=0, rtol=0)
 
 
 def test_a_model_that_does_not_fit_is_refused(shared):
@@ -52,6 +57,54 @@ def test_a_model_that_does_not_fit_is_refused(shared):
     )
     with pytest.raises(SyncError, match="do not fit"):
         bind_parameters(model, other)
+
+
+def take_step(policy, optimizer, step):
+    for gradient in optimizer.gradients.values():
+        gradient.copy_(torch.randn(gradient.shape, generator=torch.Generator().manual_seed(step)))
+    optimizer.step(step)
+    policy.write_live_weights()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_trained"),
+    [
+        ({}, lambda name: True),
+        ({"epochs": 2}, lambda name: True),
+        ({"optimizer": "adamw_8bit", "dtype": "bfloat16"}, lambda name: True),
+        ({"train_layer_indices": "1"}, lambda name: ".layers.1." in name),
+        ({"train_layer_indices": "1", "epochs": 2}, lambda name: ".layers.1." in name),
+        ({"lora": True}, lambda name: "q_proj" in name or "v_proj" in name),
+    ],
+)
+def test_a_checkpoint_mends_a_publish_that_was_cut_short(tmp_path, settings, is_trained):
+    """It writes every weight that is trained, and no other ever changes."""
+    dtype = getattr(torch, settings.get("dtype", "float32"))
+    folder = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    layout = share_parameters(model, tmp_path / "weights", str(folder))
+    served = map_weights(layout)
+    config = TrainConfig(device="cpu", lr=1e-2, warmup_steps=0, compile="off", **settings)
+    checkpoints = Checkpoints(tmp_path / "saved", folder, keep=1)
+
+    policy = share_policy(layout, config)
+    optimizer = build_optimizer(policy, config)
+    take_step(policy, optimizer, 1)
+    checkpoints.save(1, policy, optimizer, Totals())
+    saved = {name: weight.clone() for name, weight in served.items()}
+    take_step(policy, optimizer, 2)
+    for number, (name, weight) in enumerate(served.items()):  # of step 2 one weight in three arrived, and half of one
+        arrived = (weight.numel(), 0, weight.numel() // 2)[number % 3]
+        weight.view(-1)[arrived:] = saved[name].view(-1)[arrived:]
+    assert any(not torch.equal(weight, saved[name]) for name, weight in served.items())
+
+    again = share_policy(layout, config)
+    assert checkpoints.restore(again, build_optimizer(again, config)).step == 1
+    again.write_live_weights()
+    assert [name for name, weight in served.items() if not torch.equal(weight, saved[name])] == []
+    changed = {name for name, weight in served.items() if not torch.equal(weight, original[name])}
+    assert changed == {name for name in served if is_trained(name)}
 
 
 def test_removal_leaves_nothing(shared, tmp_path):

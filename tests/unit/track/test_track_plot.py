@@ -20,7 +20,7 @@ def test_smoothing_is_not_pulled_towards_zero_at_its_start() -> None:
 @pytest.mark.parametrize(
     ("steps", "held_out"),
     [
-        ([{"step": 1, "reward/mean": 0.1, "rollout/accuracy": 0.0}, {"step": 2, "reward/mean": None}], []),
+        ([{"step": 1, "reward": 0.1, "rollout/accuracy": 0.0}, {"step": 2, "reward": None}], []),
         ([], [HeldOutPoint(0, 0.016, 0.006, 0.039), HeldOutPoint(50, 0.73, 0.67, 0.78)]),
         ([], []),
     ],

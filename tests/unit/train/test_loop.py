@@ -11,11 +11,13 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
 from treadle.sync.offline import OfflineSync
+from treadle.track.names import METRICS
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.loop import accumulate_gradients, train
-from treadle.train.optim import Optimizer
+from treadle.train.loop import FROM_THE_START, train
+from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
+from treadle.train.step import accumulate_gradients
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
@@ -46,6 +48,7 @@ class ListFeed:
         self.acknowledged = []
 
     def lease(self, step):
+        self.leased = self.batches[step - 1]
         return LeasedBatch(step=step, token=str(step), lease_s=1.0, groups=self.batches[step - 1])
 
     def lease_ahead(self, step):
@@ -65,16 +68,21 @@ class ListTracker:
 
 class Scene:
     def __init__(self, folder, tmp_path, batches, **settings):
-        self.config = TrainConfig(steps=len(batches), lr=1e-3, warmup_steps=0, **settings)
-        self.policy = load_policy(folder, dtype="float32", device="cpu", logprob_chunk=64)
-        self.optimizer = Optimizer(self.policy, self.config)
+        plain = {"lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "logprob_chunk": 64}
+        self.config = TrainConfig(steps=len(batches), **(plain | settings))
+        self.policy = load_policy(folder, self.config)
+        self.optimizer = build_optimizer(self.policy, self.config)
+        self.reference = self.policy.reference(folder) if self.config.kl_against == "reference" else None
         self.feed, self.tracker = ListFeed(batches), ListTracker()
-        self.checkpoints = Checkpoints(tmp_path / "checkpoints", folder)
+        self.checkpoints = Checkpoints(tmp_path / "checkpoints", folder, self.config.keep_checkpoints)
 
-    def run(self, first_step=0, check_stop=lambda: None):
+    def restore(self):
+        return self.checkpoints.restore(self.policy, self.optimizer)
+
+    def run(self, restored=FROM_THE_START, check_stop=lambda: None):
         train(
             self.config, self.policy, self.optimizer, self.feed, OfflineSync(), self.checkpoints, self.tracker,
-            first_step=first_step, check_stop=check_stop,
+            reference=self.reference, restored=restored, check_stop=check_stop,
         )  # fmt: skip
 
     def weights(self):
@@ -87,10 +95,13 @@ def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
     scene.run()
     assert [row["step"] for row in scene.tracker.rows] == scene.feed.acknowledged == [1, 2, 3, 4]
     assert scene.feed.ahead == [2, 3, 4, 4]  # never beyond the last step
-    assert [row["age/mean"] for row in scene.tracker.rows] == [0, 1, 2, 3]
+    assert [row["sample/staleness_mean"] for row in scene.tracker.rows] == [0, 1, 2, 3]
     assert any(not torch.equal(before[n], p) for n, p in scene.weights().items())
     assert (tmp_path / "checkpoints" / "final_model" / "model.safetensors").is_file()
-    assert scene.checkpoints.restore(scene.policy, scene.optimizer) == 4
+    assert scene.restore().step == 4
+    catalogued = set(METRICS)
+    emitted = {name for row in scene.tracker.rows for name in row if name != "step" and not name.startswith("rollout/")}
+    assert emitted <= catalogued, emitted - catalogued
 
 
 def test_the_rewarded_completion_becomes_likelier(folder, tmp_path):
@@ -98,7 +109,7 @@ def test_the_rewarded_completion_becomes_likelier(folder, tmp_path):
     scene = Scene(folder, tmp_path, [[good]] * 10)
 
     def logprobs():
-        (micro,) = pack([good], normalize_std=True, micro_tokens=100).micros
+        (micro,) = pack([good], scene.config).micros
         with torch.no_grad():
             return scene.policy.score(micro)[0]
 
@@ -109,24 +120,28 @@ def test_the_rewarded_completion_becomes_likelier(folder, tmp_path):
     assert after[3:].sum() < before[3:].sum()
 
 
-def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path):
-    batches = [[group([1.0, 0.0])] for _ in range(5)]
-    whole = Scene(folder, tmp_path / "whole", batches)
+@pytest.mark.parametrize("settings", [{}, {"lora": True, "lora_dropout": 0.2}], ids=["weights", "adapters, dropout"])
+def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path, settings):
+    batches = [[group([1.0, 0.0]), group([0.0, 2.0])] for _ in range(5)]
+    settings = settings | {"micro_tokens": 8}  # two micros a step
+    torch.manual_seed(0)
+    whole = Scene(folder, tmp_path / "whole", batches, **settings)
     whole.run()
-    stopped = Scene(folder, tmp_path / "stopped", batches)
+    torch.manual_seed(0)
+    stopped = Scene(folder, tmp_path / "stopped", batches, **settings)
     calls = iter(range(100))
 
     def stop_in_step_three():
-        if next(calls) == 2:
+        if next(calls) == 5:  # its first micro is done
             raise StopRequested
 
     with pytest.raises(StopRequested):
         stopped.run(check_stop=stop_in_step_three)
     assert stopped.feed.acknowledged == [1, 2]
-    resumed = Scene(folder, tmp_path / "stopped", batches)
-    step = resumed.checkpoints.restore(resumed.policy, resumed.optimizer)
-    assert step == 2
-    resumed.run(first_step=step)
+    resumed = Scene(folder, tmp_path / "stopped", batches, **settings)
+    restored = resumed.restore()
+    assert restored.step == 2
+    resumed.run(restored)
     for name, parameter in whole.weights().items():
         assert torch.equal(parameter, resumed.weights()[name])
 
@@ -136,26 +151,105 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_five_end_the_training(f
     scene = Scene(folder, tmp_path, [[group([1.0, 0.0])]] * 10)
     good = group([1.0, 0.0])
     poisoned = group([1.0, 0.0])
-    poisoned.advantages = [[0.0, 0.0, bad, 0.0, 0.0]] * 2
     scene.feed.batches = [[poisoned], [good], *[[poisoned]] * 8]
+    plain_score = scene.policy.score
+
+    def score(micro):  # a model that overflows on some batches, whatever the data
+        logprobs, entropy = plain_score(micro)
+        return logprobs * (bad if scene.feed.leased[0] is poisoned else 1.0), entropy
+
+    scene.policy.score = score
     before = scene.weights()
     snapshots = []
     log = scene.tracker.log
     scene.tracker.log = lambda step, metrics: (log(step, metrics), snapshots.append(scene.weights()))
     with pytest.raises(TrainingError, match="5 steps in a row"):
         scene.run()
-    assert [row["optim/skipped_in_a_row"] for row in scene.tracker.rows] == [1, 0, 1, 2, 3, 4]
+    assert [row["skipped_in_a_row"] for row in scene.tracker.rows] == [1, 0, 1, 2, 3, 4]
     assert all(torch.equal(before[n], p) for n, p in snapshots[0].items())
     assert any(not torch.equal(before[n], p) for n, p in snapshots[1].items())
     assert all(torch.equal(snapshots[1][n], p) for n, p in scene.weights().items())
     assert all(torch.isfinite(p).all() for p in scene.weights().values())
 
 
-def test_a_kl_term_reaches_groups_without_spread(folder):
+def test_a_kl_term_reaches_groups_without_spread(folder, tmp_path):
     same = group([1.0, 1.0], logprob=-2.0)
-    without, with_kl = TrainConfig(), TrainConfig(kl_coef=0.1)
-    for config, moves in ((without, False), (with_kl, True)):
-        policy = load_policy(folder, dtype="float32", device="cpu", logprob_chunk=64)
-        batch = pack([same], normalize_std=True, micro_tokens=100, all_tokens=config.kl_coef > 0)
-        accumulate_gradients(policy, batch, config)
-        assert any(g.any() for g in policy.gradients()) == moves
+    for coefficient, moves in ((0.0, False), (0.1, True)):
+        scene = Scene(folder, tmp_path / str(coefficient), [[same]], kl_coef=coefficient)
+        accumulate_gradients(scene.policy, pack([same], scene.config), scene.config)
+        assert any(g.any() for g in scene.optimizer.gradients.values()) == moves
+
+
+ESSENCE = ("loss", "grad_norm", "entropy", "mean_ratio", "kl", "num_tokens", "skipped_steps")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer": "adamw_8bit", "dtype": "bfloat16"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon", "objective": "gspo"},
+        {"optimizer": "adamw_cpu", "gradient_dtype": "bfloat16"},
+        {"lora": True, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "down_proj")},
+        {"epochs": 3, "mismatch": "strict"},
+        {"kl_coef": 0.05, "kl_against": "reference", "gradient_checkpointing": True},
+        {"lora": True, "kl_coef": 0.05, "kl_against": "reference", "kl_estimator": "k2"},
+        {"train_layer_indices": (1,), "aggregation": "sequence_mean"},
+    ],
+    ids=lambda settings: ", ".join(f"{k}={v}" for k, v in settings.items()) or "as it is",
+)
+def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(folder, tmp_path, settings):
+    batches = [[group([1.0, 0.0, 0.5]), group([0.0, 2.0, 1.0], logprob=-3.9)] for _ in range(5)]
+    torch.manual_seed(0)
+    undisturbed = Scene(folder, tmp_path / "undisturbed", batches, **settings, checkpoint_interval=3)
+    undisturbed.run()
+    torch.manual_seed(0)
+    killed = Scene(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
+    killed.tracker.log = _interrupt_at(4, killed.tracker.log)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    torch.manual_seed(123)  # what a new process begins with does not matter
+    resumed = Scene(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
+    restored = resumed.restore()
+    assert restored.step == 3
+    resumed.run(restored)
+    wanted = [tuple(row[key] for key in ESSENCE) for row in undisturbed.tracker.rows]
+    got = [tuple(row[key] for key in ESSENCE) for row in (*killed.tracker.rows, *resumed.tracker.rows)]
+    assert got == wanted
+    assert len({row[1] for row in wanted}) == 5  # five different gradients
+    for name, parameter in undisturbed.weights().items():
+        assert torch.equal(parameter, resumed.weights()[name])
+    assert resumed.tracker.rows[0]["time_s"] > killed.tracker.rows[2]["time_s"]
+
+
+def _interrupt_at(step, log):
+    def logged(number, metrics):
+        if number == step:
+            raise KeyboardInterrupt
+        log(number, metrics)
+
+    return logged
+
+
+def test_later_epochs_keep_the_first_ones_logprobs(folder, tmp_path):
+    """With one update the trainer's ratio is exactly 1; with three it has moved, and clipping sees it."""
+    batch = [group([1.0, 0.0], logprob=-4.4)]
+    once = Scene(folder, tmp_path / "once", [batch], old_logprobs="trainer")
+    thrice = Scene(folder, tmp_path / "thrice", [batch], old_logprobs="trainer", epochs=3)
+    once.run()
+    thrice.run()
+    assert once.tracker.rows[0]["mean_ratio"] == 1.0
+    assert abs(thrice.tracker.rows[0]["mean_ratio"] - 1) > 1e-3
+    same = "sampling/sampling_logp_difference/mean"  # of the policy before the first update
+    assert thrice.tracker.rows[0][same] == pytest.approx(once.tracker.rows[0][same], rel=1e-6)
+
+
+def test_a_group_without_logprobs_is_trained_as_sampled_by_this_policy_and_counted(folder, tmp_path):
+    bare, full = group([1.0, 0.0]), group([1.0, 0.0])
+    bare.inference_logprobs = None
+    scene = Scene(folder, tmp_path, [[bare, full]])
+    before = scene.weights()
+    scene.run()
+    assert scene.tracker.rows[0]["batch/without_logprobs_frac"] == 0.5
+    assert any(not torch.equal(before[n], p) for n, p in scene.weights().items())

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+import torch
 
-from treadle.errors import TrainingError
-from treadle.train.pack import pack, shared_prefix, temperature_of, token_advantages
-from treadle.wire.groups import ScoredGroup
+from treadle.config import TrainConfig
+from treadle.train.examine import shared_prefix, temperature_of, token_advantages
+from treadle.train.pack import pack
+from treadle.train.partition import spread
+from treadle.wire.groups import IGNORED, ScoredGroup
+
+PLAIN = TrainConfig(normalize_std=False, micro_tokens=100)
+
+
+def settings(**changes):
+    return PLAIN.model_copy(update=changes)
 
 
 def group(prompt, completions, scores, **more):
@@ -18,22 +29,42 @@ def group(prompt, completions, scores, **more):
     )
 
 
+def advantages_of(g, config=PLAIN):
+    return token_advantages(g, [np.array(mask) != IGNORED for mask in g.masks], config)
+
+
 def test_prompt_is_packed_once_and_positions_restart():
-    batch = pack([group([5, 6, 7], [[1, 2], [3]], [1.0, 0.0])], normalize_std=False, micro_tokens=100)
-    (micro,) = batch.micros
+    (micro,) = pack([group([5, 6, 7], [[1, 2], [3]], [1.0, 0.0])], PLAIN).micros
     assert micro.token_ids_T.tolist() == [5, 6, 7, 1, 2, 3]
     assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 3]
     assert micro.segments[0].prompt == (0, 3)
     assert micro.segments[0].completions == ((3, 5), (5, 6))
     assert micro.source_L.tolist() == [2, 3, 2]  # the token before each loss token, in its own rollout
     assert micro.targets_L.tolist() == [1, 2, 3]
-    assert micro.advantages_L.tolist() == [0.5, 0.5, -0.5]
-    np.testing.assert_allclose(micro.rollout_logprobs_L, [-0.1, -0.2, -0.3], rtol=1e-6)
+    tokens = micro.loss_tokens
+    assert tokens.advantages_L.tolist() == [0.5, 0.5, -0.5]
+    assert tokens.sequences_L.tolist() == [0, 0, 1]
+    np.testing.assert_allclose(tokens.rollout_logprobs_L, [-0.1, -0.2, -0.3], rtol=1e-6)
+
+
+def test_without_sharing_every_rollout_brings_its_prompt():
+    (micro,) = pack([group([5, 6, 7], [[1, 2], [3]], [1.0, 0.0])], settings(share_prompts="off")).micros
+    assert micro.token_ids_T.tolist() == [5, 6, 7, 1, 2, 5, 6, 7, 3]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert [s.completions for s in micro.segments] == [((0, 5),), ((5, 9),)]
+    assert micro.source_L.tolist() == [2, 3, 7]
+
+
+def test_prompts_are_shared_by_themselves_only_when_it_pays():
+    short = group([5], [list(range(10, 40)), list(range(50, 80))], [1.0, 0.0])
+    long = group([5, 6, 7, 8], [[1, 2], [3]], [1.0, 0.0])
+    assert pack([short], PLAIN).num_forwarded_tokens == 62
+    assert pack([long], PLAIN).num_forwarded_tokens == 7
 
 
 def test_what_all_prompts_begin_with_is_packed_once_for_the_whole_micro():
     groups = [group([5, 6, 7, 8], [[1, 2], [3]], [1.0, 0.0]), group([5, 6, 9], [[4], [1]], [1.0, 0.0])]
-    (micro,) = pack(groups, normalize_std=False, micro_tokens=100).micros
+    (micro,) = pack(groups, PLAIN).micros
     assert micro.token_ids_T.tolist() == [5, 6, 7, 8, 1, 2, 3, 9, 4, 1]
     assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 2, 3, 3]
     assert [s.root for s in micro.segments] == [(0, 2), (0, 2)]
@@ -44,43 +75,124 @@ def test_what_all_prompts_begin_with_is_packed_once_for_the_whole_micro():
 def test_groups_without_spread_are_counted_but_not_forwarded():
     same = group([5], [[1, 2], [3, 4]], [1.0, 1.0])
     mixed = group([6], [[1], [2]], [1.0, 0.0])
-    batch = pack([same, mixed], normalize_std=True, micro_tokens=100)
+    batch = pack([same, mixed], PLAIN)
     assert [m.token_ids_T.tolist() for m in batch.micros] == [[6, 1, 2]]
-    assert batch.num_loss_tokens == 6
-    assert batch.metrics(0)["reward/zero_std_frac"] == 0.5
+    assert batch.micros[0].loss_tokens.weights_L.tolist() == pytest.approx([1 / 6] * 2)  # all six count in the mean
+    metrics = batch.metrics(0)
+    assert (metrics["batch/trained_tokens_per_step"], metrics["batch/packing_ratio"]) == (2, 4 / 3)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert (metrics["by_group/frac_all_good"], metrics["by_group/frac_all_bad"]) == (0.5, 0.0)
 
 
-def test_micros_keep_the_token_budget_and_lose_nothing():
-    random = np.random.default_rng(0)
+def test_a_batch_that_teaches_nothing_has_no_micros_and_finite_metrics():
+    batch = pack([group([5], [[1], [2]], [0.0, 0.0])], PLAIN)
+    assert batch.micros == ()
+    assert all(math.isfinite(v) for k, v in batch.metrics(3).items() if "staleness" not in k)
+    assert math.isnan(batch.metrics(3)["sample/staleness_mean"])  # nobody said which version sampled it
+
+
+def test_a_kl_term_or_a_sequence_ratio_brings_tokens_without_advantage():
+    same = group([5], [[1, 2], [3, 4]], [1.0, 1.0])
+    assert pack([same], settings(kl_coef=0.1)).micros[0].targets_L.tolist() == [1, 2, 3, 4]
+    partly = group([5], [[1, 2], [3, 4]], [1.0, 0.0], advantages=[[0.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
+    assert pack([partly], PLAIN).micros[0].targets_L.tolist() == [2]
+    assert pack([partly], settings(ratio="sequence_mean")).micros[0].targets_L.tolist() == [1, 2]
+
+
+def random_groups(seed=0, num_groups=20):
+    random = np.random.default_rng(seed)
     groups = []
-    for _ in range(20):
+    for _ in range(num_groups):
         prompt = random.integers(5, 9, random.integers(1, 6)).tolist()
         completions = [random.integers(10, 50, random.integers(1, 9)).tolist() for _ in range(4)]
         groups.append(group(prompt, completions, [0.0, 1.0, 2.0, 3.0]))
-    batch = pack(groups, normalize_std=True, micro_tokens=64)
+    return groups
+
+
+@pytest.mark.parametrize("budget", [64, 20, 5])
+def test_micros_keep_the_token_budget_and_lose_nothing(budget):
+    groups = random_groups()
+    batch = pack(groups, settings(micro_tokens=budget))
+    longest = max(len(t) for g in groups for t in g.tokens)
+    assert all(m.num_tokens <= max(budget, longest) for m in batch.micros)
+    wanted = sorted(t for g in groups for mask in g.masks for t in mask if t != IGNORED)
+    assert sorted(t for m in batch.micros for t in m.targets_L.tolist()) == wanted
+
+
+def test_a_group_larger_than_the_budget_is_cut_between_rollouts():
+    large = group([5, 6, 7], [[i, i, i, i] for i in range(10, 16)], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    batch = pack([large], settings(micro_tokens=12))
+    assert [m.num_tokens for m in batch.micros] == [11, 11, 11]  # the prompt and two completions each
+
+
+def test_micros_cost_about_the_same():
+    batch = pack(random_groups(), settings(micro_tokens=64))
     assert len(batch.micros) > 3
-    assert all(len(m.token_ids_T) <= 64 for m in batch.micros)
-    assert sum(len(m.targets_L) for m in batch.micros) == batch.num_loss_tokens
+    assert batch.metrics(0)["batch/row_imbalance"] < 1.15
 
 
-def test_shared_prefix_stops_where_rollouts_differ_and_before_the_first_loss_token():
-    assert shared_prefix(group([1, 2], [[3, 4], [3, 5]], [0, 1])) == 2
-    differs = ScoredGroup(tokens=[[1, 2, 3], [1, 9, 3]], masks=[[-100, -100, 3]] * 2, scores=[0.0, 1.0])
-    assert shared_prefix(differs) == 1
+def test_the_spread_is_deterministic_and_keeps_capacity():
+    random = np.random.default_rng(1)
+    things = [(int(size), float(size)) for size in random.integers(1, 30, 200)]
+    bins = spread(things, 100)
+    assert bins == spread(things, 100)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(200))
+    assert all(sum(things[i][0] for i in chosen) <= 100 for chosen in bins)
+    assert len(bins) <= sum(size for size, _ in things) // 100 + 2
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"),
+    [
+        ("token_mean", [1 / 6] * 6),
+        ("sequence_mean", [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2),
+        ("sequence_constant", [1 / 30] * 6),
+    ],
+)
+def test_weights_are_shares_of_the_whole_step(aggregation, wanted):
+    groups = [group([5], [[1, 2, 3], [4]], [1.0, 0.0]), group([6], [[7, 8]], [1.0], advantages=[[0.0, 1.0, 1.0]])]
+    config = settings(aggregation=aggregation, aggregation_length=10)
+    got = torch.cat([m.loss_tokens.weights_L for m in pack(groups, config).micros])
+    np.testing.assert_allclose(sorted(got), sorted(wanted), rtol=1e-6)
+
+
+def test_completions_that_were_cut_off_carry_no_loss_when_asked():
+    said = group([5], [[1, 2], [3]], [1.0, 0.0], overrides=[{"finish_reason": "length"}, {}])
+    batch = pack([said], settings(mask_overlong=True))
+    assert batch.micros[0].targets_L.tolist() == [3]
+    assert batch.micros[0].loss_tokens.weights_L.tolist() == [1.0]
+    assert batch.metrics(0)["completions/clipped_ratio"] == 0.5
+    assert batch.metrics(0)["batch/masked_token_frac"] == pytest.approx(2 / 3)
+    assert pack([said], PLAIN).num_loss_tokens == 3  # as long as nobody asks
+    full = group([5], [[1, 2], [3]], [1.0, 0.0])
+    assert pack([full], settings(mask_overlong=True, seq_len=3)).micros[0].targets_L.tolist() == [3]
+
+
+def test_shared_prefix_stops_where_rollouts_differ_and_before_the_first_trained_token():
+    def prefix(tokens, masks):
+        return shared_prefix([np.array(t) for t in tokens], [np.array(m) != IGNORED for m in masks])
+
+    assert prefix([[1, 2, 3, 4], [1, 2, 3, 5]], [[-100, -100, 3, 4]] * 2) == 2
+    assert prefix([[1, 2, 3], [1, 9, 3]], [[-100, -100, 3]] * 2) == 1
 
 
 def test_environments_own_token_advantages_win_and_wrong_lengths_are_ignored():
     own = group([1], [[2, 3], [4, 5]], [1.0, 0.0], advantages=[[9.0, 0.25, -0.5], [1.0]])
-    first, second = token_advantages(own, normalize_std=False)
+    first, second = advantages_of(own)
     assert first.tolist() == [0.0, 0.25, -0.5]  # masked where the prompt is
     assert second.tolist() == [0.0, -0.5, -0.5]
 
 
 def test_set_advantage_to_zero():
     overridden = group([1], [[2], [3]], [1.0, 0.0], overrides=[{"set_advantage_to_zero": True}, {}])
-    first, second = token_advantages(overridden, normalize_std=False)
+    first, second = advantages_of(overridden)
     assert not first.any()
     assert second.tolist() == [0.0, -0.5]
+    assert pack([overridden], PLAIN).micros[0].token_ids_T.tolist() == [1, 3]  # nothing to teach, not forwarded
+
+
+def test_a_stale_groups_weight_scales_its_advantages():
+    assert advantages_of(group([1], [[2], [3]], [1.0, 0.0], weight=0.5))[0].tolist() == [0.0, 0.25]
 
 
 def test_temperature_is_looked_for_from_the_rollout_outwards():
@@ -90,8 +202,48 @@ def test_temperature_is_looked_for_from_the_rollout_outwards():
     assert temperature_of(group([1], [[2]], [0.0]), 0) == 1.0
 
 
-def test_a_group_without_logprobs_is_named():
+ODD = {
+    "a score beyond fp32": {"scores": [1e39, 0.0]},
+    "scores whose sum overflows": {"scores": [1e308, 1.7e308]},
+    "an advantage beyond fp32": {"advantages": [[0.0, 1e39], [0.0, -1e39]]},
+    "an advantage that is no number": {"advantages": [[0.0, math.nan], [0.0, math.nan]]},
+    "a temperature of nearly nothing": {"generation_params": {"temperature": 1e-45}},
+    "a token that does not exist": {"tokens": [[1, 99], [1, 98]], "masks": [[-100, 99], [-100, 98]]},
+    "more tokens than are taken": {"tokens": [[1, 2] * 60] * 2, "masks": [[-100, 2] * 60] * 2},
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_what_cannot_be_used_is_rejected_and_counted_and_the_rest_is_trained(odd):
+    bad = group([1], [[2], [3]], [1.0, 0.0])
+    for name, value in odd.items():
+        setattr(bad, name, value)
+    bad.inference_logprobs = None
+    good = group([6], [[7], [8]], [1.0, 0.0])
+    batch = pack([bad, good], settings(seq_len=100), vocab_size=90)
+    assert [m.targets_L.tolist() for m in batch.micros] == [[7, 8]]
+    assert batch.metrics(0)["batch/rejected_rollouts"] == 2
+
+
+@pytest.mark.parametrize("logprob", [1e39, 1e38, 3.0, -1e39, -9999.0, -30.0])
+def test_a_logprob_that_cannot_be_is_unknown(logprob):
+    odd = group([1], [[2, 4], [3]], [1.0, 0.0])
+    odd.inference_logprobs[0][1] = logprob
+    assert pack([odd], PLAIN).micros[0].loss_tokens.rollout_logprobs_L.isnan().tolist() == [True, False, False]
+
+
+def test_metrics_of_several_environments_are_means_over_those_that_have_them():
+    one = group([1], [[2], [3]], [1.0, 0.0], metrics={"accuracy": 1.0, "latency": 2.0})
+    other = group([1], [[2], [3], [4], [5]], [1.0, 1.0, 1.0, 0.0], metrics={"wins": 3.0})
+    metrics = pack([one, other], PLAIN).metrics(0)
+    assert (metrics["rollout/accuracy"], metrics["rollout/latency"], metrics["rollout/wins"]) == (1.0, 2.0, 3.0)
+    assert metrics["reward"] == pytest.approx(4 / 6)  # of the rollouts, not of the groups
+
+
+def test_missing_logprobs_are_unknown_not_an_error():
     bare = group([1], [[2], [3]], [1.0, 0.0])
     bare.inference_logprobs = None
-    with pytest.raises(TrainingError, match="inference_logprobs"):
-        pack([bare], normalize_std=True, micro_tokens=10)
+    assert pack([bare], PLAIN).micros[0].loss_tokens.rollout_logprobs_L.isnan().all()
+    partly = group([1], [[2, 4], [3]], [1.0, 0.0])
+    partly.inference_logprobs[0][2] = 1.0  # Atropos' sign for "not sampled", on a trained token
+    assert pack([partly], PLAIN).micros[0].loss_tokens.rollout_logprobs_L.isnan().tolist() == [False, True, False]

@@ -1,0 +1,156 @@
+"""What is planned: one frozen value with everything that decides about memory, and the checks that it can exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from treadle.errors import ConfigError
+from treadle.launch.budget.shapes import ModelShape
+
+Mode = Literal["single-copy", "two-copies", "lora", "none"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """`Job(find_shape("Qwen3-8B"))` is a full fine-tune with AdamW: engine and trainer on one GPU, with a copy each."""
+
+    shape: ModelShape
+    mode: Mode = "two-copies"
+    train_gpus: int = 1  # weights and gradients are whole on each; the optimizer's states are divided
+    engine_gpus: int = 0  # 0: the engine runs where the trainer does
+    weight_bytes: int = 2
+    # what is trained
+    optimizer: OptimizerName = "adamw"
+    gradient_bytes: int = 4
+    train_layers: tuple[int, ...] | None = None
+    lora: bool = False
+    lora_r: int = 16
+    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
+    lora_layers: tuple[int, ...] | None = None
+    # one micro
+    micro_tokens: int = 16_384
+    prompt_tokens: int = 1024
+    completion_tokens: int = 1024
+    group_size: int = 8
+    shares_prompts: bool = True
+    logprob_chunk: int = 8192
+    is_checkpointed: bool = False
+    is_compiled: bool = True
+    has_liger: bool = False
+    has_block_attention: bool = False  # dense fp32 blocks, as on a CPU
+    # the reference of a KL term
+    has_reference: bool = False
+    is_reference_offloaded: bool = False
+    # the engine
+    max_num_seqs: int = 64
+    max_model_len: int = 2048
+    gpu_memory_utilization: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_modes(self)
+        _check_layers(self)
+        unknown = [name for name in self.lora_targets if name not in self.shape.linears]
+        if self.lora and unknown:
+            raise ConfigError(
+                f"the model has no linear layer '{unknown[0]}'; it has {', '.join(self.shape.linears)}",
+                fix="correct --train.lora-target-modules",
+            )
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization:g} is no share of a GPU",
+                fix="--gpu-memory-utilization 0.5",
+            )
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The most that one micro can hold: it is rarely full, but a rollout is never cut.
+
+        >>> from treadle.launch.budget.shapes import KNOWN
+        >>> Job(KNOWN["qwen3-8b"], micro_tokens=4096, prompt_tokens=512, completion_tokens=8192).tokens_at_once
+        8704
+        """
+        return max(self.micro_tokens, self.sequence_tokens)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Over how many GPUs the engine's weights are spread."""
+        return self.engine_gpus or self.train_gpus
+
+    @property
+    def has_own_engine_copy(self) -> bool:
+        """Whether the engine keeps weights beside the trainer's, on the same device."""
+        return self.engine_gpus == 0 and self.mode != "single-copy"
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with gradients and optimizer state."""
+        if self.lora:
+            layers = self.shape.num_layers if self.lora_layers is None else len(self.lora_layers)
+            return layers * sum(self.lora_r * sum(self.shape.linears[name]) for name in self.lora_targets)
+        if self.train_layers is not None:
+            return len(self.train_layers) * self.shape.num_layer_params
+        return self.shape.num_params
+
+    @property
+    def num_backward_layers(self) -> int:
+        """Layers that the backward pass reaches: from the first trained one on."""
+        chosen = self.lora_layers if self.lora else self.train_layers
+        return self.shape.num_layers - (min(chosen) if chosen else 0)
+
+    @property
+    def tokens_per_completion(self) -> float:
+        """Tokens forwarded for one completion: its own, and its part of the prompt."""
+        fitting = (self.tokens_at_once - self.prompt_tokens) // self.completion_tokens  # behind one prompt in a micro
+        num_sharing = min(self.group_size, fitting) if self.shares_prompts else 1
+        return self.prompt_tokens / num_sharing + self.completion_tokens
+
+    @property
+    def keys_per_token(self) -> float:
+        """A shared prompt is forwarded once, but fused attention gathers its keys again for every completion."""
+        return 1.0 if self.has_block_attention else self.sequence_tokens / self.tokens_per_completion
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens of a full micro that carry loss: its completions."""
+        return round(self.tokens_at_once * self.completion_tokens / self.tokens_per_completion)
+
+
+def _check_modes(job: Job) -> None:
+    if job.train_gpus < 1 or job.engine_gpus < 0:
+        raise ConfigError("a job needs at least one trainer GPU", fix="--train-gpus 1 --engine-gpus 0")
+    if job.mode == "single-copy" and (job.train_gpus > 1 or job.engine_gpus):
+        raise ConfigError(
+            "one copy of the weights is shared by a trainer and an engine on the same, single GPU",
+            fix="--mode two-copies, or --train-gpus 1 --engine-gpus 0",
+        )
+    if job.lora != (job.mode == "lora"):
+        raise ConfigError(
+            f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together: with adapters the engine "
+            "keeps a copy of the base model",
+            fix="give --train.lora true, and leave --mode out",
+        )
+    if job.shape.num_heads % job.tensor_parallel:
+        raise ConfigError(
+            f"the {job.shape.num_heads} attention heads cannot be divided among {job.tensor_parallel} engine GPUs",
+            fix="choose --engine-gpus (or --train-gpus, when the engine runs there) that divides the heads",
+        )
+
+
+def _check_layers(job: Job) -> None:
+    for flag, layers in (("train-layer-indices", job.train_layers), ("lora-layer-indices", job.lora_layers)):
+        if layers is not None and (not layers or max(layers) >= job.shape.num_layers):
+            raise ConfigError(
+                f"--train.{flag} must name layers from 0 to {job.shape.num_layers - 1}",
+                fix=f"correct --train.{flag}",
+            )
+    if job.lora and job.train_layers is not None:
+        raise ConfigError(
+            "train_layer_indices chooses among the model's own weights, and with lora none of them is trained",
+            fix="choose the layers that get adapters with --train.lora-layer-indices",
+        )

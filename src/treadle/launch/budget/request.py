@@ -1,0 +1,149 @@
+"""The flags of `treadle plan` -> a job and a machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from treadle.config.schema import RunConfig
+from treadle.errors import ConfigError
+from treadle.launch.budget import calibration
+from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
+from treadle.launch.budget.job import Job, Mode
+from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
+from treadle.launch.plan import explicit_keys
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """The planner's own flags; their names begin with `_`, so that they are not taken for settings of the run."""
+    group = parser.add_argument_group("plan")
+    add = group.add_argument
+    add("--params", dest="_params", type=float, metavar="N", help="a size instead of a model, as in 24e9")
+    add(
+        "--mode", dest="_mode", choices=get_args(Mode),
+        help="copies of the weights; absent: what today's trainer does with the run's settings",
+    )  # fmt: skip
+    add("--gpu", dest="_gpu", metavar="NAME", help="h100, a100-80gb, h200, rtx4090, ...; absent: this machine")
+    add("--gpu-memory-gb", dest="_gpu_memory_gb", type=float, metavar="GB", help="memory of one GPU, instead of a name")
+    add("--host-memory-gb", dest="_host_memory_gb", type=float, metavar="GB", help="memory beside the GPUs")
+    add(
+        "--train-gpus",
+        dest="_train_gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs of the trainer; they divide its optimizer",
+    )
+    add(
+        "--engine-gpus", dest="_engine_gpus", type=int, default=0, metavar="N",
+        help="further GPUs of the engine, tensor parallel; 0: it runs on the trainer's",
+    )  # fmt: skip
+    add(
+        "--gpu-memory-utilization", dest="_gpu_memory_utilization", type=float, metavar="SHARE",
+        help="share of a GPU that the engine takes; absent: room for max_num_seqs x max_model_len",
+    )  # fmt: skip
+    add("--prompt-tokens", dest="_prompt_tokens", type=int, metavar="N", help="longest prompt; absent: what is left")
+    add("--json", dest="_json", action="store_true", help="print JSON instead of a table")
+
+
+def read_request(run: RunConfig, values: argparse.Namespace) -> tuple[Job, Machine]:
+    """The job that `treadle run` would start with these settings, and the machine it is planned for."""
+    machine = _machine(run, values)
+    return _job(run, values, _shape(run, values), has_gpu=machine.has_gpu), machine
+
+
+def _shape(run: RunConfig, values: argparse.Namespace) -> ModelShape:
+    if values._params is not None:
+        return shape_of_size(values._params)
+    return find_shape(run.train.model if "train.model" in explicit_keys(run) else run.model)
+
+
+def _machine(run: RunConfig, values: argparse.Namespace) -> Machine:
+    host = None if values._host_memory_gb is None else _bytes(values._host_memory_gb, "--host-memory-gb")
+    if values._gpu is not None and values._gpu_memory_gb is not None:
+        raise ConfigError("a GPU is given by name and by size", fix="give only one of --gpu and --gpu-memory-gb")
+    if values._gpu is not None:
+        return Machine(values._gpu, card_bytes(values._gpu), host)
+    if values._gpu_memory_gb is not None:
+        size = _bytes(values._gpu_memory_gb, "--gpu-memory-gb")
+        return Machine(f"a GPU of {values._gpu_memory_gb:g} GB", size, host)
+    own = None if run.train.device.startswith("cpu") else find_gpu()
+    if own is not None:
+        return Machine(own[0], own[1], host or host_memory())
+    if values._train_gpus > 1 or values._engine_gpus:
+        raise ConfigError(
+            "this machine has no GPU, and none was named",
+            fix="name one with --gpu h100, or its size with --gpu-memory-gb 80",
+        )
+    return Machine("this machine's CPU" if host is None else "a CPU machine", None, host or host_memory())
+
+
+def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_gpu: bool) -> Job:
+    train, engine = run.train.on_device(gpu=has_gpu), run.engine
+    completion = min(run.env.max_token_length, train.seq_len)
+    prompt = values._prompt_tokens
+    if prompt is None:
+        prompt = calibration.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, train.seq_len - completion))
+    if prompt < 1:
+        raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
+    utilization = values._gpu_memory_utilization
+    has_liger = train.fused_kernels == "liger"
+    return Job(
+        shape,
+        mode=_mode(run, values, has_gpu=has_gpu),
+        train_gpus=values._train_gpus,
+        engine_gpus=values._engine_gpus,
+        weight_bytes=_weight_bytes(run),
+        optimizer=train.optimizer,
+        gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
+        train_layers=train.train_layer_indices,
+        lora=train.lora,
+        lora_r=train.lora_r,
+        lora_targets=train.lora_target_modules,
+        lora_layers=train.lora_layer_indices,
+        micro_tokens=train.micro_tokens,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        group_size=run.env.group_size,
+        shares_prompts=train.share_prompts != "off",
+        logprob_chunk=train.logprob_chunk,
+        is_checkpointed=train.gradient_checkpointing,
+        # Layers are compiled with the GPU's variable-length attention only.
+        is_compiled=train.compile != "off" and has_gpu and train.attention in ("auto", "varlen") and not has_liger,
+        has_liger=has_liger,
+        has_block_attention=train.attention == "blocks" or (train.attention == "auto" and not has_gpu),
+        has_reference=train.kl_coef > 0 and train.kl_against == "reference",
+        is_reference_offloaded=train.reference_offload,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        gpu_memory_utilization=getattr(engine, "gpu_memory_utilization", None) if utilization is None else utilization,
+    )
+
+
+def _mode(run: RunConfig, values: argparse.Namespace, *, has_gpu: bool) -> Mode:
+    """What was asked for, else what the trainer does today (train/policy.py)."""
+    if values._mode is not None:
+        mode: Mode = values._mode
+        if mode == "single-copy" and run.train.epochs > 1:
+            raise ConfigError(
+                "between the epochs on a batch the trainer's weights are ahead of the engine's: one copy cannot do",
+                fix="--mode two-copies, or --train.epochs 1",
+            )
+        return mode
+    if run.train.lora:
+        return "lora"
+    if run.train.weight_bridge_mode == "offline":
+        return "none"
+    # The shared bytes are in main memory: a GPU cannot compute on them, so both sides copy.
+    return "two-copies" if has_gpu or run.train.epochs > 1 else "single-copy"
+
+
+def _weight_bytes(run: RunConfig) -> int:
+    dtype = run.engine.dtype if run.train.dtype == "auto" else run.train.dtype
+    return 4 if dtype == "float32" else 2
+
+
+def _bytes(gigabytes: float, flag: str) -> int:
+    if not 0 < gigabytes < 1e6:
+        raise ConfigError(f"{flag} {gigabytes:g} is no size of a memory", fix=f"{flag} 80")
+    return round(gigabytes * 1e9)

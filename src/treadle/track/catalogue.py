@@ -1,0 +1,182 @@
+"""Every metric of a step: its name, unit, meaning and healthy range, and what other trainers call it.
+
+The names are those that most people know already (TRL's, then verl's); a name that stands here is never reused for
+something else. docs/metrics.md is made from this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MetricEntry:
+    """One metric. `trl`, `verl` and `atropos` are the names its users look for; "" where they have none."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str = ""
+    trl: str = ""
+    verl: str = ""
+    atropos: str = ""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The names in other dialects: {"verl": "actor/lr", "atropos": "train/lr"}."""
+        named = {"trl": self.trl, "verl": self.verl, "atropos": self.atropos}
+        return {dialect: name for dialect, name in named.items() if name}
+
+
+_E = MetricEntry
+
+BATCH = (
+    _E("reward", "reward", "Mean score of the rollouts of the step.", "rising",
+       trl="reward", verl="critic/rewards/mean"),
+    _E("reward_std", "reward", "Spread of the scores inside a group, averaged over the groups.", "above 0",
+       trl="reward_std"),
+    _E("frac_reward_zero_std", "fraction", "Groups whose rollouts all scored the same: they carry no gradient.",
+       "below 0.6", trl="frac_reward_zero_std"),
+    _E("by_group/frac_mixed", "fraction", "Groups with both better and worse rollouts: what is learned from.",
+       "above 0.4"),
+    _E("by_group/frac_all_good", "fraction", "Groups without spread whose score is a good one: too easy."),
+    _E("by_group/frac_all_bad", "fraction", "Groups without spread whose score is a bad one: too hard."),
+    _E("completions/mean_length", "tokens", "Mean length of the completions.",
+       trl="completions/mean_length", verl="response_length/mean"),
+    _E("completions/min_length", "tokens", "Shortest completion.",
+       trl="completions/min_length", verl="response_length/min"),
+    _E("completions/max_length", "tokens", "Longest completion.",
+       trl="completions/max_length", verl="response_length/max"),
+    _E("completions/clipped_ratio", "fraction", "Completions that were cut off at the length limit.", "below 0.5",
+       trl="completions/clipped_ratio", verl="response_length/clip_ratio"),
+    _E("num_tokens", "tokens", "Tokens of all batches since the run began.", trl="num_tokens"),
+    _E("sample/staleness_mean", "versions", "Policy versions between sampling and training, on average.",
+       "at most max_age", trl="sample/staleness_mean", verl="training/off_policy/trajectory_staleness/mean"),
+    _E("sample/staleness_max", "versions", "The same for the oldest group of the step.",
+       trl="sample/staleness_max", verl="training/off_policy/trajectory_staleness/max"),
+    _E("batch/groups_per_step", "groups", "Groups in the batch.", trl="batch/groups_per_step"),
+    _E("batch/samples_per_step", "rollouts", "Rollouts in the batch.", trl="batch/samples_per_step"),
+    _E("batch/microbatches_per_step", "micros", "Forward and backward passes that the batch was split into.",
+       trl="batch/microbatches_per_step"),
+    _E("batch/tokens_per_step", "tokens", "Tokens of all sequences, prompts counted once for each rollout.",
+       verl="perf/total_num_tokens"),
+    _E("batch/forwarded_tokens_per_step", "tokens", "Tokens that the model really forwarded.",
+       trl="batch/forwarded_tokens_per_step"),
+    _E("batch/trained_tokens_per_step", "tokens", "Tokens that were forwarded for their own logprob.",
+       trl="batch/trained_tokens_per_step"),
+    _E("batch/packing_ratio", "ratio",
+       "Tokens of the rollouts that teach, over forwarded tokens: what sharing prompts saves.",
+       trl="batch/packing_ratio"),
+    _E("batch/row_imbalance", "ratio", "Cost of the most expensive micro over the mean cost.", "near 1",
+       trl="batch/row_imbalance"),
+    _E("batch/masked_token_frac", "fraction", "Completion tokens that were left out of the loss.",
+       trl="batch/masked_token_frac"),
+    _E("batch/rejected_rollouts", "rollouts",
+       "Rollouts whose numbers cannot be used: not finite, too long, no such token.",
+       "0"),
+    _E("batch/without_logprobs_frac", "fraction",
+       "Trained tokens without a logprob of the engine's that can be believed.", "0"),
+    _E("rollout/accuracy", "fraction", "Rollouts that the environment called right.", "rising"),
+    _E("rollout/truncated", "fraction", "The same as completions/clipped_ratio, as the environment saw it."),
+    _E("rollout/generation_s", "s", "Time from asking the engine for a group to its last token.",
+       verl="timing_s/gen"),
+    _E("rollout/generated_tokens", "tokens", "Tokens sampled for one group."),
+    _E("rollout/score_errors", "rollouts", "Rollouts per group whose scoring raised an error.", "0"),
+)  # fmt: skip
+
+LOSS = (
+    _E("loss", "", "What is minimised: policy_loss and the weighted KL term. Its size says little; its course less.",
+       trl="loss", atropos="train/loss"),
+    _E("policy_loss", "", "The policy's part of the loss; 0 on average when every batch is on-policy.",
+       trl="policy_loss", verl="actor/pg_loss"),
+    _E("kl", "nats", "The KL term before its coefficient: distance from the policy it is measured against.",
+       trl="kl", verl="actor/kl_loss", atropos="grpo/kl_penalty"),
+    _E("entropy", "nats", "How undecided the policy is about the next token, on average.", "above a tenth of its start",
+       trl="entropy", verl="actor/entropy"),
+    _E("mean_ratio", "ratio", "How much likelier sampled tokens became since the policy that sampled them.",
+       "0.8 to 1.2", trl="ratio", atropos="grpo/mean_ratio"),
+    _E("mean_kl", "nats", "Distance from the policy that sampled (k3 estimate).", "below 0.1; alarm above 0.5",
+       verl="actor/ppo_kl", atropos="grpo/mean_kl"),
+    _E("clipped_fraction", "fraction", "Tokens at which the objective stopped pushing.", "below 0.3; alarm above 0.5",
+       verl="actor/pg_clipfrac", atropos="grpo/clipped_fraction"),
+    _E("clip_ratio/low_mean", "fraction", "Tokens clipped at the lower bound: bad ones that are unlikely enough.",
+       trl="clip_ratio/low_mean"),
+    _E("clip_ratio/high_mean", "fraction",
+       "Tokens clipped above: good ones that are likely enough, bad ones past dual_clip.",
+       trl="clip_ratio/high_mean"),
+    _E("clip_ratio/region_mean", "fraction", "Both together.", trl="clip_ratio/region_mean"),
+    _E("sampling/sampling_logp_difference/mean", "nats",
+       "Trainer's against engine's logprob of the same token, absolute: rounding, and age where there is any.",
+       "below 0.05 on-policy", trl="sampling/sampling_logp_difference/mean", atropos="alignment/diff_abs_mean"),
+    _E("sampling/sampling_logp_difference/max", "nats", "The same for the worst token.",
+       trl="sampling/sampling_logp_difference/max", atropos="alignment/diff_max"),
+    _E("sampling/importance_sampling_ratio/min", "ratio", "Trainer's over engine's probability, smallest.",
+       trl="sampling/importance_sampling_ratio/min"),
+    _E("sampling/importance_sampling_ratio/mean", "ratio", "Trainer's over engine's probability, on average.",
+       "near 1", trl="sampling/importance_sampling_ratio/mean", verl="rollout_corr/rollout_is_mean"),
+    _E("sampling/importance_sampling_ratio/max", "ratio", "Trainer's over engine's probability, largest.",
+       trl="sampling/importance_sampling_ratio/max"),
+    _E("rollout_corr/kl", "nats", "Engine's minus trainer's logprob, on average (k1 estimate).",
+       verl="rollout_corr/kl"),
+    _E("rollout_corr/k3_kl", "nats", "Distance between engine and trainer (k3 estimate).", verl="rollout_corr/k3_kl"),
+    _E("rollout_corr/chi2_token", "", "Variance of the importance weights of the tokens.", "below 1",
+       verl="rollout_corr/chi2_token"),
+    _E("rollout_corr/training_ppl", "", "Perplexity of the sampled tokens under the trainer.",
+       verl="rollout_corr/training_ppl"),
+    _E("rollout_corr/rollout_ppl", "", "Perplexity of the sampled tokens under the engine.", "at least 1",
+       verl="rollout_corr/rollout_ppl"),
+    _E("rollout_corr/rollout_is_eff_sample_size", "fraction",
+       "How many tokens the importance weights leave, in effect.", "above 0.5",
+       verl="rollout_corr/rollout_is_eff_sample_size"),
+    _E("rollout_corr/rollout_is_oob_ratio", "fraction",
+       "Tokens whose importance weight is outside its bounds (mask, cap, or 0.5 to 2).",
+       verl="rollout_corr/rollout_is_oob_ratio"),
+    _E("rollout_corr/rollout_rs_masked_fraction", "fraction",
+       "Tokens left out because engine and trainer disagree too much.", "below 0.3",
+       verl="rollout_corr/rollout_rs_masked_fraction"),
+    _E("pos_logp", "nats", "Mean logprob of the tokens with a positive advantage.",
+       atropos="train/pos_logp"),
+    _E("neg_logp", "nats", "Mean logprob of the tokens with a negative advantage.",
+       atropos="train/neg_logp"),
+    _E("pos_count", "tokens", "Tokens with a positive advantage."),
+    _E("neg_count", "tokens", "Tokens with a negative advantage."),
+)  # fmt: skip
+
+STEP = (
+    _E("time_s", "s", "Time spent training, earlier lives of the run included."),
+    _E("policy_version", "versions", "Version of the weights after the step."),
+    _E("grad_norm", "", "Norm of the gradients before they were clipped.", "without jumps of ten times",
+       trl="grad_norm", verl="actor/grad_norm", atropos="train/grad_norm"),
+    _E("learning_rate", "", "Learning rate of the step.", trl="learning_rate", verl="actor/lr", atropos="train/lr"),
+    _E("skipped_steps", "steps",
+       "Steps without an update because the loss or a gradient was not finite, since the run began.",
+       "0"),
+    _E("skipped_in_a_row", "steps", "The same, in a row until now.", "0"),
+    _E("perf/step_s", "s", "The whole step, from asking for its batch to published weights.",
+       trl="step_time", verl="perf/time_per_step", atropos="train/step_time"),
+    _E("perf/fwd_bwd_s", "s", "Forward and backward passes.", trl="perf/fwd_bwd_s"),
+    _E("perf/optimizer_s", "s", "Clipping and the optimizer's update.", trl="perf/optimizer_s"),
+    _E("perf/rollout_wait_s", "s", "Waiting for rollouts.", trl="perf/rollout_wait_s",
+       atropos="train/data_fetch_time"),
+    _E("perf/weight_sync_s", "s", "Bringing the new weights to the engine.", trl="perf/weight_sync_s",
+       atropos="train/sync_time"),
+    _E("perf/weight_sync_pause_s", "s", "Of that: until the engine's running requests had finished.",
+       trl="perf/weight_sync_pause_s"),
+    _E("perf/weight_sync_transfer_s", "s", "Of that: writing or sending the weights.",
+       trl="perf/weight_sync_transfer_s"),
+    _E("perf/mfu_fwd_bwd", "fraction",
+       "Share of the card's data-sheet bf16 rate, over forward and backward; 6 operations per trained weight, token.",
+       trl="perf/mfu_fwd_bwd", verl="perf/mfu/actor"),
+    _E("perf/mfu_wall_clock", "fraction", "The same over the whole step.", trl="perf/mfu_wall_clock"),
+    _E("perf/forwarded_tok_s_fwd_bwd", "tokens/s", "Forwarded tokens per second of forward and backward.",
+       trl="perf/forwarded_tok_s_fwd_bwd"),
+    _E("perf/forwarded_tok_s_wall_clock", "tokens/s", "Forwarded tokens per second of the whole step.",
+       trl="perf/forwarded_tok_s_wall_clock"),
+    _E("perf/trained_tok_s_wall_clock", "tokens/s", "Trained tokens per second of the whole step.",
+       trl="perf/trained_tok_s_wall_clock"),
+    _E("perf/max_memory_allocated_gb", "GB", "Most device memory that the trainer held.",
+       verl="perf/max_memory_allocated_gb", atropos="train/gpu_memory_gb"),
+    _E("perf/cpu_memory_used_gb", "GB", "Host memory of the trainer.", verl="perf/cpu_memory_used_gb"),
+)  # fmt: skip
+
+SECTIONS = {"From the batch": BATCH, "From the loss": LOSS, "From the step": STEP}

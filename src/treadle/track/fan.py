@@ -1,0 +1,118 @@
+"""All sinks of a run behind one: the JSONL file first, and whatever else was asked for beside it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treadle.config.train import TrackOptions
+from treadle.errors import TreadleError
+from treadle.log import get_logger
+from treadle.track.jsonl import JsonlTracker, read_steps
+from treadle.track.names import with_aliases
+from treadle.track.sink import Metric, RunIdentity, Tracker
+
+DEFAULT_PROJECT = "treadle"
+MAX_FAILURES_IN_A_ROW = 10
+log = get_logger("track")
+
+
+def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> Tracker:
+    """Open every sink that `config` asks for; `resolved` is what a service shows as the run's settings.
+
+    >>> build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})
+    # writes runs/one/metrics.jsonl and runs/one/tensorboard/
+    """
+    wanted = list(dict.fromkeys([*config.track, *(["wandb"] if config.use_wandb else [])]))
+    last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=0)
+    folder = metrics_file.resolve().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = {name: _open(name, config, folder, resolved, last_step) for name in wanted}
+    sinks = {name: sink for name, sink in opened.items() if sink is not None}
+    return FanTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
+
+
+class FanTracker:
+    """Hands every call to all sinks. The file must work; any other sink may fail without the training noticing."""
+
+    def __init__(self, file: Tracker, others: Mapping[str, Tracker], dialects: Sequence[str] = ()) -> None:
+        self._file = file
+        self._others = dict(others)
+        self._dialects = tuple(dialects)
+        self._failures = dict.fromkeys(others, 0)  # in a row
+        self._has_warned: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        named = with_aliases(metrics, self._dialects)
+        self._file.log(step, named)
+        self._each(lambda sink: sink.log(step, named))
+
+    def truncate_after(self, step: int) -> None:
+        self._file.truncate_after(step)
+        self._each(lambda sink: sink.truncate_after(step))
+
+    def close(self) -> None:
+        self._file.close()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, sink in list(self._others.items()):
+            try:
+                act(sink)
+                self._failures[name] = 0
+            except Exception as error:
+                self._note_failure(name, error)
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        self._failures[name] += 1
+        if name not in self._has_warned:
+            log.warning("sink_failed", sink=name, error=repr(error), note="training goes on; metrics.jsonl has it all")
+            self._has_warned.add(name)
+        if self._failures[name] == MAX_FAILURES_IN_A_ROW:  # each try may cost a timeout
+            log.warning("sink_given_up", sink=name, failures_in_a_row=MAX_FAILURES_IN_A_ROW)
+            del self._others[name]
+
+
+def _open(name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int) -> Tracker | None:
+    """None for a service that cannot be reached now: what a user can mend is an error, a network is not."""
+    try:
+        if name == "tensorboard":
+            from treadle.track.tensorboard_sink import TensorboardTracker
+
+            return TensorboardTracker(folder / "tensorboard")
+        return _open_service(name, config, folder, resolved, last_step)
+    except TreadleError:
+        raise
+    except Exception as error:
+        log.warning("sink_failed", sink=name, error=repr(error), note="training goes on without it")
+        return None
+
+
+def _open_service(
+    name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int
+) -> Tracker:
+    """The run at the service goes on when an earlier life of ours left its id beside the metrics."""
+    id_file = folder / f"{name}-run-id.txt"
+    known_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
+    identity = RunIdentity(
+        id=known_id or secrets.token_hex(4),
+        folder=folder,
+        project=config.wandb_project or DEFAULT_PROJECT,
+        name=config.wandb_run_name or folder.name,
+        group=config.wandb_group,
+        config=resolved,
+        sent_until=last_step if known_id else 0,
+    )
+    tracker: Tracker
+    if name == "wandb":
+        from treadle.track.wandb_sink import WandbTracker
+
+        tracker = WandbTracker(identity)
+    else:
+        from treadle.track.trackio_sink import TrackioTracker
+
+        tracker = TrackioTracker(identity)
+    id_file.write_text(identity.id + "\n", encoding="utf-8")  # only now: a service that was not reached has no run
+    return tracker

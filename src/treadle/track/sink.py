@@ -1,0 +1,42 @@
+"""What every sink is, and what a resumed run needs to find its place at a tracking service again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Metric = float | int | str
+
+
+class Tracker(Protocol):
+    """What the training loop needs from a sink: one call per optimizer step, one dict under our names."""
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Record the metrics of one step: `log(3, {"reward": 0.25})`."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forget every step later than `step`; a resumed run takes them again."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """How a run is known at a service. It is kept in a file, so that a resumed run goes on where it was."""
+
+    id: str
+    folder: Path  # the service's own files go here
+    project: str
+    name: str
+    group: str | None
+    config: Mapping[str, Any]
+    sent_until: int  # the last step that the service has from an earlier life; 0 for a new run
+
+
+def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """What can be drawn: no text, no NaN and no infinity."""
+    numbers = {name: float(value) for name, value in metrics.items() if not isinstance(value, str)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,60 @@
+"""Weights & Biases. Without an account: WANDB_MODE=offline keeps everything below the run folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from treadle.errors import ConfigError, MissingExtra
+from treadle.log import get_logger
+from treadle.track.sink import Metric, RunIdentity, finite_numbers
+
+CLOSE_TIMEOUT_S = 20.0  # an upload that hangs must not keep a finished trainer alive
+log = get_logger("track")
+
+
+class WandbTracker:
+    """One W&B run over all lives of our run.
+
+    W&B cannot take a step back: steps that it has already are not sent again.
+    """
+
+    def __init__(self, identity: RunIdentity) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtra("--track wandb needs wandb", fix="pip install 'treadle[trackers]'") from None
+        try:
+            self._run = wandb.init(
+                project=identity.project,
+                group=identity.group,
+                name=identity.name,
+                id=identity.id,
+                resume="allow",
+                dir=identity.folder,
+                config=dict(identity.config),
+                # our own log stays ours, and nothing is asked on a terminal that nobody watches
+                settings=wandb.Settings(console="off", silent=True, init_timeout=30.0),
+            )
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ConfigError(
+                f"W&B refused: {str(error).splitlines()[0]}",
+                fix="run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline",
+            ) from None
+        self._sent_until = identity.sent_until
+        log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if step > self._sent_until:
+            self._run.log(finite_numbers(metrics), step=step)
+            self._sent_until = step
+
+    def truncate_after(self, step: int) -> None:
+        return  # see `log`
+
+    def close(self) -> None:
+        finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)
+        finishing.start()
+        finishing.join(CLOSE_TIMEOUT_S)
+        if finishing.is_alive():
+            log.warning("wandb_not_finished", seconds=CLOSE_TIMEOUT_S, fix="upload the rest with `wandb sync`")

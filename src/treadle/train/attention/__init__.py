@@ -1,0 +1,88 @@
+"""How packed tokens attend: each completion sees the root, its group's prompt and itself, and nothing else.
+
+    on a CPU    short completions: dense blocks (blocks.py); long ones: piece by piece (sdpa.py)
+    on CUDA     torch's variable-length kernel (varlen.py); fp32, for which it has none, piece by piece
+
+The plan of a micro is made once; it travels to every layer's attention as arguments of the model's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from treadle.errors import ConfigError, ModelError
+from treadle.train.attention import blocks
+from treadle.train.attention.sdpa import SdpaPlan
+from treadle.train.attention.varlen import GATHERING, VarlenPlan, attend_varlen
+from treadle.train.pack import Segment
+
+ATTENTION = "treadle_packed"
+MAX_BLOCK_PAIRS = 1_000_000  # of probabilities that dense blocks keep, per head and layer
+# Features that change the scores: a model that has one would be trained on other numbers than it is served with.
+_FOREIGN = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "position_bias": "position biases"}
+
+OTHER_MODEL = "use a model of another family (Llama, Qwen, Mistral, SmolLM)"
+
+Kind = Literal["auto", "blocks", "sdpa", "varlen"]
+
+
+def plan_attention(segments: Sequence[Segment], device: torch.device, kind: Kind) -> dict[str, Any]:
+    """The arguments by which one micro's attention is done."""
+    if kind == "varlen":
+        return VarlenPlan.of(segments, device).arguments()
+    few_pairs = blocks.num_pairs(segments) <= MAX_BLOCK_PAIRS
+    if kind == "blocks" or (kind == "auto" and device.type == "cpu" and few_pairs):
+        return {"plan": blocks.lay_out(segments)}
+    return {"plan": SdpaPlan.of(segments, device)}
+
+
+def choose_kind(wished: Kind, device: torch.device, dtype: torch.dtype) -> Kind:
+    """Variable-length attention where there is a kernel for it; else "auto", which each micro decides by its size."""
+    has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wished == "varlen" and not has_kernel:
+        raise ConfigError(f"there is no variable-length attention for {dtype} on {device.type}", fix="--attention auto")
+    if wished == "blocks" and device.type != "cpu":
+        raise ConfigError("attention in blocks is for CPUs", fix="--attention auto")
+    return "varlen" if wished == "auto" and has_kernel else wished
+
+
+def plug_in(model: Any) -> None:
+    """Make `model` attend by plans, through transformers' public attention interface."""
+    AttentionInterface.register(ATTENTION, attend)
+    model.set_attn_implementation(ATTENTION)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float,
+    plan: Any = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: [1, heads, T, D] in, [1, T, heads, D] out."""
+    for name, meaning in _FOREIGN.items():
+        if more.get(name) is not None:
+            raise ModelError(f"the model's attention has {meaning}, which the trainer does not do", fix=OTHER_MODEL)
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if plan is not None:
+        if sliding_window is not None and rows[0].shape[0] > sliding_window:
+            raise ModelError(
+                f"the model sees only the last {sliding_window} tokens, which the CPU's attention does not do",
+                fix="train on a GPU, or lower --train.micro-tokens to the window",
+            )
+        return plan.attend(*rows, scaling)[None], None
+    if "starts_q" not in more:
+        raise ModelError("the model does not hand the packing to its attention", fix=OTHER_MODEL)
+    arguments = {name: more[name] for name in ("starts_q", "starts_k", "longest_q", "longest_k", *GATHERING)}
+    window = -1 if sliding_window is None else sliding_window - 1
+    return attend_varlen(*rows, scaling, window, **arguments)[None], None

@@ -1,0 +1,259 @@
+"""The healthy ranges, one function each: what has been seen -> what is wrong, or None. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+ALIGNMENT = "LogProb Alignment"
+NUM_KEPT = 20
+NUM_SMOOTHED = 10  # a batch is a small sample: fractions of it are judged by the mean of so many steps
+LOGPROB_GAP = 0.05  # bf16 rounding between two implementations gives 0.01 to 0.04
+MEAN_LOGPROB_GAP = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`badness` is 1 at the bound and grows beyond it; the line says what was seen, what it means and what to do."""
+
+    topic: str
+    badness: float
+    line: str
+    can_wait: bool = False  # it is getting better by itself: nothing need be said yet
+
+
+@dataclass
+class Observations:
+    """The last step's metrics, and the last values of each."""
+
+    max_age: int = 0
+    last: Mapping[str, float] = field(default_factory=dict)
+    _recent: dict[str, deque[float]] = field(default_factory=dict)
+    _first: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """A step whose groups all scored the same trains no token: it says nothing about the policy."""
+        is_empty = metrics.get("batch/forwarded_tokens_per_step", 1.0) == 0
+        self.last = {name: v for name, v in metrics.items() if name not in _OF_TRAINED_TOKENS} if is_empty else metrics
+        for name, value in self.last.items():
+            self._recent.setdefault(name, deque(maxlen=NUM_KEPT)).append(value)
+            first = self._first.setdefault(name, [])
+            if len(first) < NUM_SMOOTHED:
+                first.append(value)
+
+    def earlier(self, name: str) -> list[float]:
+        """The values before the last step's."""
+        return list(self._recent.get(name, ()))[:-1]
+
+    def smooth(self, name: str) -> float | None:
+        """The mean of the last ten steps; None before there are ten, or when the last step has no value."""
+        values = list(self._recent.get(name, ()))[-NUM_SMOOTHED:]
+        return statistics.fmean(values) if len(values) == NUM_SMOOTHED and name in self.last else None
+
+    def is_easing(self, name: str) -> bool:
+        """Whether the newer half of the last ten steps is clearly below the older half."""
+        values, half = list(self._recent[name])[-NUM_SMOOTHED:], NUM_SMOOTHED // 2
+        return sum(values[half:]) < 0.85 * sum(values[:half])
+
+    def beginning(self, name: str) -> float:
+        """The mean of the first ten values."""
+        return statistics.fmean(self._first[name])
+
+    @property
+    def on_policy_gap(self) -> float | None:
+        """Trainer's against engine's logprobs where the weights should be the same; None where that cannot be told."""
+        is_measured = self.last.get("rollout_corr/rollout_ppl", 1.0) > 0
+        is_on_policy = self.last.get("sample/staleness_max") == 0
+        return self.last.get("sampling/sampling_logp_difference/mean") if is_measured and is_on_policy else None
+
+
+_OF_TRAINED_TOKENS = frozenset({
+    "entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "sampling/sampling_logp_difference/mean",
+    "rollout_corr/rollout_ppl", "rollout_corr/training_ppl", "rollout_corr/rollout_is_eff_sample_size",
+})  # fmt: skip
+
+Rule = Callable[[Observations], Finding | None]
+
+
+def alignment(seen: Observations) -> Finding | None:
+    """Is the engine sampling from the weights that we train? If not, nothing that is learned means anything."""
+    rollout_ppl = seen.last.get("rollout_corr/rollout_ppl", 0.0)
+    if 0 < rollout_ppl < 0.99:  # a mean logprob above 0: no probability is
+        return Finding(
+            ALIGNMENT, 100.0,
+            f"{ALIGNMENT}: MISMATCH! The engine's logprobs are positive (mean {-math.log(rollout_ppl):.2f}): "
+            "placeholders, or shifted against the tokens; post the engine's own (server_type vllm)",
+        )  # fmt: skip
+    gap = seen.on_policy_gap
+    if gap is None or gap <= LOGPROB_GAP:
+        return None
+    training_ppl = seen.last.get("rollout_corr/training_ppl", 0.0)
+    apart = abs(math.log(training_ppl / rollout_ppl)) if training_ppl > 0 and rollout_ppl > 0 else 0.0
+    cause = (
+        "another model or another tokenizer, or weights that never arrived"
+        if apart > MEAN_LOGPROB_GAP
+        else "a temperature that was not sent along, another revision of the model, stale weights, or another dtype"
+    )
+    return Finding(
+        ALIGNMENT, gap / LOGPROB_GAP,
+        f"{ALIGNMENT}: MISMATCH! Trainer and engine differ by {gap:.3f} per token on rollouts of the same "
+        f"version (healthy below {LOGPROB_GAP}); likely: {cause}. Give both the same --model and --dtype",
+    )  # fmt: skip
+
+
+def mean_ratio(seen: Observations) -> Finding | None:
+    ratio = seen.last.get("mean_ratio")
+    if ratio is None or 0.8 <= ratio <= 1.2:
+        return None
+    return Finding(
+        "mean_ratio", abs(ratio - 1) / 0.2,
+        f"mean_ratio {ratio:.2f} (healthy 0.8 to 1.2): the policy is far from the one that sampled; "
+        "lower --lr or --env.max-age",
+    )  # fmt: skip
+
+
+def mean_kl(seen: Observations) -> Finding | None:
+    distance = seen.last.get("mean_kl")
+    if distance is None or distance <= 0.5:
+        return None
+    return Finding(
+        "mean_kl", distance / 0.5,
+        f"mean_kl {distance:.2f} (usual 0.01 to 0.1): the policy runs away from the one that sampled; "
+        "lower --lr or raise --kl-coef",
+    )  # fmt: skip
+
+
+def clipped_fraction(seen: Observations) -> Finding | None:
+    clipped = seen.last.get("clipped_fraction")
+    if clipped is None or clipped < 0.3:
+        return None
+    return Finding(
+        "clipped_fraction", clipped / 0.3,
+        f"clipped_fraction {clipped:.2f} (healthy below 0.3): the objective no longer pushes at {_percent(clipped)} of "
+        "the tokens; lower --lr",
+    )  # fmt: skip
+
+
+def dead_groups(seen: Observations) -> Finding | None:
+    dead = seen.smooth("frac_reward_zero_std")
+    if dead is None or dead < 0.6:
+        return None
+    good, bad = seen.smooth("by_group/frac_all_good"), seen.smooth("by_group/frac_all_bad")
+    split, remedy = "", "let prompts differ more in how hard they are"
+    if good is not None and bad is not None:
+        split = f": {_percent(good)} all right, {_percent(bad)} all wrong"
+        remedy = "take harder prompts" if good >= bad else "take easier prompts, or a larger --env.group-size"
+    return Finding(
+        "frac_reward_zero_std", dead / 0.6,
+        f"{_percent(dead)} of the groups of the last {NUM_SMOOTHED} steps carry no gradient{split}; {remedy}",
+        seen.is_easing("frac_reward_zero_std"),
+    )  # fmt: skip
+
+
+def entropy(seen: Observations) -> Finding | None:
+    """Confidence is what training brings; only a policy that no longer explores at all is in danger."""
+    now = seen.smooth("entropy")
+    if now is None or now >= min(0.05, 0.1 * seen.beginning("entropy")):
+        return None
+    return Finding(
+        "entropy", 0.05 / max(now, 1e-6),
+        f"entropy fell from {seen.beginning('entropy'):.2f} to {now:.3f}: the policy hardly tries anything else now; "
+        "lower --lr, raise --clip-high or --env.temperature",
+    )  # fmt: skip
+
+
+def grad_norm(seen: Observations) -> Finding | None:
+    norm, earlier = seen.last.get("grad_norm"), seen.earlier("grad_norm")
+    if norm is None or len(earlier) < NUM_SMOOTHED:
+        return None
+    usual = statistics.median(earlier)
+    if usual <= 0 or norm <= 10 * usual:
+        return None
+    return Finding(
+        "grad_norm", norm / usual / 10,
+        f"grad_norm {norm:.3g} is {norm / usual:.0f} times its usual {usual:.3g}; it was clipped to --max-grad-norm. "
+        "If this goes on, lower --lr",
+    )  # fmt: skip
+
+
+def skipped_steps(seen: Observations) -> Finding | None:
+    in_a_row = seen.last.get("skipped_in_a_row", 0.0)
+    if in_a_row < 1:
+        return None
+    total = seen.last.get("skipped_steps", in_a_row)
+    return Finding(
+        "skipped_steps", in_a_row,
+        f"the update was skipped because a gradient was not finite ({in_a_row:.0f} in a row, {total:.0f} in all); "
+        "if this goes on, lower --lr or --max-grad-norm",
+    )  # fmt: skip
+
+
+def cut_off(seen: Observations) -> Finding | None:
+    share = seen.smooth("completions/clipped_ratio")
+    if share is None or share < 0.5:
+        return None
+    return Finding(
+        "completions/clipped_ratio", share / 0.5,
+        f"{_percent(share)} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
+        "raise --env.max-token-length (and --train.seq-len), or teach brevity",
+        seen.is_easing("completions/clipped_ratio"),
+    )  # fmt: skip
+
+
+def staleness(seen: Observations) -> Finding | None:
+    age, limit = seen.last.get("sample/staleness_mean"), float(max(2 * seen.max_age, 4))
+    if age is None or age <= limit:
+        return None
+    return Finding(
+        "sample/staleness_mean", age / limit,
+        f"rollouts are {age:.1f} policy versions old on average: environments sample faster than the trainer trains; "
+        "run fewer of them, or set --hub.max-age",
+    )  # fmt: skip
+
+
+def sample_size(seen: Observations) -> Finding | None:
+    share = seen.last.get("rollout_corr/rollout_is_eff_sample_size")
+    if share is None or share >= 0.5:
+        return None
+    return Finding(
+        "rollout_corr/rollout_is_eff_sample_size", 0.5 / max(share, 1e-6),
+        f"a few tokens outweigh the rest (effective sample size {_percent(share)}, healthy above 50 %): engine and "
+        "trainer disagree; --mismatch strict bounds it",
+    )  # fmt: skip
+
+
+def masked_tokens(seen: Observations) -> Finding | None:
+    share = seen.last.get("rollout_corr/rollout_rs_masked_fraction")
+    if share is None or share < 0.3:
+        return None
+    return Finding(
+        "rollout_corr/rollout_rs_masked_fraction", share / 0.3,
+        f"{_percent(share)} of the tokens are left out because engine and trainer disagree on them; find out why "
+        "(dtype, age, temperature) before widening the mask",
+    )  # fmt: skip
+
+
+def missing_logprobs(seen: Observations) -> Finding | None:
+    share = seen.last.get("batch/without_logprobs_frac", 0.0)
+    if share <= 0:
+        return None
+    return Finding(
+        "batch/without_logprobs_frac", 1.0 + share,
+        f"{_percent(share)} of the tokens came without the engine's logprobs and count as sampled just now; "
+        "let the environment post them (server_type vllm)",
+    )  # fmt: skip
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.1g} %"
+
+
+RULES: tuple[Rule, ...] = (
+    alignment, mean_ratio, mean_kl, clipped_fraction, dead_groups, entropy, grad_norm, skipped_steps, cut_off,
+    staleness, sample_size, masked_tokens, missing_logprobs,
+)  # fmt: skip
+# A spike is an event: that the next step had none is no news. The others have a state that ends.
+CLOSED_WITHOUT_WORDS = frozenset({"grad_norm"})

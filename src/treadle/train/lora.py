@@ -1,0 +1,148 @@
+"""Low-rank adapters (LoRA) on a frozen model, by PEFT.
+
+    y = W x + scale * B (A x)        W: the model's own weight, frozen      A, B: the adapter, fp32, trained
+
+PEFT puts a module of its own in the place of each adapted linear layer, and the layer itself inside it as `base_layer`.
+Engines and checkpoints know the names from before; the functions here speak those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from treadle.config.train import LoraOptions
+from treadle.errors import ConfigError
+from treadle.train.trainable import LAYER_LISTS, check_layers, layer_number
+
+ADAPTER = "default"  # PEFT can hold several adapters, by name; we have one
+WRAPPED = "base_model.model."  # where PEFT keeps the model it wrapped
+
+
+def add_adapters(model: Any, options: LoraOptions, *, train_layers: tuple[int, ...] | None = None) -> PeftModel:
+    """Freeze `model` and put adapters into it, in place; they begin as zero, so nothing it computes has changed.
+
+    The model may still be called directly: `add_adapters(model, options); model.base_model(input_ids=...)` goes
+    through the adapters. Wrong targets or layers are refused here, before PEFT would pass over them in silence.
+    """
+    if train_layers is not None:
+        raise ConfigError(
+            "--train-layer-indices chooses among the model's own weights, and with --lora none of them is trained",
+            fix="choose the layers that get adapters with --lora-layer-indices",
+        )
+    _check_targets(model, options)
+    layers = options.lora_layer_indices
+    alpha = options.lora_alpha
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=options.lora_r,
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # readers of adapter_config.json expect an integer
+        lora_dropout=options.lora_dropout,
+        target_modules=list(options.lora_target_modules),
+        layers_to_transform=None if layers is None else list(layers),
+        layers_pattern=None if layers is None else list(LAYER_LISTS),
+        bias="none",
+    )
+    adapted = get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
+    set_dropout(adapted, on=False)
+    return adapted
+
+
+def set_dropout(adapted: PeftModel, *, on: bool) -> None:
+    """Switch the adapters' dropout; all else evaluates, because the policy that sampled had no dropout either."""
+    adapted.eval()
+    for _, layer in _adapted_layers(adapted):
+        layer.lora_dropout.train(on)
+
+
+def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
+    """What is trained, under the names that PEFT saves: `base_model.model...q_proj.lora_A.weight`."""
+    return {
+        name.replace(f".{ADAPTER}.", "."): parameter
+        for name, parameter in adapted.named_parameters()
+        if _is_adapter(name)
+    }
+
+
+def base_name(name: str) -> str:
+    """The name that a weight had before adapters came.
+
+    >>> base_name("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    'model.layers.0.self_attn.q_proj.weight'
+    """
+    return name.removeprefix(WRAPPED).replace(".base_layer.", ".")
+
+
+def original_weights(adapted: PeftModel) -> dict[str, nn.Parameter]:
+    """The frozen weights of the model itself, under their own names; a tied one comes once."""
+    named = adapted.get_base_model().named_parameters()
+    return {base_name(name): parameter for name, parameter in named if not _is_adapter(name)}
+
+
+@torch.no_grad()
+def merged_weights(adapted: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """(original name, W + scale * B A) of each adapted weight, one at a time; summed in fp32, then rounded once."""
+    for name, layer in _adapted_layers(adapted):
+        weight: Tensor = layer.get_base_layer().weight
+        yield f"{name}.weight", (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
+
+
+def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:
+    """The layers that have an adapter, by their original names."""
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _check_targets(model: Any, options: LoraOptions) -> None:
+    """Each target must name a linear layer, in at least one of the chosen layers."""
+    layers = options.lora_layer_indices
+    if not options.lora_target_modules or layers == ():
+        raise ConfigError(
+            "no layer would get an adapter, so there is nothing to train",
+            fix="name at least one layer with --lora-target-modules, and leave --lora-layer-indices out for all",
+        )
+    check_layers(model, layers or (), flag="--lora-layer-indices")
+    outer = (model.get_output_embeddings(), model.get_input_embeddings())
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not outer[0]
+    ]
+    for target in options.lora_target_modules:
+        if any(_names(target, name) for name, module in model.named_modules() if module in outer):
+            raise ConfigError(
+                f"'{target}' cannot have an adapter: the trainer applies the output layer in chunks, straight from its "
+                "weight, and the embeddings are often the same weight",
+                fix="name layers inside of the model with --lora-target-modules, for example q_proj v_proj",
+            )
+        places = [name for name in linear if _names(target, name)]
+        if not places:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigError(
+                f"the model has no linear layer '{target}'; it has {known}", fix="correct --lora-target-modules"
+            )
+        if layers is not None and not any(layer_number(name) in layers for name in places):
+            raise ConfigError(
+                f"none of the chosen layers has a '{target}'; it is in {_listed(places)}",
+                fix="correct --lora-layer-indices or --lora-target-modules",
+            )
+
+
+def _names(target: str, name: str) -> bool:
+    """Whether a target stands for a module: its whole name, or the end of it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,106 @@
+"""Two trainer processes as users start them, against a real hub and a real engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.processes import environment, free_port, running, wait_until_healthy
+from tests.hub_process import HubProcess
+from tests.tiny_model import write_tiny_model
+
+TIMEOUT_S = 6  # of the ranks; the trainer waits longer than that for a batch
+
+
+def post_groups(hub, num_groups):
+    for tag in range(num_groups):
+        group = {
+            "tokens": [[5, 6, 10 + tag, 1], [5, 6, 20 + tag, 1]], "masks": [[-100, -100, 10, 1]] * 2,
+            "scores": [0.0, 1.0], "inference_logprobs": [[1.0, 1.0, -4.0, -4.0]] * 2,
+        }  # fmt: skip
+        assert httpx.post(f"{hub.url}/scored_data", json=group, timeout=30).status_code == 200
+
+
+def wait_for(condition, what, process, log, timeout_s=90):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"{what}:\n{log.read_text()[-3000:]}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    port, engine_log, log = free_port(), tmp_path / "engine.log", tmp_path / "trainers.log"
+    engine_url = f"http://127.0.0.1:{port}"
+    flags = ("--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1")
+    with (
+        HubProcess(tmp_path) as hub,
+        running("engine", *flags, "--weights-file", str(tmp_path / "shared.weights"), log=engine_log) as engine,
+    ):
+        wait_until_healthy(f"{engine_url}/health", engine, engine_log)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+            "-m", "treadle", "train", "--model", str(model), "--device", "cpu", "--atropos-url", hub.url,
+            "--engine-url", engine_url, "--save-path", str(tmp_path / "out"), "--batch-size", "4", "--steps", "3",
+            "--lr", "0.001", "--warmup-steps", "0", "--micro-tokens", "4", "--share-prompts", "off",
+            "--ranks-timeout-s", str(TIMEOUT_S),
+        ]  # fmt: skip
+        with log.open("ab") as output:
+            trainers = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+        try:
+            wait_for(lambda: "trainer ready" in log.read_text(), "not ready", trainers, log)
+            post_groups(hub, 4)
+            wait_for(lambda: "trainer step step=2" in log.read_text(), "no second step", trainers, log)
+            time.sleep(TIMEOUT_S + 4)
+            assert trainers.poll() is None, log.read_text()[-3000:]  # to wait for a batch is not to be silent
+            trainers.terminate()
+            trainers.wait(30)
+        finally:
+            trainers.kill()
+            trainers.wait()
+        said = log.read_text()
+        assert said.count("trainer stopped") == 1  # rank 0 says it for all
+        assert said.count("trainer step step=1") == 1
+        manifest = json.loads((tmp_path / "out" / "step_2" / "trainer.json").read_text())
+        assert (manifest["step"], manifest["num_ranks"]) == (2, 2)
+        assert {"state-0-000.safetensors", "state-1-000.safetensors"} < manifest["sha256"].keys()
+        rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "step" in row] == [1, 2]
+        answer = httpx.post(f"{engine_url}/generate", json={"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 1})
+        assert answer.json()["policy_version"] == 2
+        assert httpx.get(f"{hub.url}/status").json()["current_step"] == 2
+        before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "out/step_2/model.safetensors")
+        assert all(not after[name].equal(before[name]) for name in after)
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_ends_the_other_with_a_sentence_and_without_its_timeout(tmp_path):
+    """Started by hand, with the flags that Atropos' trainer has; rank 0 waits for a batch, outside of any exchange."""
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+    logs, trainers, port = [tmp_path / f"rank{rank}.log" for rank in (0, 1)], [], free_port()
+    with HubProcess(tmp_path) as hub:
+        try:
+            for rank in (0, 1):
+                command = [
+                    sys.executable, "-m", "treadle", "train", "--model", str(model), "--device", "cpu",
+                    "--atropos-url", hub.url, "--weight-bridge-mode", "offline", "--save-path", str(tmp_path / "out"),
+                    "--trainer-rank", str(rank), "--world-size", "2", "--init-method", f"tcp://127.0.0.1:{port}",
+                ]  # fmt: skip
+                with logs[rank].open("ab") as output:
+                    trainers.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment()))
+            wait_for(lambda: "waiting_for_batch" in logs[0].read_text(), "not waiting", trainers[0], logs[0])
+            trainers[1].kill()
+            assert trainers[0].wait(40) == 1
+        finally:
+            for trainer in trainers:
+                trainer.kill()
+                trainer.wait()
+    assert "treadle: rank 0 of 2 lost the others while waiting for a batch: " in logs[0].read_text()

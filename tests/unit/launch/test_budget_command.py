@@ -1,0 +1,141 @@
+"""`treadle plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from treadle.cli import main
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """(exit code, what it printed, what it complained)."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_without_arguments_the_default_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = plan(capsys, "--train.device", "cpu", "--host-memory-gb", "16", "--json")
+    answer = json.loads(printed)
+    assert code == 0
+    assert (answer["model"], answer["verdict"], answer["micro_tokens"]) == ("SmolLM2-135M", "fits", 768)
+    assert (answer["mode"], answer["warning"]) == ("single-copy", "")
+    assert answer["places"][0]["peak"] == pytest.approx(5.80e9, rel=0.15)
+
+
+def test_what_does_not_fit_ends_with_1_and_flags_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = plan(capsys, "--model", "Llama-3.1-8B", "--gpu", "h100")
+    assert code == 1
+    assert "does not fit: 179.0 GB too much" in printed
+    assert "--train.optimizer adamw_8bit" in printed
+    # Taking the suggestion: the answer is a plan that fits.
+    flags = (
+        "--train.optimizer adamw_8bit --train.gradient-checkpointing true --train.micro-tokens 4096 "
+        "--train.gradient-dtype bfloat16 --engine.max-num-seqs 32"
+    )
+    code, printed, _ = plan(capsys, "--model", "Llama-3.1-8B", "--gpu", "h100", *flags.split())
+    assert code == 0
+    assert "\nfits: 6.08 GB left" in printed
+    assert "largest micro" in printed
+
+
+def test_the_runs_own_settings_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "Qwen3-4B"\n[train]\nlora = true\nmicro_tokens = 4096\n[env]\nmax_token_length = 512\n')
+    _, printed, _ = plan(capsys, "--config", str(file), "--gpu", "h200", "--json", "--train.micro-tokens", "2048")
+    answer = json.loads(printed)
+    assert (answer["model"], answer["mode"], answer["micro_tokens"]) == ("Qwen3-4B", "lora", 2048)
+    assert answer["num_trained"] == 36 * 16 * ((2560 + 4096) + (2560 + 1024))
+
+
+@pytest.mark.parametrize(
+    ("words", "mode", "num_copies"),
+    [
+        ("--train.device cpu", "single-copy", 1),
+        ("--train.device cpu --train.epochs 2", "two-copies", 2),
+        ("--train.device cpu --train.lora", "lora", 2),
+        ("--gpu h100", "two-copies", 2),
+        ("--gpu h100 --train.lora", "lora", 2),
+        ("--gpu h100 --train.weight-bridge-mode offline", "none", 2),
+    ],
+)
+def test_as_many_copies_are_planned_as_the_trainer_has_today(
+    words: str, mode: str, num_copies: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed, _ = plan(capsys, *words.split(), "--json")
+    answer = json.loads(printed)
+    sizes = {part["name"]: part["bytes"] for part in answer["places"][0]["components"]}
+    assert answer["mode"] == mode
+    assert sizes["weights"] + sizes.get("engine's weights", 0) == num_copies * 2 * 134_515_008
+    on_host = {part["name"]: part["bytes"] for part in answer["places"][-1]["components"]}
+    # Beside a GPU the file is a further copy; on a CPU it is what the engine computes on, and counted as that.
+    assert on_host.get("shared weights file", 0) == (2 * 134_515_008 if "--gpu" in words else 0)
+
+
+def test_one_copy_on_a_gpu_can_be_planned_and_is_called_not_possible_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "Qwen3-1.7B", "--gpu", "h200")
+    today, later = (
+        " ".join(plan(capsys, *words, *mode)[1].split())  # lines are broken at the terminal's width
+        for mode in ((), ("--mode", "single-copy"))
+    )
+    assert "two copies of the weights" in today
+    assert "not possible yet" not in today
+    assert "one copy of the weights" in later
+    assert "not possible yet: on a GPU today's trainer keeps a copy of its own" in later
+    assert "shared weights file 3.44 GB" in today
+    assert "shared weights file" not in later
+
+
+def test_a_rollout_longer_than_a_micro_is_planned_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model Qwen3-1.7B --gpu h200 --train.seq-len 40000 --env.max-token-length 30000 --prompt-tokens 1000"
+    _, printed, _ = plan(capsys, *words.split(), "--json")
+    answer = json.loads(printed)
+    notes = {part["name"]: part["note"] for part in answer["places"][0]["components"]}
+    assert (answer["micro_tokens"], answer["tokens_at_once"]) == (16_384, 31_000)
+    assert notes["activations"] == "one rollout of 31,000 tokens, compiled"
+
+
+def test_several_gpus_have_places_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "Qwen2.5-72B", "--gpu", "h100", "--train-gpus", "2", "--engine-gpus", "4", "--json")
+    code, printed, _ = plan(capsys, *words)
+    answer = json.loads(printed)
+    assert code == 1
+    assert answer["mode"] == "two-copies"
+    assert [place["name"] for place in answer["places"]] == ["trainer GPU", "engine GPU", "host"]
+    assert [place["verdict"] for place in answer["places"]] == ["does not fit", "fits", "not known"]
+
+
+def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = plan(capsys, "--params", "24e9", "--gpu-memory-gb", "192", "--json")
+    answer = json.loads(printed)
+    assert answer["num_params"] == 24_000_000_000
+    assert answer["places"][0]["capacity"] == 192_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint", "remedy"),
+    [
+        (("--gpu", "h10"), "the GPU 'h10' is not known", "did you mean 'h100'?"),
+        (("--model", "Qwen3-9B", "--gpu", "h100"), "is not known here", "--params 24e9"),
+        (("--gpu", "h100", "--gpu-memory-gb", "80"), "by name and by size", "give only one"),
+        (("--gpu-memory-gb", "-1"), "no size of a memory", "--gpu-memory-gb 80"),
+        (("--train.device", "cpu", "--train-gpus", "2"), "has no GPU", "--gpu h100"),
+        (("--gpu", "h100", "--mode", "single-copy", "--engine-gpus", "1"), "single GPU", "--mode two-copies"),
+        (("--gpu", "h100", "--mode", "single-copy", "--train.lora", "true"), "do not go together", "leave --mode out"),
+        (("--gpu", "h100", "--mode", "single-copy", "--train.epochs", "2"), "between the epochs", "--mode two-copies"),
+        (("--gpu", "h100", "--train.optimizer", "sgd"), "train.optimizer", "correct --train.optimizer"),
+        (("--gpu", "h100", "--prompt-tokens", "0"), "is no length", "--prompt-tokens 512"),
+        (("--optimizer", "adamw"), "unknown flag --optimizer", "did you mean '--train.optimizer'?"),
+    ],
+)
+def test_wrong_input_dies_with_a_remedy(
+    words: tuple[str, ...], complaint: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, complained = plan(capsys, *words)
+    assert code == 2
+    assert complaint in complained
+    assert remedy in complained

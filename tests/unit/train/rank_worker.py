@@ -1,0 +1,217 @@
+"""The ranks of tests/unit/train/test_ranks.py, as processes: python rank_worker.py RUNS.json
+
+A run is {"ranks": 2, "timeout_s": 60, "folder": ..., "jobs": [...]}: so many processes that do the jobs one after the
+other. All runs go on at the same time, forked from here so that torch is imported once. Each rank leaves stderr-N.txt
+and exit-N.txt in the folder. The test imports `run_job` too, to do the same jobs alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from treadle.config import TrainConfig
+from treadle.errors import TreadleError
+from treadle.sync.offline import OfflineSync
+from treadle.train.checkpoint import Checkpoints
+from treadle.train.join import join_ranks
+from treadle.train.loop import FROM_THE_START, train
+from treadle.train.optim import build_optimizer
+from treadle.train.pack import pack
+from treadle.train.policy import load_policy
+from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
+from treadle.train.step import accumulate_gradients
+from treadle.train.stop import StopRequested
+from treadle.wire.groups import LeasedBatch, ScoredGroup
+
+SETTINGS = {
+    "lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "logprob_chunk": 64, "micro_tokens": 16,
+    "share_prompts": "off", "schedule": "constant",
+}  # fmt: skip
+
+
+def group(scores, *, seed=0, logprob=-4.0):
+    random = torch.Generator().manual_seed(seed)
+    completions = [torch.randint(3, 60, (2 + i,), generator=random).tolist() for i in range(len(scores))]
+    return ScoredGroup(
+        tokens=[[5, 6, *c] for c in completions],
+        masks=[[-100, -100, *c] for c in completions],
+        scores=list(scores),
+        inference_logprobs=[[1.0, 1.0, *[logprob] * len(c)] for c in completions],
+        policy_version=0,
+        metrics={"accuracy": 0.5},
+        weight=0.75,
+    )
+
+
+def batches(kind, num_steps):
+    """All groups teach something; or some steps have few such groups, and the second has none."""
+    if kind == "alive":
+        return [[group([1.0, 0.0, 0.25], seed=9 * s + i) for i in range(4)] for s in range(num_steps)]
+    alive, dead = group([1.0, 0.0], seed=5), group([1.0, 1.0], seed=6)
+    return [[alive, dead, dead], [dead, dead], *[[dead, group([0.0, 2.0], seed=s)] for s in range(2, num_steps)]]
+
+
+class ListFeed:
+    """Rank 0's hub."""
+
+    def __init__(self, batches, check):
+        self.batches = batches
+        self.check = check
+        self.acknowledged = []
+
+    def lease(self, step):
+        self.check()
+        return LeasedBatch(step=step, token=str(step), lease_s=1.0, groups=self.batches[step - 1])
+
+    def lease_ahead(self, step):
+        self.check()
+
+    def ack(self, batch):
+        self.acknowledged.append(batch.step)
+
+    def give_back(self, reason, *, counts):
+        raise AssertionError(reason)
+
+    def register(self, registration):
+        raise AssertionError(registration)
+
+
+class ListTracker(FollowingTracker):
+    def __init__(self):
+        self.rows = []
+
+    def log(self, step, metrics):
+        self.rows.append({"step": step, **metrics})
+
+
+class Trouble:
+    """What a rank is told to suffer from, at its first look into a batch after `after` of them."""
+
+    def __init__(self, rank, *, kind=None, whom=0, after=0):
+        self._kind = kind if rank == whom else None
+        self._left = after
+
+    def __call__(self):
+        self._left -= 1
+        if self._kind is None or self._left >= 0:
+            return
+        if self._kind == "stop":
+            raise StopRequested
+        if self._kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._kind == "silent":
+            time.sleep(600)
+
+
+def run_job(job, ranks):
+    """Train, and leave in job["out"] what this rank has at the end."""
+    out = Path(job["out"])
+    model = Path(job["model"])
+    groups = batches(job["batches"], job["steps"])
+    config = TrainConfig(steps=job["steps"], **(SETTINGS | job.get("settings", {})))
+    torch.manual_seed(job.get("seed", 0) + ranks.rank)
+    policy = load_policy(model, config, ranks=ranks)
+    optimizer = build_optimizer(policy, config)
+    checkpoints = Checkpoints(Path(job["checkpoints"]), model, 2, ranks)
+    restored = checkpoints.restore(policy, optimizer) if job.get("resume") else FROM_THE_START
+    tracker = ListTracker() if ranks.leads else FollowingTracker()
+    trouble = Trouble(ranks.rank, **job.get("trouble", {}))
+    feed = open_feed(ranks, lambda: None, lambda check: ListFeed(groups, check))
+    was_stopped = False
+    try:
+        train(
+            config, policy, optimizer, feed, OfflineSync() if ranks.leads else FollowingSync(), checkpoints, tracker,
+            restored=restored, check_stop=trouble,
+        )  # fmt: skip
+    except StopRequested:
+        was_stopped = True
+    weights = {name: p.detach() for name, p in policy.live.items()}
+    accumulate_gradients(policy, pack(groups[0], config, token_cost=policy.token_cost), config)
+    optimizer._gradients.collect()
+    gradients = {name: g for name, g in optimizer.gradients.items() if name in ranks.owned(policy.live)}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(weights, out / f"weights-{ranks.rank}.safetensors")
+    save_file(gradients, out / f"gradients-{ranks.rank}.safetensors")
+    save_file(optimizer.state(), out / f"state-{ranks.rank}.safetensors")
+    told = {"stopped": was_stopped, "restored": restored.step, "num_own": len(ranks.owned(policy.live))}
+    (out / f"told-{ranks.rank}.json").write_text(json.dumps(told))
+    if ranks.leads:
+        (out / "rows.json").write_text(json.dumps(tracker.rows))
+        (out / "acknowledged.json").write_text(
+            json.dumps(feed._hub.acknowledged if ranks.size > 1 else feed.acknowledged)
+        )
+
+
+def exchange(ranks):
+    """What this rank has after a few exchanges, of which the gradients cancel out over all ranks."""
+    share = 1.0 if ranks.rank else 1.0 - ranks.size
+    gradients = {name: torch.full((size,), share) for name, size in (("large", 5), ("small", 2), ("tiny", 1))}
+    ranks.sum_to_owners(gradients)
+    return {
+        "sums": [g.abs().max().item() for g in gradients.values()],
+        "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
+        "told": [ranks.tell("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
+        "numbers": [ranks.total_number(ranks.rank + 1.0), ranks.largest_number(ranks.rank)],
+        "owned": sorted(ranks.owned(gradients)),
+    }
+
+
+def run_rank(run, rank, port):
+    """A forked process: never returns."""
+    with Path(run["folder"], f"stderr-{rank}.txt").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in {**place, "WORLD_SIZE": run["ranks"]}.items()})
+    code = 0
+    try:
+        own = {"seed": rank} if run.get("is_odd") else {}
+        ranks = join_ranks(TrainConfig(device="cpu", ranks_timeout_s=run["timeout_s"], **own))
+        for job in run["jobs"]:
+            run_job(job, ranks)
+        Path(run["folder"], f"exchanged-{rank}.json").write_text(json.dumps(exchange(ranks)))
+        ranks.leave()
+    except TreadleError as error:
+        sys.stderr.write(f"treadle: {error}\n")
+        code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 3
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(runs_file):
+    torch.set_num_threads(1)
+    waited_for, silent = {}, []
+    for run in json.loads(Path(runs_file).read_text()):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(run["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(run, rank, port)
+            if run.get("silent") == rank:
+                silent.append(pid)
+            else:
+                waited_for[pid] = Path(run["folder"], f"exit-{rank}.txt")
+    while waited_for:
+        pid, status = os.wait()
+        waited_for.pop(pid).write_text(str(os.waitstatus_to_exitcode(status)))
+    for pid in silent:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

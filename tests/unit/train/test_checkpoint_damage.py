@@ -1,0 +1,177 @@
+"""A flipped bit in the manifest, and a disk that is full at any place of a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.e2e.test_bad_input import small_disk
+from tests.tiny_model import write_tiny_model
+from treadle.config import TrainConfig
+from treadle.errors import DiskFull
+from treadle.train import durable
+from treadle.train.checkpoint import Checkpoints, Restored, Totals
+from treadle.train.manifest import Damaged, Manifest, verify, write_manifest
+from treadle.train.optim import build_optimizer
+from treadle.train.origin import ModelOrigin
+from treadle.train.policy import load_policy
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, num_layers=1)
+
+
+def new_parts(model_folder, **settings):
+    config = TrainConfig(dtype="bfloat16", device="cpu", logprob_chunk=64, compile="off", **settings)
+    policy = load_policy(model_folder, config)
+    return policy, build_optimizer(policy, config)
+
+
+def flips(raw, every=1):
+    for bit in range(0, 8 * len(raw), every):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(tmp_path):
+    (tmp_path / "state").write_bytes(b"state")
+    whole = Manifest(
+        step=25, sha256={"state": durable.sha256(tmp_path / "state")}, format=1, optimizer="adamw", elapsed_s=310.5,
+        num_tokens=70_123, origin=ModelOrigin(config="c0ffee", weights="5eed"),
+    )  # fmt: skip
+    write_manifest(tmp_path, whole)
+    raw = (tmp_path / "trainer.json").read_bytes()
+    meaning = json.loads(raw) | {"checksum": None}
+    unnoticed = 0
+    for flipped in flips(raw):
+        (tmp_path / "trainer.json").write_bytes(flipped)
+        try:
+            read = verify(tmp_path, 25)
+        except Damaged:
+            continue
+        unnoticed += 1
+        assert {name: getattr(read, name) for name in meaning} | {
+            "checksum": None,
+            "origin": meaning["origin"],
+        } == meaning
+        assert read.origin == whole.origin
+    assert unnoticed <= 8 * len("checksum")  # without its name the checksum is not looked for
+
+
+def test_a_flipped_bit_in_a_manifest_costs_one_checkpoint_and_never_the_run(model_folder, tmp_path):
+    policy, optimizer = new_parts(model_folder)
+    checkpoints = Checkpoints(tmp_path, model_folder, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, policy, optimizer, Totals(elapsed_s=10.0 * step, num_tokens=step))
+    file = tmp_path / "step_2" / "trainer.json"
+    raw = file.read_bytes()
+    outcomes = []
+    for flipped in flips(raw, every=67):
+        file.write_bytes(flipped)
+        outcomes.append(checkpoints.restore(policy, optimizer))
+    one, two = (Restored(step=step, elapsed_s=10.0 * step, num_tokens=step) for step in (1, 2))
+    assert len(outcomes) > 100
+    assert [outcome for outcome in outcomes if outcome not in (one, two)] == []
+    assert outcomes.count(two) <= 1
+
+
+@pytest.mark.parametrize(
+    "text", ['{"step": 1e999}', "[" * 100_000, '{"step": 99999999999999999999999}', "3", '"\\ud800"']
+)
+def test_a_manifest_of_nonsense_is_damage(tmp_path, text):
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(Damaged, match="cannot be read"):
+        verify(tmp_path, 1)
+
+
+def test_a_manifest_without_a_checksum_is_read_and_one_of_a_later_release_too(tmp_path):
+    write_manifest(tmp_path, Manifest(step=3, sha256={}, format=1, num_tokens=5))
+    values = json.loads((tmp_path / "trainer.json").read_text())
+    old = {key: values[key] for key in ("step", "sha256", "format", "num_tokens")}
+    (tmp_path / "trainer.json").write_text(json.dumps(old))
+    assert verify(tmp_path, 3) == Manifest(step=3, sha256={}, format=1, num_tokens=5)
+    (tmp_path / "trainer.json").write_text(json.dumps(old | {"a_new_field": 1}))
+    assert verify(tmp_path, 3).num_tokens == 5
+
+
+def raising(error):
+    def fill(folder):
+        (folder / "half").write_bytes(b"half")
+        raise error
+
+    return fill
+
+
+def to_a_full_device(folder):
+    (folder / "file").symlink_to("/dev/full")
+    (folder / "file").write_bytes(b"no room")
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        raising(OSError(errno.ENOSPC, "No space left on device")),
+        raising(OSError(errno.EDQUOT, "Disk quota exceeded")),
+        raising(durable.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+        raising(durable.SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")),
+        to_a_full_device,
+    ],
+)
+def test_a_full_disk_is_named_wherever_it_was_met(tmp_path, fill):
+    with pytest.raises(DiskFull, match=rf"{tmp_path}/step_9; the checkpoint before it is kept") as error:
+        durable.write_folder(tmp_path, "step_9", fill)
+    assert "--resume" in error.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_are_left_as_they_are(tmp_path):
+    with pytest.raises(PermissionError):
+        durable.write_folder(tmp_path, "step_9", raising(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(durable.SafetensorError, match="os error 5"):
+        durable.write_folder(tmp_path, "step_9", raising(durable.SafetensorError("I/O error (os error 5)")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_for_the_folder_itself_or_when_it_is_synced(tmp_path, monkeypatch):
+    def no_room(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module, name in ((os, "mkdir"), (os, "fsync")):
+        with monkeypatch.context() as full:
+            full.setattr(module, name, no_room)
+            with pytest.raises(DiskFull, match="step_9; the checkpoint before it is kept"):
+                durable.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_however_little_room_is_left_the_checkpoint_before_stays_whole(model_folder, tmp_path, lora):
+    """A real small disk, filled up such that the write of each file in turn finds no room."""
+    prefix = "adapter_step_" if lora else "step_"
+    policy, optimizer = new_parts(model_folder, lora=lora, lora_r=2)
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        checkpoints = Checkpoints(disk / "checkpoints", model_folder, keep=1)
+        checkpoints.save(1, policy, optimizer, Totals())
+        needed = sum(file.stat().st_size for file in (disk / "checkpoints").rglob("*"))
+        free = shutil.disk_usage(disk).free
+        num_full = 0
+        for room in range(0, free, 8192):
+            (disk / "ballast").write_bytes(bytes(free - room))
+            try:
+                checkpoints.save(2, policy, optimizer, Totals())
+            except DiskFull:
+                num_full += 1
+                assert [path.name for path in (disk / "checkpoints").iterdir()] == [f"{prefix}1"]
+                assert checkpoints.restore(policy, optimizer).step == 1
+            else:
+                break
+            finally:
+                (disk / "ballast").unlink()
+        assert num_full >= needed // 8192
+        assert checkpoints.restore(policy, optimizer).step == 2

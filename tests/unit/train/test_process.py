@@ -1,0 +1,170 @@
+"""The trainer process against real neighbours: an engine that was trained already, and a hub that counts failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from tests.e2e.processes import free_port
+from tests.hub_process import HubProcess
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig, TrainConfig
+from treadle.engines.app import build_app
+from treadle.engines.scheduler import Scheduler
+from treadle.engines.transformers_engine import TransformersEngine
+from treadle.errors import ConfigError, DiskFull, HubError, ModelError, SyncError
+from treadle.sync.shared_memory import SharedMemorySync
+from treadle.train import durable
+from treadle.train.checkpoint import Checkpoints, Totals
+from treadle.train.feed import HubFeed
+from treadle.train.optim import build_optimizer
+from treadle.train.policy import share_policy
+from treadle.train.process import _registration, run_trainer
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, num_layers=2)
+
+
+@contextmanager
+def serving(app):
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def engine_url(folder, tmp_path):
+    config = EngineConfig(dtype="float32", threads=1, device="cpu", weights_file=tmp_path / "shared.weights")
+    engine = TransformersEngine(config, folder)
+    scheduler = Scheduler(engine, max_num_seqs=8)
+    with serving(build_app(engine, scheduler, pause_timeout_s=10)) as url:
+        yield url
+    scheduler.stop()
+    scheduler.join()
+
+
+def settings(folder, tmp_path, **changes):
+    plain = {
+        "model": str(folder), "save_path": tmp_path / "saved", "device": "cpu", "threads": 1, "logprob_chunk": 64,
+        "steps": 1, "batch_size": 4, "atropos_url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9",
+    }  # fmt: skip
+    return TrainConfig(**(plain | changes))
+
+
+def publish_steps(config, first, last):
+    """What a trainer does to the engine's weights, without a hub: random gradients instead of batches."""
+    sync = SharedMemorySync(config.engine_url)
+    policy = share_policy(sync.fetch_layout(), config)
+    optimizer = build_optimizer(policy, config)
+    for step in range(first, last + 1):
+        for gradient in optimizer.gradients.values():
+            gradient.copy_(torch.randn(gradient.shape, generator=torch.Generator().manual_seed(step)))
+        optimizer.step(step)
+        sync.publish(policy, version=step)
+    return policy, optimizer
+
+
+def test_the_engine_says_which_version_its_weights_are(engine_url, folder, tmp_path):
+    sync = SharedMemorySync(engine_url)
+    assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (0, False)
+    publish_steps(settings(folder, tmp_path, engine_url=engine_url), 1, 4)
+    assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (4, False)
+    httpx.post(f"{engine_url}/bridge/pause")
+    assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (4, True)
+
+
+def test_a_trainer_does_not_begin_at_step_0_from_weights_that_are_trained(engine_url, folder, tmp_path):
+    config = settings(folder, tmp_path, engine_url=engine_url)
+    publish_steps(config, 1, 4)
+    with pytest.raises(SyncError, match="already serves version 4 of this policy, and there is no checkpoint") as error:
+        run_trainer(config)
+    assert error.value.fix == "restart the engine, then the trainer"
+    assert not (tmp_path / "saved" / "metrics.jsonl").exists()
+
+
+def test_a_trainer_does_not_begin_from_weights_whose_first_publish_was_cut_short(engine_url, folder, tmp_path):
+    httpx.post(f"{engine_url}/bridge/pause")  # and then the trainer was killed: still version 0
+    with pytest.raises(SyncError, match="its weights may be half written, and there is no checkpoint"):
+        run_trainer(settings(folder, tmp_path, engine_url=engine_url))
+
+
+def test_with_a_checkpoint_a_trainer_goes_on_at_an_engine_that_is_ahead_and_held(engine_url, folder, tmp_path):
+    config = settings(folder, tmp_path, engine_url=engine_url, steps=2)
+    policy, optimizer = publish_steps(config, 1, 2)
+    Checkpoints(config.save_path, folder, keep=1).save(2, policy, optimizer, Totals())
+    saved = {name: p.detach().clone() for name, p in policy.live.items()}
+    publish_steps(config, 3, 4)
+    httpx.post(f"{engine_url}/bridge/pause")
+    with HubProcess(tmp_path) as hub:
+        run_trainer(config.model_copy(update={"atropos_url": hub.url}))  # all its steps are taken: it only publishes
+    layout = SharedMemorySync(engine_url).fetch_layout()
+    assert (layout.policy_version, layout.is_held) == (2, False)
+    served = share_policy(layout, config).live
+    assert [name for name in saved if not torch.equal(served[name], saved[name])] == []
+
+
+def failing(error):
+    def fail(*_args, **_kwargs):
+        raise error
+
+    return fail
+
+
+NO_ROOM = durable.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+AROUND_IT = [
+    ("save_file", NO_ROOM, DiskFull),
+    ("save_file", durable.SafetensorError("I/O error: Input/output error (os error 5)"), durable.SafetensorError),
+    ("fsync", OSError(errno.EIO, "Input/output error"), OSError),
+    ("backward", SyncError("the engine did not answer"), SyncError),
+    ("backward", HubError("the hub does not serve /v1/lease"), HubError),
+    ("backward", ConfigError("a setting that is wrong"), ConfigError),
+    ("backward", ModelError("a model that is wrong"), ModelError),
+    ("backward", httpx.DecodingError("not gzip"), httpx.DecodingError),
+    ("backward", KeyboardInterrupt(), KeyboardInterrupt),
+]
+PLACES = {"save_file": (durable, "save_file"), "fsync": (os, "fsync"), "backward": (torch.Tensor, "backward")}
+
+
+def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path, monkeypatch):
+    def fail_once(place, error, raised):
+        with monkeypatch.context() as broken:
+            broken.setattr(*PLACES[place], failing(error))
+            with pytest.raises(raised):
+                run_trainer(config)
+        return httpx.get(f"{hub.url}/v1/status").json()["dead_groups"]
+
+    group = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7]] * 2, "scores": [0.0, 1.0]}
+    with HubProcess(tmp_path, "--max-deliveries", "2") as hub:
+        config = settings(folder, tmp_path, weight_bridge_mode="offline", atropos_url=hub.url)
+        HubFeed(hub.url, lambda: None).register(_registration(config, 0, vocab_size=80))
+        for _ in range(2):
+            assert httpx.post(f"{hub.url}/scored_data", json=group).status_code == 200
+        for case in AROUND_IT:
+            assert fail_once(*case) == 0, case
+        guilty = ("backward", RuntimeError("out of memory"), RuntimeError)
+        assert [fail_once(*guilty), fail_once(*guilty)] == [0, 2]

@@ -1,0 +1,308 @@
+"""Several trainer processes against one: the same gradients, weights and metrics, over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_model import write_tiny_model
+from tests.unit.train import rank_worker
+from treadle.config import TrainConfig
+from treadle.errors import ConfigError
+from treadle.train.join import choose_rank_device, join_ranks
+from treadle.train.partition import deal
+from treadle.train.ranks import ALONE
+from treadle.wire import binary
+from treadle.wire.groups import LeasedBatch
+
+ROOT = Path(__file__).parents[3]
+STEPS = 3
+OPTIMIZERS = ("adamw", "adafactor", "adamw_cpu", "muon")
+KINDS = ("alive", "some dead")
+RESUMED = {
+    "adamw": {"optimizer": "adamw"},
+    "adamw_8bit": {"optimizer": "adamw_8bit", "dtype": "bfloat16"},
+    # Saved after the second step: what dropout draws in a step that is given up is not taken back.
+    "adapters": {"lora": True, "lora_dropout": 0.1, "epochs": 2, "checkpoint_interval": 2},
+}
+NOT_OF_TIME = (
+    "loss", "policy_loss", "kl", "entropy", "mean_ratio", "grad_norm", "learning_rate", "reward", "num_tokens",
+    "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/min", "pos_count", "neg_count",
+    "batch/microbatches_per_step", "batch/forwarded_tokens_per_step", "skipped_steps",
+)  # fmt: skip
+
+
+def run_ranks(*runs):
+    """Each run is (number of ranks, folder, timeout_s, jobs); exit codes of the ranks that are not silent, by run."""
+    described = []
+    for num_ranks, folder, timeout_s, jobs in runs:
+        folder.mkdir(parents=True, exist_ok=True)
+        silent = next((j["trouble"]["whom"] for j in jobs if j.get("trouble", {}).get("kind") == "silent"), None)
+        described.append(
+            {
+                "ranks": num_ranks, "folder": str(folder), "timeout_s": timeout_s, "jobs": jobs, "silent": silent,
+                "is_odd": folder.name == "odd",
+            }
+        )  # fmt: skip
+    runs_file = runs[0][1] / "runs.json"
+    runs_file.write_text(json.dumps(described))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    worker = [sys.executable, str(ROOT / "tests/unit/train/rank_worker.py"), str(runs_file)]
+    with subprocess.Popen(worker, env=environment, start_new_session=True) as process:
+        try:
+            process.wait(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks it forked
+    return [
+        {rank: int(f.read_text()) for rank in range(n) if (f := folder / f"exit-{rank}.txt").exists()}
+        for n, folder, _, _ in runs
+    ]
+
+
+def compared_jobs(model, folder):
+    return [
+        {
+            "model": str(model), "out": str(folder / f"{optimizer}, {kind}"), "steps": STEPS, "batches": kind,
+            "checkpoints": str(folder / "checkpoints" / f"{optimizer}, {kind}"), "settings": {"optimizer": optimizer},
+        }
+        for optimizer in OPTIMIZERS
+        for kind in KINDS
+    ]  # fmt: skip
+
+
+def resumed_jobs(model, folder):
+    """Each setting three times: undisturbed; stopped by one rank in its third step; resumed from there."""
+    jobs = []
+    for name, settings in RESUMED.items():
+        plain = {"model": str(model), "steps": 4, "batches": "alive", "settings": settings}
+        stop = {"kind": "stop", "whom": 1, "after": 2 * whole_looks(settings)}
+        saved = {kind: str(folder / "checkpoints" / f"{kind} {name}") for kind in ("whole", "cut")}
+        jobs += [
+            plain | {"out": str(folder / f"whole {name}"), "checkpoints": saved["whole"]},
+            plain | {"out": str(folder / f"cut {name}" / "a"), "checkpoints": saved["cut"], "trouble": stop},
+            plain | {"out": str(folder / f"cut {name}" / "b"), "checkpoints": saved["cut"], "resume": True, "seed": 77},
+        ]
+    return jobs
+
+
+def whole_looks(settings):
+    """How often rank 1 of 2 looks whether to stop in one step: before each of its micros, and at the end."""
+    config = TrainConfig(**(rank_worker.SETTINGS | settings))
+    micros = rank_worker.pack(rank_worker.batches("alive", 1)[0], config).micros
+    return len(deal([m.cost for m in micros], 2)[1]) + 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def results(model, tmp_path_factory):
+    """{number of ranks: folder}."""
+    folders = {n: tmp_path_factory.mktemp(f"ranks{n}") for n in (1, 2, 3)}
+    for job in compared_jobs(model, folders[1]):
+        rank_worker.run_job(job, ALONE)
+    rank_worker.run_job(longer_job(model, folders[1]), ALONE)
+    runs = []
+    for num_ranks in (2, 3):
+        folder = folders[num_ranks]
+        shutil.copytree(folders[1] / "checkpoints" / "adamw, alive", folder / "checkpoints" / "longer")
+        jobs = [*compared_jobs(model, folder), longer_job(model, folder) | {"resume": True}]
+        runs.append((num_ranks, folder, 60.0, jobs + (resumed_jobs(model, folder) if num_ranks == 2 else [])))
+    codes = run_ranks(*runs)
+    for num_ranks, found in zip((2, 3), codes, strict=True):
+        said = "".join(file.read_text()[-2000:] for file in folders[num_ranks].glob("stderr-*.txt"))
+        assert list(found.values()) == [0] * num_ranks, said
+    return folders
+
+
+def longer_job(model, folder):
+    """Two steps more than the compared ones."""
+    return {
+        "model": str(model), "out": str(folder / "longer"), "steps": STEPS + 2, "batches": "alive",
+        "checkpoints": str(folder / "checkpoints" / "longer"),
+    }  # fmt: skip
+
+
+def merged(folder, what, num_ranks):
+    tensors = {}
+    for rank in range(num_ranks):
+        part = load_file(folder / f"{what}-{rank}.safetensors")
+        assert not {n for n in part.keys() & tensors.keys() if not n.startswith(("counter.", "rounding."))}
+        tensors |= part
+    return tensors
+
+
+def rows(folder):
+    return json.loads((folder / "rows.json").read_text())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_several_ranks_train_as_one_does(results, num_ranks, kind, optimizer):
+    alone, together = (results[n] / f"{optimizer}, {kind}" for n in (1, num_ranks))
+    expected = load_file(alone / "weights-0.safetensors")
+    weights = [load_file(together / f"weights-{rank}.safetensors") for rank in range(num_ranks)]
+    coarse = 2e-4 if optimizer == "muon" else 2e-6  # Muon multiplies matrices in bf16, where roundings grow
+    for name, wanted in expected.items():
+        torch.testing.assert_close(weights[0][name], wanted, atol=coarse, rtol=1e-4)
+        assert all(torch.equal(other[name], weights[0][name]) for other in weights[1:])
+    gradients = merged(together, "gradients", num_ranks)
+    for name, wanted in load_file(alone / "gradients-0.safetensors").items():
+        torch.testing.assert_close(gradients[name], wanted, atol=coarse, rtol=1e-3)
+    assert len(rows(together)) == STEPS
+    num_micros = [row["batch/microbatches_per_step"] for row in rows(together)]
+    assert num_micros[1] == 0 if kind == "some dead" else min(num_micros) > 3
+    assert num_micros[0] == 1 or kind == "alive"  # one for all ranks
+    for got, wanted in zip(rows(together), rows(alone), strict=True):
+        assert {key: got[key] for key in NOT_OF_TIME} == pytest.approx(
+            {key: wanted[key] for key in NOT_OF_TIME}, rel=10 * coarse if optimizer == "muon" else 1e-4, abs=1e-6
+        )
+        assert got.keys() == wanted.keys()
+    assert json.loads((together / "acknowledged.json").read_text()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_rank_keeps_its_share_of_the_optimizers_state(results, num_ranks, optimizer):
+    together = results[num_ranks] / f"{optimizer}, alive"
+    state = merged(together, "state", num_ranks)
+    assert state.keys() == load_file(results[1] / f"{optimizer}, alive" / "state-0.safetensors").keys()
+    sizes = []
+    for rank in range(num_ranks):
+        own = load_file(together / f"state-{rank}.safetensors")
+        sizes.append(sum(t.numel() for name, t in own.items() if name.startswith("master.")))
+    assert min(sizes) > 0.8 * max(sizes)
+
+
+def test_a_step_without_anything_to_learn_moves_nothing_on_any_rank(results):
+    norms = [row["grad_norm"] for row in rows(results[3] / "adamw, some dead")]
+    assert norms[1] == 0.0
+    assert norms[0] > 0
+    assert norms[2] > 0
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_ranks_stop_together_and_resume_bit_for_bit(results, name):
+    """Only rank 1 is asked to stop, in the middle of the third step: both end after the second."""
+    whole, cut = results[2] / f"whole {name}", results[2] / f"cut {name}"
+    for rank in (0, 1):
+        assert json.loads((cut / "a" / f"told-{rank}.json").read_text())["stopped"] is True
+        told = json.loads((cut / "b" / f"told-{rank}.json").read_text())
+        assert (told["stopped"], told["restored"]) == (False, 2)
+        for what in ("weights", "state"):
+            expected = load_file(whole / f"{what}-{rank}.safetensors")
+            got = load_file(cut / "b" / f"{what}-{rank}.safetensors")
+            assert expected.keys() == got.keys()
+            assert all(torch.equal(got[key], expected[key]) for key in expected)
+    wanted = [[row[key] for key in NOT_OF_TIME] for row in rows(whole)]
+    assert [[row[key] for key in NOT_OF_TIME] for row in (*rows(cut / "a"), *rows(cut / "b"))] == wanted
+    assert len({row[5] for row in wanted}) == 4  # four different gradients
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_one_process_goes_on_from_the_checkpoint_of_two(results, model, tmp_path, name):
+    whole = results[2] / f"whole {name}"
+    job = {
+        "model": str(model), "out": str(tmp_path), "steps": 4, "batches": "alive", "settings": RESUMED[name],
+        "checkpoints": str(results[2] / "checkpoints" / f"whole {name}"), "resume": True,
+    }  # fmt: skip
+    rank_worker.run_job(job, ALONE)
+    assert json.loads((tmp_path / "told-0.json").read_text())["restored"] == 4
+    for parameter, weight in load_file(whole / "weights-0.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "weights-0.safetensors")[parameter], weight)
+    saved = merged(whole, "state", 2)
+    got = load_file(tmp_path / "state-0.safetensors")
+    assert got.keys() == saved.keys()
+    assert all(torch.equal(got[key], saved[key]) for key in saved if not key.startswith("rounding."))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks_go_on_from_the_checkpoint_of_one(results, num_ranks):
+    last = num_ranks - 1
+    assert json.loads((results[num_ranks] / "longer" / f"told-{last}.json").read_text())["restored"] == STEPS
+    got = load_file(results[num_ranks] / "longer" / f"weights-{last}.safetensors")
+    for name, wanted in load_file(results[1] / "longer" / "weights-0.safetensors").items():
+        torch.testing.assert_close(got[name], wanted, atol=5e-6, rtol=1e-4)
+
+
+def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
+    def job(kind):
+        return {
+            "model": str(model), "out": str(tmp_path / kind / "out"), "steps": 3, "batches": "alive",
+            "checkpoints": str(tmp_path / kind / "checkpoints"), "trouble": {"kind": kind, "whom": 1, "after": 3},
+        }  # fmt: skip
+
+    runs = (
+        (3, tmp_path / "killed", 100.0, [job("killed")]),
+        (2, tmp_path / "silent", 3.0, [job("silent")]),
+        (2, tmp_path / "odd", 10.0, []),
+    )
+    started = time.monotonic()
+    assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}]
+    assert time.monotonic() - started < 60  # the connections of a killed rank close: nobody waits for the timeout
+    for kind, rank, size in (("killed", 0, 3), ("killed", 2, 3), ("silent", 0, 2)):
+        said = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
+        assert f"treadle: rank {rank} of {size} lost the others while agreeing whether to stop: " in said
+        assert "-> the rank that ended first says why in its log" in said
+        assert "Traceback" not in said
+    assert "rank 1 has another seed than rank 0" in (tmp_path / "odd" / "stderr-1.txt").read_text()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_ranks_say_to_each_other(results, num_ranks):
+    heard = [json.loads((results[num_ranks] / f"exchanged-{r}.json").read_text()) for r in range(num_ranks)]
+    for rank in heard:
+        assert rank["sums"] == [0.0, 0.0, 0.0]  # at the owner, and what is left elsewhere
+        assert rank["gathered"] == ["", "x", "xx"][:num_ranks]
+        assert rank["told"] == ["hello", ""]
+        assert rank["numbers"] == [{2: 3.0, 3: 6.0}[num_ranks], num_ranks - 1]
+    assert [rank["owned"] for rank in heard] == [
+        [["large"], ["small", "tiny"]],
+        [["large"], ["small"], ["tiny"]],
+    ][num_ranks - 2]
+
+
+def test_alone_nothing_is_opened(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join_ranks(TrainConfig()) is ALONE
+    assert not torch.distributed.is_initialized()
+    assert ALONE.own([3.0, 1.0, 2.0]) == [0, 1, 2]
+
+
+def test_half_an_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE is set and RANK"):
+        join_ranks(TrainConfig(device="cpu"))
+    with pytest.raises(ConfigError, match="no rank 5 among 2"):
+        join_ranks(TrainConfig(device="cpu", world_size=2, trainer_rank=5))
+
+
+def test_ranks_cannot_share_a_gpu():
+    assert choose_rank_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="cuda:1"):
+        choose_rank_device("cuda:1", 0)
+
+
+def test_a_batch_crosses_as_it_is():
+    groups = rank_worker.batches("some dead", 2)[0]
+    groups[0].advantages = [[0.1] * len(t) for t in groups[0].tokens]
+    groups[1].inference_logprobs = None
+    groups[1].generation_params = {"temperature": 0.7}
+    batch = LeasedBatch(step=4, token="t", lease_s=2.5, groups=groups)
+    assert binary.unpack_batch(binary.pack_batch(batch)) == batch

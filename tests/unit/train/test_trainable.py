@@ -1,0 +1,73 @@
+"""Training some layers and not others."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tests.tiny_model import write_tiny_model
+from treadle.errors import ConfigError, ModelError
+from treadle.train import trainable
+from treadle.train.trainable import choose_trainable, layer_number
+
+
+@pytest.fixture
+def model(tmp_path):
+    return AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, hidden_size=32), dtype=torch.float32)
+
+
+def trained_names(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_the_chosen_layers_get_gradients(model):
+    num_trained = choose_trainable(model, (1, 2))
+    assert num_trained == sum(p.numel() for i in (1, 2) for p in model.model.layers[i].parameters())
+    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    moved = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert moved == trained_names(model)
+    assert {name.split(".")[2] for name in moved} == {"1", "2"}
+
+
+def test_without_a_choice_everything_is_trained_and_tied_embeddings_count_once(model):
+    choose_trainable(model, (0,))
+    num_trained = choose_trainable(model, None)
+    assert trained_names(model) == {name for name, _ in model.named_parameters()}
+    assert "lm_head.weight" not in trained_names(model)
+    assert num_trained == sum(p.numel() for p in model.parameters())
+
+
+def test_layers_under_another_name_are_found():
+    config = GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    model = GPT2LMHeadModel(config)
+    assert choose_trainable(model, (1,)) == sum(p.numel() for p in model.transformer.h[1].parameters())
+
+
+def test_numbers_inside_of_a_layer_are_not_layers():
+    assert layer_number("model.layers.3.mlp.experts.blocks.7.weight") == 3
+    assert layer_number("model.my_layers.3.weight") is None
+    assert layer_number("layers.3.weight") == 3
+
+
+def test_a_layer_that_is_not_there_is_refused(model):
+    with pytest.raises(ConfigError, match=r"no layer 3, 9: the model has 3 layers, 0 to 2") as refusal:
+        choose_trainable(model, (2, 3, 9))
+    assert "--train-layer-indices" in refusal.value.fix
+
+
+def test_nothing_to_train_is_refused(model):
+    with pytest.raises(ConfigError, match="no parameter is left to train"):
+        choose_trainable(model, ())
+
+
+def test_a_model_without_layers_has_none_to_choose():
+    with pytest.raises(ModelError, match="no numbered layers"):
+        choose_trainable(torch.nn.Linear(2, 2), (0,))
+
+
+def test_examples_in_docstrings():
+    results = doctest.testmod(trainable)
+    assert (results.attempted > 0, results.failed) == (True, 0)
