@@ -43,7 +43,7 @@ Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 # What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
-ON_CPU = {"micro_tokens": 768, "logprob_chunk": 2048}
+ON_CPU = {"micro_tokens": 2048, "logprob_chunk": 2048}
 ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
 
 _TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}

@@ -25,6 +25,7 @@ from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.weights_file import bind_parameters, map_weights
 from treadle.train.attention import choose_kind, plan_attention, plug_in
+from treadle.train.lean import make_lean
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.pack import Micro
 from treadle.train.ranks import ALONE, Ranks
@@ -57,6 +58,8 @@ class Policy:
         expected = ask_the_model(model)
         plug_in(model)
         use_fused_kernels(model, config)
+        if self.device.type == "cpu":
+            make_lean(model)
         with torch.no_grad():
             check_agreement(model, self.score(packed_sample(model))[0], expected)
         self.live: dict[str, nn.Parameter]

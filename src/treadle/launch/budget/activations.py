@@ -2,7 +2,7 @@
 
 h hidden, q queries (heads x head_dim), k keys (kv heads x head_dim), f inner width of the MLP; in units of numbers:
 
-    part                  eager                              compiled, or Liger's kernels
+    part                  eager                              compiled, Liger's kernels, or lean
     norms (2 a layer)     fp32 input + its scaled copy       the input
     normed inputs         h, twice: what linear layers read  the same
     query/key norms       fp32 input + its scaled copy       the input                     (Qwen3 only)
@@ -31,7 +31,7 @@ def kept_per_layer(job: Job) -> dict[str, float]:
     """Bytes per token that one layer keeps, by part."""
     shape, size = job.shape, job.weight_bytes
     widths = shape.query_width + shape.kv_width
-    is_fused = job.is_compiled or job.has_liger
+    is_fused = job.is_compiled or job.has_liger or job.is_lean
     # The scaled copy of a norm's input is kept for the gradient of the norm's weight.
     norm = size if is_fused else _FP32 + (0 if job.lora else size)
     mlp = (2 if job.lora else 3) if is_fused else (3 if job.lora else 4)

@@ -40,6 +40,7 @@ class Job:
     is_compiled: bool = True
     has_liger: bool = False
     has_block_attention: bool = False  # dense fp32 blocks, as on a CPU
+    is_lean: bool = False  # norms and MLPs that compute again what is cheap, as on a CPU
     # the reference of a KL term
     has_reference: bool = False
     is_reference_offloaded: bool = False

@@ -88,6 +88,10 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
     utilization = values._gpu_memory_utilization
     has_liger = train.fused_kernels == "liger"
+    # A micro holds no more than a step has, even when every completion is as long as it may be. For a GPU full micros
+    # are planned all the same: the small tasks that are built in are not what it is bought for.
+    num_groups = max(1, train.sequences_per_step // run.env.group_size)
+    step_tokens = num_groups * (prompt + run.env.group_size * completion)
     return Job(
         shape,
         mode=_mode(run, values, has_gpu=has_gpu),
@@ -101,7 +105,7 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         lora_r=train.lora_r,
         lora_targets=train.lora_target_modules,
         lora_layers=train.lora_layer_indices,
-        micro_tokens=train.micro_tokens,
+        micro_tokens=train.micro_tokens if has_gpu else min(train.micro_tokens, step_tokens),
         prompt_tokens=prompt,
         completion_tokens=completion,
         group_size=run.env.group_size,
@@ -111,6 +115,7 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         # Layers are compiled with the GPU's variable-length attention only.
         is_compiled=train.compile != "off" and has_gpu and train.attention in ("auto", "varlen") and not has_liger,
         has_liger=has_liger,
+        is_lean=not has_gpu,
         has_block_attention=train.attention == "blocks" or (train.attention == "auto" and not has_gpu),
         has_reference=train.kl_coef > 0 and train.kl_against == "reference",
         is_reference_offloaded=train.reference_offload,
