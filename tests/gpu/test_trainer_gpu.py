@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train import softmax
@@ -18,34 +19,13 @@ from treadle.train.optim.eight_bit import AdamW8bit
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.train.step import accumulate_gradients
-from treadle.wire.groups import ScoredGroup
 
 kernels = pytest.importorskip("treadle.train.kernels", reason="needs Triton", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CUDA = torch.device("cuda")
 
 
-def make_groups(num_groups=6, seed=0):
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        length = int(torch.randint(low, high, (1,), generator=random))
-        return torch.randint(3, 60, (length,), generator=random).tolist()
-
-    groups = []
-    for _ in range(num_groups):
-        prompt = [7, 8, 9, *draw(10, 30)]
-        completions = [draw(1, 60) for _ in range(4)]
-        groups.append(
-            ScoredGroup(
-                tokens=[prompt + c for c in completions],
-                masks=[[-100] * len(prompt) + c for c in completions],
-                scores=[0.0, 1.0, 0.5, 2.0],
-                inference_logprobs=[[1.0] * len(prompt) + [-4.0] * len(c) for c in completions],
-                generation_params={"temperature": 0.7},
-            )
-        )
-    return groups
+long_groups = functools.partial(make_groups, 6, prompt_length=(10, 30), completion_length=(1, 60))
 
 
 def test_fused_softmax_sums_equal_the_plain_ones():
@@ -116,7 +96,7 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
 @pytest.mark.parametrize("share", ["on", "off"])
 def test_variable_length_attention_equals_the_cpus(share):
     config = TrainConfig(micro_tokens=10_000, share_prompts=share)
-    (micro,) = pack(make_groups(), config).micros
+    (micro,) = pack(long_groups(), config).micros
     torch.manual_seed(0)
     rows = [torch.randn(micro.num_tokens, heads, 64).bfloat16() for heads in (4, 2, 2)]
     upstream = torch.randn(micro.num_tokens, 4, 64).bfloat16()
@@ -145,7 +125,7 @@ def gradient_of(folder, device, **changes):
     config = TrainConfig(device=device, dtype="bfloat16", micro_tokens=400, logprob_chunk=32).model_copy(update=changes)
     policy = load_policy(folder, config)
     optimizer = build_optimizer(policy, config)
-    stats = accumulate_gradients(policy, pack(make_groups(), config), config)
+    stats = accumulate_gradients(policy, pack(long_groups(), config), config)
     gradient = torch.cat([g.flatten().float().cpu() for g in optimizer.gradients.values()])
     return gradient, stats.metrics()["loss"]
 
@@ -162,7 +142,7 @@ FORMS = [
 
 def test_a_reference_in_host_memory_scores_as_one_on_the_card(folder):
     config = TrainConfig(device="cuda", dtype="bfloat16", compile="off", micro_tokens=10_000)
-    (micro,) = pack(make_groups(), config).micros
+    (micro,) = pack(long_groups(), config).micros
     policy = load_policy(folder, config)
     on_card = policy.reference(folder)(micro)
     offloaded = load_policy(folder, config.model_copy(update={"reference_offload": True})).reference(folder)(micro)

@@ -36,6 +36,23 @@ class RunIdentity:
     sent_until: int  # the last step that the service has from an earlier life; 0 for a new run
 
 
+class ForwardOnly:
+    """A run at a service that cannot take a step back: steps that it has already are not sent again."""
+
+    _run: Any  # the service's own object, with `log(numbers, step=)`
+
+    def __init__(self, identity: RunIdentity) -> None:
+        self._sent_until = identity.sent_until
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if step > self._sent_until:
+            self._run.log(finite_numbers(metrics), step=step)
+            self._sent_until = step
+
+    def truncate_after(self, step: int) -> None:
+        return  # see `log`
+
+
 def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """What can be drawn: no text, no NaN and no infinity."""
     numbers = {name: float(value) for name, value in metrics.items() if not isinstance(value, str)}

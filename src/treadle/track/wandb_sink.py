@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 
 from treadle.errors import ConfigError, MissingExtra
 from treadle.log import get_logger
-from treadle.track.sink import Metric, RunIdentity, finite_numbers
+from treadle.track.sink import ForwardOnly, RunIdentity
 
 CLOSE_TIMEOUT_S = 20.0  # an upload that hangs must not keep a finished trainer alive
 log = get_logger("track")
 
 
-class WandbTracker:
+class WandbTracker(ForwardOnly):
     """One W&B run over all lives of our run.
 
     W&B cannot take a step back: steps that it has already are not sent again.
     """
 
     def __init__(self, identity: RunIdentity) -> None:
+        super().__init__(identity)
         try:
             import wandb
         except ImportError:
@@ -41,16 +41,7 @@ class WandbTracker:
                 f"W&B refused: {str(error).splitlines()[0]}",
                 fix="run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline",
             ) from None
-        self._sent_until = identity.sent_until
         log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
-
-    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        if step > self._sent_until:
-            self._run.log(finite_numbers(metrics), step=step)
-            self._sent_until = step
-
-    def truncate_after(self, step: int) -> None:
-        return  # see `log`
 
     def close(self) -> None:
         finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)

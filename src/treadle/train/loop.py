@@ -88,7 +88,7 @@ def train(
                 **losses,
                 **outcome.metrics(),
                 **receipt.metrics(),
-                **speed.metrics(batch, clock, epochs=config.epochs),
+                **speed.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
             tracker.log(step, metrics)

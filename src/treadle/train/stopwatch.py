@@ -47,7 +47,8 @@ class Speedometer:
     def carried(self) -> Totals:
         return Totals(elapsed_s=self.elapsed_s, num_tokens=self._num_tokens)
 
-    def metrics(self, batch: PackedBatch, clock: Stopwatch, *, epochs: int = 1) -> dict[str, float]:
+    def metrics(self, batch: PackedBatch, clock: Stopwatch, *, epochs: int) -> dict[str, float]:
+        """`epochs`: how often the batch was gone through."""
         forwarded = batch.num_forwarded_tokens * epochs
         compute_s = clock.laps["fwd_bwd_s"]
         self._num_tokens += batch.num_tokens

@@ -8,41 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.train.step import accumulate_gradients
-from treadle.wire.groups import ScoredGroup
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-def make_groups(num_groups=5, seed=0):
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(low, high):
-        length = int(torch.randint(low, high, (1,), generator=random))
-        return torch.randint(3, 60, (length,), generator=random).tolist()
-
-    groups = []
-    for _ in range(num_groups):
-        prompt = [7, 8, 9, *draw(3, 9)]  # all begin alike
-        completions = [draw(1, 8) for _ in range(4)]
-        groups.append(
-            ScoredGroup(
-                tokens=[prompt + c for c in completions],
-                masks=[[-100] * len(prompt) + c for c in completions],
-                scores=[0.0, 1.0, 0.5, 2.0],
-                inference_logprobs=[[1.0] * len(prompt) + [-4.0] * len(c) for c in completions],
-                generation_params={"temperature": 0.7},
-            )
-        )
-    return groups
 
 
 FP32 = TrainConfig(dtype="float32", device="cpu", logprob_chunk=17, micro_tokens=10_000)

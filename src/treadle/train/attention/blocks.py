@@ -37,7 +37,6 @@ class Rows:
 class Blocks:
     """Where packed tokens stand in the padded blocks. P is the longest prompt, C the longest completion of a micro."""
 
-    num_tokens: int
     num_root: int  # the first columns of every prompt are the tokens that all groups begin with
     prompt_NP: Tensor  # index into T; padding points at token 0
     completion_NGC: Tensor
@@ -71,13 +70,10 @@ class Blocks:
             before = prompt[:, :, None].expand(-1, -1, num_completions, -1)
             own = self.completion_NGC[:, None] * num_kv + heads[:, None, None]
             is_prompt = self.is_prompt_NP[:, None].expand(prompt.shape)
-            is_own = torch.cat([torch.zeros_like(before, dtype=torch.bool), _like(self.is_completion_NGC, own)], -1)
+            is_completion = self.is_completion_NGC[:, None].expand(own.shape)
+            is_own = torch.cat([torch.zeros_like(before, dtype=torch.bool), is_completion], -1)
             self._rows["key", num_kv] = _rows([(prompt, is_prompt), (torch.cat([before, own], -1), is_own)])
         return self._rows["key", num_kv]
-
-
-def _like(is_completion_NGC: Tensor, own: Tensor) -> Tensor:
-    return is_completion_NGC[:, None].expand(own.shape)
 
 
 def _rows(blocks: Sequence[tuple[Tensor, Tensor]]) -> Rows:
@@ -125,7 +121,6 @@ def lay_out(segments: Sequence[Segment]) -> Blocks:
     is_prompt[1:, :num_root] = False
     seen = torch.cat([no_padding[:, None].expand(-1, longest, -1), causal], -1)
     return Blocks(
-        num_tokens=segments[-1].completions[-1][1],
         num_root=num_root,
         prompt_NP=prompt,
         completion_NGC=completion,
