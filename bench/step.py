@@ -57,7 +57,7 @@ class Result:
     def line(self) -> str:
         mfu = "  -  " if self.mfu is None else f"{self.mfu:.3f}"
         return (
-            f"{self.name:44s} {self.step_s:7.3f} s {self.tokens_per_s / 1e3:7.1f}k tok/s  MFU {mfu} "
+            f"{self.name:48s} {self.step_s:7.3f} s {self.tokens_per_s / 1e3:7.1f}k tok/s  MFU {mfu} "
             f"{self.peak_gib:6.1f} GiB  {self.num_micros:2d} micros  {self.forwarded:6d} forwarded  "
             f"first {self.first_s:.0f} s"
         )
@@ -152,10 +152,11 @@ def ideas(config: TrainConfig, *, layers: int, repeat: int) -> Iterator[Result]:
         return measure(name, config.model_copy(update=settings), groups, layers=layers, repeat=repeat)
 
     with without_kernels():
-        yield run("packed, variable-length attention", apart, compile="off", micro_tokens=8192)
-        yield run("+ layers compiled", apart, micro_tokens=8192)
-    yield run("+ fused logprob and gradient kernels", apart, micro_tokens=8192)
-    yield run("+ micros of 16384 tokens (the default)", apart, micro_tokens=16384)
+        yield run("packed, variable-length attention", apart, compile="off", micro_tokens=8192, attention="varlen")
+        yield run("+ layers compiled", apart, micro_tokens=8192, attention="varlen")
+    yield run("+ fused logprob and gradient kernels", apart, micro_tokens=8192, attention="varlen")
+    yield run("+ micros of 16384 tokens", apart, micro_tokens=16384, attention="varlen")
+    yield run("+ FlashAttention 4, if it is there (the default)", apart, micro_tokens=16384)
     yield run("+ micros of 28672 tokens", apart, micro_tokens=28672)
     yield run("same, prompts shared by 8, forwarded apart", together, micro_tokens=28672, share_prompts="off")
     yield run("+ each prompt forwarded once", together, micro_tokens=28672)

@@ -13,11 +13,13 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train import softmax
 from treadle.train.attention import plan_attention
+from treadle.train.attention.flash4 import is_usable
 from treadle.train.attention.varlen import attend_varlen
 from treadle.train.optim import build_optimizer
 from treadle.train.optim.eight_bit import AdamW8bit
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
+from treadle.train.ranks import ALONE
 from treadle.train.step import accumulate_gradients
 
 kernels = pytest.importorskip("treadle.train.kernels", reason="needs Triton", exc_type=ImportError)
@@ -68,7 +70,7 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
     moved = []
     for has_kernel in (True, False):
         live = {name: torch.nn.Parameter(value.to(CUDA).bfloat16()) for name, value in start.items()}
-        policy = SimpleNamespace(live=live, device=CUDA, on_publish=lambda write: None)
+        policy = SimpleNamespace(live=live, device=CUDA, ranks=ALONE, on_publish=lambda write: None)
         optimizer = AdamW8bit(policy, TrainConfig(optimizer="adamw_8bit", lr=1e-5, warmup_steps=0, schedule="constant"))
         optimizer._has_kernel = has_kernel
         if not has_kernel:
@@ -93,22 +95,45 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
     assert moved[0][0] > 2e-4
 
 
+needs_flash4 = pytest.mark.skipif(not is_usable(CUDA, 64), reason="needs flash-attn-4 and a card it is for")
+KERNELS = ["varlen", pytest.param("flash4", marks=needs_flash4)]
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_variable_length_attention_equals_the_cpus(share):
+def test_variable_length_attention_equals_the_cpus(share, kernel, head_size):
     config = TrainConfig(micro_tokens=10_000, share_prompts=share)
     (micro,) = pack(long_groups(), config).micros
     torch.manual_seed(0)
-    rows = [torch.randn(micro.num_tokens, heads, 64).bfloat16() for heads in (4, 2, 2)]
-    upstream = torch.randn(micro.num_tokens, 4, 64).bfloat16()
+    rows = [torch.randn(micro.num_tokens, heads, head_size).bfloat16() for heads in (4, 2, 2)]
+    upstream = torch.randn(micro.num_tokens, 4, head_size).bfloat16()
+    scaling = head_size**-0.5
     plain = [x.float().requires_grad_() for x in rows]
     plan = plan_attention(micro.segments, torch.device("cpu"), "sdpa")["plan"]
-    expected = plan.attend(*plain, 0.2)
+    expected = plan.attend(*plain, scaling)
     fast = [x.to(CUDA).requires_grad_() for x in rows]
-    got = attend_varlen(*fast, 0.2, -1, **plan_attention(micro.segments, CUDA, "varlen"))
+    got = attend_varlen(*fast, scaling, -1, **plan_attention(micro.segments, CUDA, kernel))
     torch.testing.assert_close(got.cpu().float(), expected, atol=2e-2, rtol=2e-2)
     wanted = torch.autograd.grad(expected, plain, upstream.float())
     for a, b in zip(torch.autograd.grad(got, fast, upstream.to(CUDA)), wanted, strict=True):
         torch.testing.assert_close(a.cpu().float(), b, atol=6e-2, rtol=3e-2)
+
+
+@needs_flash4
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_a_window_is_the_same_for_both_kernels(share):
+    (micro,) = pack(long_groups(), TrainConfig(micro_tokens=10_000, share_prompts=share)).micros
+    torch.manual_seed(0)
+    rows = [torch.randn(micro.num_tokens, n, 64, device=CUDA, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    upstream = torch.randn(micro.num_tokens, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    results = []
+    for kernel in ("varlen", "flash4"):
+        inputs = [x.clone().requires_grad_() for x in rows]
+        got = attend_varlen(*inputs, 0.2, 16, **plan_attention(micro.segments, CUDA, kernel))
+        results.append([got, *torch.autograd.grad(got, inputs, upstream)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=6e-2, rtol=3e-2)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +158,7 @@ def gradient_of(folder, device, **changes):
 FORMS = [
     {"compile": "off"},
     {"compile": "on"},
+    {"compile": "on", "attention": "varlen"},  # torch's kernel, where FlashAttention 4 is there too
     {"compile": "on", "share_prompts": "off"},
     {"compile": "on", "gradient_checkpointing": True},
     {"optimizer": "adamw_cpu"},

@@ -207,8 +207,10 @@ class SpeedOptions(Section):
     share_prompts: Automatic = option(
         "auto", "forward the prompt of a group once for all its completions; auto: when it pays"
     )
-    attention: Literal["auto", "blocks", "sdpa", "varlen"] = option(
-        "auto", "dense blocks or scaled_dot_product_attention (CPU), variable-length attention (CUDA)"
+    attention: Literal["auto", "blocks", "sdpa", "varlen", "flash4"] = option(
+        "auto",
+        "dense blocks or scaled_dot_product_attention (CPU), variable-length attention by torch's kernel or "
+        "FlashAttention 4's (CUDA; auto: the latter where it is installed)",
     )
     gradient_checkpointing: bool = option(
         False, "compute activations again in the backward pass: less memory, a third more time"

@@ -24,7 +24,7 @@ from treadle.errors import ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.weights_file import bind_parameters, map_weights
-from treadle.train.attention import choose_kind, plan_attention, plug_in
+from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in
 from treadle.train.lean import make_lean
 from treadle.train.logprobs import chosen_logprobs
 from treadle.train.pack import Micro
@@ -51,7 +51,9 @@ class Policy:
         self._write: Callable[[], None] = lambda: None
         self.device: torch.device = next(model.parameters()).device
         self._chunk = config.on_device(gpu=self.device.type == "cuda").logprob_chunk
-        self._attention = choose_kind(config.attention, self.device, next(model.parameters()).dtype)
+        self._attention = choose_kind(
+            config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
+        )
         model.eval()  # no dropout: the rollout policy had none either
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
@@ -71,7 +73,7 @@ class Policy:
             self.weights = dict(model.named_parameters())  # a tied parameter comes once
             self.live = {name: p for name, p in self.weights.items() if p.requires_grad}
         # liger's kernels stop torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
-        can_compile = self._attention == "varlen" and config.fused_kernels == "none"
+        can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none"
         prepare_layers(model, config, can_compile=can_compile)
 
     @property

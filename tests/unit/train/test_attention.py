@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treadle.errors import ConfigError
 from treadle.train.attention import choose_kind, plan_attention
 from treadle.train.attention.blocks import Blocks
+from treadle.train.attention.flash4 import attend_flash4
 from treadle.train.attention.sdpa import SdpaPlan, pieces_of
 from treadle.train.attention.varlen import GatherKeys, VarlenPlan
 from treadle.train.pack import Segment
@@ -98,8 +100,24 @@ def test_short_completions_go_in_blocks_and_long_ones_piece_by_piece():
 
 def test_a_card_has_variable_length_attention_for_half_precision_only():
     card = torch.device("cuda")
-    assert choose_kind("auto", card, torch.bfloat16) == "varlen"
-    assert choose_kind("auto", card, torch.float32) == "auto"
-    assert choose_kind("sdpa", card, torch.bfloat16) == "sdpa"
-    with pytest.raises(ConfigError, match="no variable-length attention"):
-        choose_kind("varlen", CPU, torch.bfloat16)
+    odd = 48  # a head size FlashAttention 4 is not used for
+    assert choose_kind("varlen", card, torch.bfloat16, odd) == "varlen"
+    assert choose_kind("auto", card, torch.float32, odd) == "auto"
+    assert choose_kind("sdpa", card, torch.bfloat16, odd) == "sdpa"
+    for kind in ("varlen", "flash4"):
+        with pytest.raises(ConfigError, match="no variable-length attention"):
+            choose_kind(kind, CPU, torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("window", [-1, 100])
+def test_flash4_is_an_operator_that_compilers_can_see_through(window):
+    """Without a card only its shapes can be seen, and that they are those of queries, keys and values."""
+    with FakeTensorMode():
+        query = torch.empty(30, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+        key, value = (torch.empty(50, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        starts = torch.zeros(3, dtype=torch.int32)
+        attended, sums = attend_flash4(query, key, value, starts, starts, 20, 30, 0.1, window)
+        gradients = torch.autograd.grad(attended.sum(), (query, key, value))
+    assert attended.shape == query.shape
+    assert sums.shape == (4, 30)
+    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]

@@ -113,7 +113,9 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         logprob_chunk=train.logprob_chunk,
         is_checkpointed=train.gradient_checkpointing,
         # Layers are compiled with the GPU's variable-length attention only.
-        is_compiled=train.compile != "off" and has_gpu and train.attention in ("auto", "varlen") and not has_liger,
+        is_compiled=(
+            train.compile != "off" and has_gpu and train.attention in ("auto", "varlen", "flash4") and not has_liger
+        ),
         has_liger=has_liger,
         is_lean=not has_gpu,
         has_block_attention=train.attention == "blocks" or (train.attention == "auto" and not has_gpu),

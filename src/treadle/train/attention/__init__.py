@@ -1,7 +1,8 @@
 """How packed tokens attend: each completion sees the root, its group's prompt and itself, and nothing else.
 
     on a CPU    short completions: dense blocks (blocks.py); long ones: piece by piece (sdpa.py)
-    on CUDA     torch's variable-length kernel (varlen.py); fp32, for which it has none, piece by piece
+    on CUDA     variable-length kernels (varlen.py): FlashAttention 4's where they are installed and fit the card
+                (flash4.py), else torch's; fp32, for which there are none, piece by piece
 
 The plan of a micro is made once; it travels to every layer's attention as arguments of the model's forward.
 """
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from treadle.errors import ConfigError, ModelError
-from treadle.train.attention import blocks
+from treadle.train.attention import blocks, flash4
 from treadle.train.attention.sdpa import SdpaPlan
 from treadle.train.attention.varlen import GATHERING, VarlenPlan, attend_varlen
 from treadle.train.pack import Segment
@@ -28,27 +29,38 @@ _FOREIGN = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "positi
 
 OTHER_MODEL = "use a model of another family (Llama, Qwen, Mistral, SmolLM)"
 
-Kind = Literal["auto", "blocks", "sdpa", "varlen"]
+Kind = Literal["auto", "blocks", "sdpa", "varlen", "flash4"]
+VARIABLE_LENGTH = ("varlen", "flash4")  # kernels that layers can be compiled around
 
 
 def plan_attention(segments: Sequence[Segment], device: torch.device, kind: Kind) -> dict[str, Any]:
     """The arguments by which one micro's attention is done."""
-    if kind == "varlen":
-        return VarlenPlan.of(segments, device).arguments()
+    if kind in VARIABLE_LENGTH:
+        return {**VarlenPlan.of(segments, device).arguments(), "use_flash4": kind == "flash4"}
     few_pairs = blocks.num_pairs(segments) <= MAX_BLOCK_PAIRS
     if kind == "blocks" or (kind == "auto" and device.type == "cpu" and few_pairs):
         return {"plan": blocks.lay_out(segments)}
     return {"plan": SdpaPlan.of(segments, device)}
 
 
-def choose_kind(wished: Kind, device: torch.device, dtype: torch.dtype) -> Kind:
+def choose_kind(wished: Kind, device: torch.device, dtype: torch.dtype, head_size: int) -> Kind:
     """Variable-length attention where there is a kernel for it; else "auto", which each micro decides by its size."""
     has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wished == "varlen" and not has_kernel:
+    if wished in VARIABLE_LENGTH and not has_kernel:
         raise ConfigError(f"there is no variable-length attention for {dtype} on {device.type}", fix="--attention auto")
+    if wished == "flash4":
+        flash4.require(device, head_size)
     if wished == "blocks" and device.type != "cpu":
         raise ConfigError("attention in blocks is for CPUs", fix="--attention auto")
-    return "varlen" if wished == "auto" and has_kernel else wished
+    if wished == "auto" and has_kernel:
+        return "flash4" if flash4.is_usable(device, head_size) else "varlen"
+    return wished
+
+
+def head_size(config: Any) -> int:
+    """Numbers per attention head, as a model's configuration says or implies."""
+    said = getattr(config, "head_dim", None)
+    return int(said or config.hidden_size // config.num_attention_heads)
 
 
 def plug_in(model: Any) -> None:
@@ -83,6 +95,7 @@ def attend(
         return plan.attend(*rows, scaling)[None], None
     if "starts_q" not in more:
         raise ModelError("the model does not hand the packing to its attention", fix=OTHER_MODEL)
-    arguments = {name: more[name] for name in ("starts_q", "starts_k", "longest_q", "longest_k", *GATHERING)}
+    names = ("starts_q", "starts_k", "longest_q", "longest_k", "use_flash4", *GATHERING)
+    arguments = {name: more[name] for name in names}
     window = -1 if sliding_window is None else sliding_window - 1
     return attend_varlen(*rows, scaling, window, **arguments)[None], None

@@ -1,4 +1,4 @@
-"""Attention by torch's variable-length kernel, on CUDA: the packed row as it is, nothing padded.
+"""Attention by a variable-length kernel, on CUDA: the packed row as it is, nothing padded.
 
 Queries are the packed row. Keys and values are too, unless prompts are shared: then each piece's keys are gathered
 behind one another (root, prompt, own), and the kernel's causal mask, aligned at the end, is just the right one.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from treadle.train.attention.flash4 import attend_flash4
 from treadle.train.attention.sdpa import pieces_of
 from treadle.train.pack import Segment
 
@@ -123,6 +124,7 @@ def attend_varlen(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
+    use_flash4: bool,
     token_K: Tensor | None,
     **gathering: Tensor | None,
 ) -> Tensor:
@@ -130,6 +132,8 @@ def attend_varlen(
     if token_K is not None:
         gathered = (token_K, *(gathering[name] for name in GATHERING[1:]))
         key, value = GatherKeys.apply(key, *gathered), GatherKeys.apply(value, *gathered)
+    if use_flash4:
+        return attend_flash4(query, key, value, starts_q, starts_k, longest_q, longest_k, scaling, window)[0]
     out = varlen_attn(
         query, key, value, starts_q, starts_k, longest_q, longest_k,
         scale=scaling, window_size=(window, 0), **_GROUPED,
