@@ -11,6 +11,7 @@ TreadleError
 ├── ProcessDied         exit code 1: a process of the run ended that should not have
 ├── HubError            the hub refused a call or could not be reached
 ├── EngineError         the engine refused a call or could not be reached
+│   └── RequestError      a request that cannot be served as it was asked
 ├── SyncError           new weights did not reach the engine, or cannot be shown to have reached it
 └── TrainingError       the numbers went bad (NaN) or a batch cannot be trained
 """
@@ -72,6 +73,10 @@ class HubError(TreadleError):
 
 
 class EngineError(TreadleError):
+    pass
+
+
+class RequestError(EngineError):
     pass
 
 

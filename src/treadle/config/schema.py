@@ -50,15 +50,36 @@ class EngineConfig(Section):
     """The inference process."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    host: str = option("127.0.0.1", "address to listen on")
+    engine: Literal["auto", "vllm", "transformers"] = option(
+        "auto", "what generates; auto: vLLM where it is installed, else transformers"
+    )
+    host: str = option("127.0.0.1", "address to listen on; another than loopback needs a token")
     port: Port = option(9001, "port to listen on")
+    token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")
+    allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     dtype: Dtype = option("bfloat16", "number format of the weights; auto takes the checkpoint's own")
     threads: Count = option(0, "compute threads; 0 takes every core")
     max_num_seqs: PositiveInt = option(64, "completions that are generated side by side")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(
+        "processed_logprobs", "logprobs of the distribution that was sampled from, or of the model at temperature 1"
+    )
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
     pause_timeout_s: Seconds = option(120.0, "longest wait for running requests when weights change")
+    # adapters
+    enable_lora: bool = option(False, "take LoRA adapters while serving")
+    max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")
+    # vLLM
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
+        0.45, "vLLM: share of the GPU's memory for weights and KV cache"
+    )
+    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model")
+    enforce_eager: bool = option(False, "vLLM: no CUDA graphs and no torch.compile (slower; for finding faults)")
+    kv_cache_gib: PositiveInt = option(1, "vLLM on a CPU: memory for the KV cache")
+    vllm_python: str = option("", "the Python that has vLLM; empty: this one")
+    vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
+    start_timeout_s: Seconds = option(900.0, "vLLM: longest wait for it to load")
 
 
 class ServerConfig(Section):

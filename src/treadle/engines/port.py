@@ -1,0 +1,152 @@
+"""What the HTTP surface asks of an engine. Two stand behind it: transformers in this process (transformers_engine.py,
+scheduler.py), and vLLM as a server of its own on loopback (vllm/).
+
+    hold(mode)                 no token is sampled from here on; "keep" freezes what runs, "wait" lets it finish
+    release(policy_version)    go on; with a version: under new weights, and what was cached from the old ones is dropped
+
+Everything is asynchronous: the surface serves thousands of requests at once from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from treadle.engines.sampling import SamplingParams
+from treadle.sync.layout import Layout
+from treadle.wire.generate import Wave
+
+HoldMode = Literal["keep", "wait", "abort"]
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated, checked and tokenized."""
+
+    prompt_ids: list[int]
+    n: int
+    max_tokens: int
+    sampling: SamplingParams
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # besides the model's own ends
+    ignore_eos: bool = False
+    num_top: int = 0  # likeliest tokens whose logprobs are reported beside the sampled one's
+    num_prompt_top: int | None = None  # the same for the prompt's tokens; None: their logprobs are not wanted
+    wave: Wave | None = None
+    adapter: str | None = None  # a LoRA adapter by name; None: the newest one that serves the policy, if any
+
+
+@dataclass
+class Sampled:
+    """One completion. `logprobs` are those of the distribution it was sampled from, or raw ones (LogprobsMode)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)  # per token, when num_top was asked for
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None: it still grows
+    text: str = ""  # without the stop string that ended it, and without special tokens
+    policy_versions: list[int] = field(default_factory=list)  # each version that tokens came from, oldest first
+
+
+@dataclass
+class Generation:
+    """The answer to a request: its `n` completions."""
+
+    completions: list[Sampled]
+    prompt_tops: list[dict[int, float]] | None = None  # per prompt token; of the first one, nothing ({}) is known
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one more moment of a streamed generation brought for completion `index`."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    tops: list[dict[int, float]]
+    text: str  # only what is new
+    finish_reason: str | None
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change while an engine serves."""
+
+    kind: Literal["transformers", "vllm"]
+    version: str  # of the library that generates
+    folder: Path  # of the model, with its tokenizer
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    logprobs_mode: LogprobsMode
+    max_num_seqs: int
+    has_lora: bool
+    max_lora_rank: int | None
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """How it is doing. `failure` is set once generation cannot go on: health must tell."""
+
+    policy_version: int
+    is_held: bool
+    num_running: int
+    num_waiting: int
+    generated_tokens: int
+    generating_s: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that can be asked for by name."""
+
+    name: str
+    path: Path
+    rank: int
+    policy_version: int | None  # of the policy it is; None: loaded by hand
+
+
+class Engine(Protocol):
+    """All methods raise EngineError (it cannot be done now) or RequestError (the request itself is wrong)."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    async def state(self) -> EngineState: ...
+
+    async def generate(self, request: Request) -> Generation: ...
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
+
+    async def hold(self, mode: HoldMode, timeout_s: float) -> None: ...
+
+    async def release(self, policy_version: int | None) -> None: ...
+
+    async def layout(self) -> Layout | None:
+        """Where the weights lie that a trainer may write; None: this engine shares none."""
+
+    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
+        """By the name a trainer knows each weight by (sync/fingerprint.py). May be asked while held."""
+
+    async def reload(self, folder: Path, policy_version: int) -> None:
+        """Take the weights of a saved model (or only those in it that changed); what runs goes on under them."""
+
+    async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
+        """Begin anew from a saved model; requests wait meanwhile."""
+
+    async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    def adapters(self) -> list[Adapter]: ...
+
+    async def close(self) -> None: ...
