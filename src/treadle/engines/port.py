@@ -2,7 +2,7 @@
 scheduler.py), and vLLM as a server of its own on loopback (vllm/).
 
     hold(mode)                 no token is sampled from here on; "keep" freezes what runs, "wait" lets it finish
-    release(policy_version)    go on; with a version: under new weights, and what was cached from the old ones is dropped
+    release(policy_version)    go on; with a version: under new weights, what was cached from the old is dropped
 
 Everything is asynchronous: the surface serves thousands of requests at once from one thread.
 """

@@ -59,7 +59,7 @@ class Fingerprints(msgspec.Struct, kw_only=True):
 
 
 class ReloadWeights(msgspec.Struct, kw_only=True):
-    """POST /reload_weights: a folder, on the engine's machine, with safetensors of all weights or of those that changed."""
+    """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones."""
 
     path: str
     policy_version: int | None = None  # None: one more than now
