@@ -1,4 +1,4 @@
-"""Where each parameter lies in a shared weights file. Pure: names, shapes and offsets, no tensors."""
+"""Where each parameter lies in shared memory: a file, or a GPU's. Pure: names, shapes and offsets, no tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ ALIGNMENT = 64  # bytes; a cache line, so that every parameter starts where vect
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+class CudaStorage(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation on the engine's GPU, as another process opens it (cuda_ipc.py)."""
+
+    device_uuid: str
+    handle: str  # base64, as are the other two
+    num_bytes: int
+    offset: int  # of the storage in the block that CUDA gave out
+    counter_handle: str
+    counter_offset: int
+    event_handle: str
+    needs_event: bool
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One parameter in the file."""
+    """One parameter: contiguous, in the file or in one of the GPU's storages."""
 
     name: str
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from the start of the file, or of the storage
+    storage: int = 0  # which of the layout's storages; a file is one
 
     @property
     def num_elements(self) -> int:
@@ -25,13 +39,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file. Tied parameters appear once, under the name the model registered first."""
+    """All weights. Tied parameters appear once, under the name the model registered first."""
 
-    path: str
+    path: str  # of the file; empty when the weights lie in `storages`
     model: str  # the folder the weights were loaded from
     dtype: str
     num_bytes: int
     parameters: tuple[Placement, ...]
+    storages: tuple[CudaStorage, ...] = ()
     # What the bytes are at this moment; the engine fills it in when it is asked.
     policy_version: int | None = None  # None: it does not say
     is_held: bool = False  # paused for a publish: the weights may be half written

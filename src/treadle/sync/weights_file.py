@@ -20,6 +20,7 @@ from torch import nn
 
 from treadle.errors import DiskFull, SyncError
 from treadle.log import get_logger
+from treadle.sync.cuda_ipc import open_storage
 from treadle.sync.layout import Layout, plan_layout
 
 log = get_logger("sync")
@@ -86,18 +87,22 @@ def remove_shared_file(path: Path) -> None:
 
 
 def map_weights(layout: Layout) -> dict[str, torch.Tensor]:
-    """The parameters in the shared file, by name."""
+    """The shared parameters, by name, in place."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
+    wholes = [open_storage(storage) for storage in layout.storages] or [_map_file(layout)]
+    return {
+        p.name: wholes[p.storage][p.offset : p.offset + p.num_elements * dtype.itemsize].view(dtype).view(p.shape)
+        for p in layout.parameters
+    }
+
+
+def _map_file(layout: Layout) -> torch.Tensor:
     try:
-        whole = torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)
+        return torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise SyncError(
             f"cannot map the shared weights {layout.path}: {error}", fix="engine and trainer must be on one machine"
         ) from None
-    return {
-        p.name: whole[p.offset : p.offset + p.num_elements * dtype.itemsize].view(dtype).view(p.shape)
-        for p in layout.parameters
-    }
 
 
 def _create(path: Path, num_bytes: int) -> None:
