@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -104,7 +105,16 @@ def _hub(words: list[str]) -> int:
 
 
 def _engine(words: list[str]) -> int:
-    run = _one_section("engine", words)
+    from treadle.config.engine_choice import has_vllm
+
+    parser = _section_parser("engine")
+    values, unknown = parser.parse_known(words)
+    run = _load_section(values)
+    if unknown and has_vllm(run.engine):  # vLLM has some hundred flags of its own: it knows which of these are wrong
+        further = shlex.join([*shlex.split(run.engine.vllm_args), *unknown])
+        run = run.model_copy(update={"engine": run.engine.model_copy(update={"vllm_args": further})})
+    else:
+        parser.refuse(unknown)
     from treadle.engines import serve
 
     serve(run.engine)
@@ -186,15 +196,24 @@ def _add_run_flags(parser: FlagParser) -> None:
 
 
 def _one_section(name: str, words: list[str]) -> Any:
-    """Parse the plain flags of one process; `--config` may name a file that holds a whole run."""
-    from treadle.config.flags import FlagParser, add_flags, given
-    from treadle.config.load import load_run
+    """The configuration of one process, from its plain flags; `--config` may name a file that holds a whole run."""
+    return _load_section(_section_parser(name).parse_args(words))
+
+
+def _section_parser(name: str) -> FlagParser:
+    from treadle.config.flags import FlagParser, add_flags
     from treadle.config.schema import RunConfig
 
     parser = FlagParser(prog=f"treadle {name}", description=VERBS[name])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
-    values = parser.parse_args(words)
+    return parser
+
+
+def _load_section(values: Any) -> Any:
+    from treadle.config.flags import given
+    from treadle.config.load import load_run
+
     _log_to_stderr()
     return load_run(values._config, given(values))
 

@@ -35,15 +35,21 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Help, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        values, unknown = self.parse_known_args(given, namespace)
+        values, unknown = self.parse_known(sys.argv[1:] if args is None else args, namespace)
+        self.refuse(unknown)
+        return values
+
+    def parse_known(self, words: Sequence[str], namespace: Any = None) -> tuple[Any, list[str]]:
+        """The values, and the words that are no flags of this parser's: somebody else's, or mistakes (`refuse`)."""
+        return self.parse_known_args([_dashed(word) for word in words], namespace)
+
+    def refuse(self, unknown: Sequence[str]) -> None:
         for word in unknown:
             if word.startswith("--"):
                 flag = word.split("=")[0]
                 self.error(f"unknown flag {flag}; {self._nearest(flag) or 'see --help'}")
         if unknown:
             self.error(f"unexpected argument '{unknown[0]}'; see --help")
-        return values
 
     def _nearest(self, flag: str) -> str:
         """`--lr` is near `--train.lr`: the section is what is left out most often."""
