@@ -1,0 +1,61 @@
+"""Rewards: what a completion is worth.
+
+from treadle.envs.rewards import RewardInput, RewardPool, registry, reward
+
+@reward
+def is_polite(completion: RewardInput) -> float:
+    return "please" in completion.text.lower()
+
+wanted = registry.create([{"type": "boxed_math"}, {"type": "think_format", "weight": 0.2}, is_polite])
+async with RewardPool(num_workers=2, time_limit_s=10) as pool:
+    results = await pool.score(wanted, completions)
+"""
+
+from __future__ import annotations
+
+from treadle.envs.rewards.base import FunctionReward, Reward, RewardInput
+from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
+from treadle.envs.rewards.combined import CombinedReward, R1Reward
+from treadle.envs.rewards.cosine import CosineScaledReward
+from treadle.envs.rewards.match import ExactMatchReward, JsonSchemaReward, RegexReward
+from treadle.envs.rewards.outcome import Outcome, RewardResult
+from treadle.envs.rewards.pool import RewardPool
+from treadle.envs.rewards.registry import Registry, RewardLike, registry, reward
+from treadle.envs.rewards.scorer import InlineScorer, Isolation, Scorer, make_scorer
+from treadle.envs.rewards.shape import (
+    FormatReward,
+    LengthReward,
+    ReasoningStepsReward,
+    RepetitionPenaltyReward,
+    ThinkFormatReward,
+)
+
+__all__ = [
+    "AccuracyReward",
+    "BoxedMath",
+    "CombinedReward",
+    "CosineScaledReward",
+    "ExactMatchReward",
+    "FormatReward",
+    "FunctionReward",
+    "InlineScorer",
+    "Isolation",
+    "JsonSchemaReward",
+    "LengthReward",
+    "Outcome",
+    "R1Reward",
+    "ReasoningStepsReward",
+    "RegexReward",
+    "Registry",
+    "RepetitionPenaltyReward",
+    "Reward",
+    "RewardInput",
+    "RewardLike",
+    "RewardPool",
+    "RewardResult",
+    "Scorer",
+    "ThinkFormatReward",
+    "make_scorer",
+    "registry",
+    "reward",
+]

@@ -1,0 +1,115 @@
+"""Mathematical answers in a box, verified by value: 1/2, 0.5 and \\frac{1}{2} are the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from treadle.envs.rewards.base import Reward, RewardInput
+from treadle.envs.rewards.passages import answer_text, last_box
+from treadle.envs.rewards.plain_numbers import compare, read_number
+from treadle.errors import require
+
+
+class BoxedMath(Reward):
+    r"""1 when the last \boxed{...} behind the last </think> equals the answer, else -1: the rules of GSM8K.
+
+    Without a box, "the answer is $...$" counts as well. Plain numbers are compared here; everything else is verified by
+    the package math-verify.
+
+    >>> BoxedMath().score(RewardInput(r"<think>...</think> It is \boxed{1,234}.", answer="1234"))
+    1.0
+    """
+
+    right: float = 1.0
+    wrong: float = -1.0
+
+    def warm_up(self) -> None:
+        is_equal("x", "\\frac{x}{1}")
+
+    def score(self, completion: RewardInput) -> float:
+        return self.right if is_right(completion.text, completion.answer) else self.wrong
+
+
+class AccuracyReward(BoxedMath):
+    """The same, but a wrong answer is worth 0."""
+
+    wrong: float = 0.0
+
+
+def is_right(text: str, gold: str) -> bool:
+    """Whether the answer in a completion has the value of `gold`; ValueError when `gold` itself cannot be read."""
+    if not gold.strip():
+        raise ValueError("the gold answer is empty")
+    said = answer_text(text)
+    box = last_box(said)
+    if box is None:
+        return "answer" in said.lower() and _verify(said, gold)  # no sentence without that word is looked at
+    return is_equal(gold, box)
+
+
+def is_equal(gold: str, said: str) -> bool:
+    """Whether two LaTeX expressions have the same value."""
+    gold_number, said_number = _gold_number(gold), read_number(said)
+    if gold_number is not None and said_number is not None:
+        verdict = compare(gold_number, said_number)
+        if verdict is not None:
+            return verdict
+    if not said.strip():
+        return False
+    return _verify(f"\\boxed{{{said}}}", gold)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gold_number(gold: str) -> Any:
+    return read_number(gold)
+
+
+def _verify(said: str, gold: str) -> bool:
+    """The slow half. It sets no time limit of its own: those need signals, and the pool limits every call."""
+    library = _library()
+    wanted = _parsed_gold(gold)
+    if not wanted:
+        raise ValueError(f"the gold answer {gold!r} cannot be read as mathematics")
+    found = library.parse(said, library.answer_rules, extraction_mode="first_match", parsing_timeout=None)
+    return bool(library.verify(wanted, found, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_gold(gold: str) -> list[Any]:
+    library = _library()
+    parsed: list[Any] = library.parse(
+        f"\\boxed{{{gold}}}", library.gold_rules, extraction_mode="first_match", parsing_timeout=None
+    )
+    return parsed
+
+
+class _Library:
+    """math-verify, with the rules for reading answers (strict about malformed operators) and gold ones."""
+
+    def __init__(self) -> None:
+        require("envs", "math_verify", "latex2sympy2_extended", "antlr4")
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
+
+        # It warns, once for each process, that nobody limits its time; the pool does.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self.parse: Any = parse
+        self.verify: Any = verify
+        self.gold_rules = [LatexExtractionConfig()]
+        self.answer_rules = [
+            LatexExtractionConfig(
+                # Of an equation with several signs the parser itself takes what stands behind the last.
+                normalization_config=NormalizationConfig(
+                    basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
+                ),
+                boxed_match_priority=0,
+                try_extract_without_anchor=False,
+            )
+        ]
+
+
+@functools.cache
+def _library() -> _Library:
+    return _Library()

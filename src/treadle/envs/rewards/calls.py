@@ -1,0 +1,58 @@
+"""One call of one reward, at the border to code that a user wrote: whatever it does becomes a result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from treadle.envs.rewards.base import Reward, RewardInput, checked_score
+from treadle.envs.rewards.outcome import CallResult
+
+MAX_DETAIL = 500  # letters; an error may quote a whole completion
+
+
+def calls_for(reward: Reward, inputs: Sequence[RewardInput]) -> list[list[RewardInput]]:
+    """What goes into one call: a completion, or all of the group when the reward looks at groups."""
+    if reward.looks_at_groups:
+        return [list(inputs)] if inputs else []
+    return [[completion] for completion in inputs]
+
+
+def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
+    """Call the reward. A reward that raises, or asks to exit, is recorded."""
+    started = time.perf_counter()
+    try:
+        raw = reward.score_group(inputs) if reward.looks_at_groups else [reward.score(inputs[0])]
+        scores = [checked_score(value) for value in raw]
+        if len(scores) != len(inputs):
+            raise ValueError(f"the reward returned {len(scores)} scores for {len(inputs)} completions")
+    except MemoryError:
+        return CallResult(outcome="out_of_memory", detail="went past its memory limit", seconds=_since(started))
+    except KeyboardInterrupt:  # the user's, not the reward's
+        raise
+    except BaseException as error:  # SystemExit too: it is the reward that gave up, not the process
+        return CallResult(outcome="raised", detail=describe(error), seconds=_since(started))
+    return CallResult(scores=scores, seconds=_since(started))
+
+
+def describe(error: BaseException) -> str:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # an error that cannot even be shown
+        text = type(error).__name__
+    return text[:MAX_DETAIL]
+
+
+def per_completion(
+    reward: Reward, calls: Sequence[CallResult], num_inputs: int
+) -> list[tuple[CallResult, float | None]]:
+    """The results of a reward's calls -> the call and the score of every completion, in order."""
+    if reward.looks_at_groups:
+        places = [(call, place) for call in calls for place in range(num_inputs)]
+    else:
+        places = [(call, 0) for call in calls]
+    return [(call, call.scores[place] if call.outcome == "scored" else None) for call, place in places]
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started

@@ -1,0 +1,147 @@
+"""Several rewards as one score."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+
+from treadle.envs.rewards.base import Reward, RewardInput
+from treadle.envs.rewards.boxed_math import AccuracyReward
+from treadle.envs.rewards.outcome import CallResult, RewardResult
+from treadle.envs.rewards.registry import registry
+from treadle.envs.rewards.shape import ThinkFormatReward
+from treadle.errors import ConfigError
+
+
+class CombinedReward(Reward):
+    """The weighted sum of rewards. A weight of 0 only records: that part neither counts nor can fail the completion.
+
+    `normalization`: "none" leaves the sum as it is; "sum" divides it by the sum of the weights; "minmax" stretches it
+    over the group from 0 (the worst) to 1 (the best), and is 0 for all of a group without differences.
+    """
+
+    rewards: tuple[Reward, ...] = ()
+    normalization: Literal["none", "sum", "minmax"] = "none"
+
+    def check(self) -> None:
+        if not self.rewards:
+            raise ConfigError(f"reward '{self.name}' combines nothing", fix="list at least one under 'rewards'")
+        for name, count in Counter(leaf.name for leaf in leaves(self)).items():
+            if count > 1:
+                raise ConfigError(f"two rewards in '{self.name}' are called '{name}'", fix="give one another 'name'")
+        if self.normalization == "sum" and self.total_weight <= 0:
+            raise ConfigError(
+                f"reward '{self.name}' cannot divide by the sum of its weights, which is {self.total_weight:g}",
+                fix="make the sum positive, or choose another normalization",
+            )
+
+    @property
+    def total_weight(self) -> float:
+        return sum(part.weight for part in self.rewards)
+
+    @property
+    def looks_at_groups(self) -> bool:
+        return self.normalization == "minmax" or any(part.looks_at_groups for part in self.rewards)
+
+    def score(self, completion: RewardInput) -> float:
+        return self.score_group([completion])[0]
+
+    def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
+        raw = {leaf.name: list(leaf.score_group(group)) for leaf in leaves(self)}
+        return [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"rewards": [part.to_config() for part in self.rewards], "normalization": self.normalization}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        rest = {key: value for key, value in settings.items() if key != "rewards"}
+        made = msgspec.convert(rest, _Settings)
+        rewards = settings.get("rewards")
+        parts = cls().rewards if rewards is None and cls is not CombinedReward else map(registry.create, rewards or ())
+        return cls(rewards=tuple(parts), **msgspec.structs.asdict(made))
+
+
+class _Settings(msgspec.Struct, forbid_unknown_fields=True):
+    """What a combination has beside its parts."""
+
+    weight: float = 1.0
+    name: str = ""
+    normalization: Literal["none", "sum", "minmax"] = "none"
+
+
+class R1Reward(CombinedReward):
+    """1 for the right answer and half as much for thinking first."""
+
+    rewards: tuple[Reward, ...] = (AccuracyReward(), ThinkFormatReward(weight=0.5))
+
+
+def leaves(reward: Reward) -> list[Reward]:
+    """The rewards that are really called, in order."""
+    if isinstance(reward, CombinedReward):
+        return [leaf for part in reward.rewards for leaf in leaves(part)]
+    return [reward]
+
+
+def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[float | None]:
+    """Scores of the leaves by name -> the combined score of each completion, before the reward's own weight.
+
+    None goes through: a completion that a part with a weight could not score has no score.
+    """
+    if not isinstance(reward, CombinedReward):
+        return list(raw[reward.name])
+    counting = [part for part in reward.rewards if part.weight != 0]
+    columns = [combine(part, raw) for part in counting]
+    num_completions = max((len(column) for column in raw.values()), default=0)
+    rows = zip(*columns, strict=True) if columns else [()] * num_completions  # all parts may be only recorded
+    return _normalized([_weighted_sum(counting, row) for row in rows], reward)
+
+
+def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, float | None]]]) -> list[RewardResult]:
+    """What the calls of each leaf gave for each completion -> one result for each completion."""
+    raw = {name: [score for _, score in column] for name, column in calls.items()}
+    counts = _counting_names(reward)
+    results = []
+    for place, combined in enumerate(combine(reward, raw)):
+        failures = [(name, column[place][0]) for name, column in calls.items() if column[place][1] is None]
+        blamed = next((failure for failure in failures if failure[0] in counts), None)
+        results.append(
+            RewardResult(
+                score=None if combined is None else reward.weight * combined,
+                parts={name: column[place] for name, column in raw.items()},
+                outcome=blamed[1].outcome if blamed else "scored",
+                detail="; ".join(f"{name}: {call.detail}" for name, call in failures),
+                seconds=sum(column[place][0].seconds for column in calls.values()),
+            )
+        )
+    return results
+
+
+def _counting_names(reward: Reward) -> set[str]:
+    if not isinstance(reward, CombinedReward):
+        return {reward.name}
+    return {name for part in reward.rewards if part.weight != 0 for name in _counting_names(part)}
+
+
+def _weighted_sum(parts: Sequence[Reward], row: Sequence[float | None]) -> float | None:
+    total = 0.0
+    for part, value in zip(parts, row, strict=True):
+        if value is None:
+            return None
+        total += part.weight * value
+    return total
+
+
+def _normalized(sums: Sequence[float | None], reward: CombinedReward) -> list[float | None]:
+    known = [value for value in sums if value is not None]
+    if reward.normalization == "none" or not known:
+        return list(sums)
+    if reward.normalization == "sum":
+        low, span = 0.0, reward.total_weight
+    else:
+        low, span = min(known), max(known) - min(known)
+    return [None if value is None else (value - low) / span if span else 0.0 for value in sums]

@@ -1,0 +1,150 @@
+"""Rewards by name: `registry.create("length", target=200)`, `registry.create({"type": "boxed_math", "weight": 0.5})`.
+
+The built-in ones are listed here by address and imported when they are asked for, so that every name works in a fresh
+interpreter and always stands for the same class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from treadle.envs.rewards.base import FunctionReward, Reward, registered_name
+from treadle.envs.rewards.source import find
+from treadle.errors import ConfigError
+
+R = TypeVar("R", bound=type[Reward])
+RewardLike = Reward | str | Mapping[str, Any] | Sequence["RewardLike"]
+
+_HERE = "treadle.envs.rewards"
+BUILT_IN = {
+    "length": f"{_HERE}.shape:LengthReward",
+    "think_format": f"{_HERE}.shape:ThinkFormatReward",
+    "format": f"{_HERE}.shape:FormatReward",
+    "repetition_penalty": f"{_HERE}.shape:RepetitionPenaltyReward",
+    "reasoning_steps": f"{_HERE}.shape:ReasoningStepsReward",
+    "cosine_scaled": f"{_HERE}.cosine:CosineScaledReward",
+    "cosine_length": f"{_HERE}.cosine:CosineScaledReward",
+    "exact_match": f"{_HERE}.match:ExactMatchReward",
+    "regex": f"{_HERE}.match:RegexReward",
+    "json_schema": f"{_HERE}.match:JsonSchemaReward",
+    "boxed_math": f"{_HERE}.boxed_math:BoxedMath",
+    "accuracy": f"{_HERE}.boxed_math:AccuracyReward",
+    "combined": f"{_HERE}.combined:CombinedReward",
+    "r1": f"{_HERE}.combined:R1Reward",
+}
+
+
+def _build(entry: type[Reward] | FunctionReward, settings: Mapping[str, Any], name: str) -> Reward:
+    try:
+        if isinstance(entry, FunctionReward):
+            return entry.with_settings(settings)
+        return entry.from_settings(settings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(entry.__struct_fields__)
+        raise ConfigError(f"reward '{name}': {error}", fix=f"its settings are: {known}") from None
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").removesuffix("reward")
+
+
+def _address(entry: type[Reward] | FunctionReward) -> tuple[str, str]:
+    """What tells two rewards apart; not their module's name, which a file run as a script changes."""
+    thing = entry.function if isinstance(entry, FunctionReward) else entry
+    code = inspect.getsourcefile(thing) or thing.__module__
+    return code, thing.__qualname__
+
+
+class Registry:
+    """Names -> rewards. "think_format", "ThinkFormat" and "ThinkFormatReward" are one name."""
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = {_key(name): (name, address) for name, address in addresses.items()}
+        self._added: dict[str, tuple[str, type[Reward] | FunctionReward]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(name for name, _ in (*self._addresses.values(), *self._added.values()))
+
+    def add(self, name: str, entry: type[Reward] | FunctionReward) -> None:
+        key = _key(name)
+        if key in self._addresses:
+            raise ConfigError(f"'{name}' is the name of a built-in reward", fix="call yours something else")
+        # A file that is run twice (as a script and as a module) brings the same reward twice.
+        if key in self._added and _address(self._added[key][1]) != _address(entry):
+            raise ConfigError(f"two rewards are called '{name}'", fix="rename one: @reward(name=...)")
+        self._added[key] = (name, entry)
+
+    def create(self, what: RewardLike, /, **settings: Any) -> Reward:
+        """From a name, an address, a dict `{"type", "weight", "name", "params"}`, or a list of these: their sum."""
+        if isinstance(what, Reward):
+            if settings:
+                raise ConfigError(f"reward '{what.name}' is made already", fix="give settings where it is made")
+            return what
+        if isinstance(what, str):
+            return _build(self._entry(what), settings, what)
+        if isinstance(what, Mapping):
+            return self._from_mapping(what, settings)
+        return _build(
+            self._entry("combined"), {"rewards": [self.create(part) for part in what], **settings}, "combined"
+        )
+
+    def _from_mapping(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Reward:
+        unknown = set(config) - {"type", "weight", "name", "params"}
+        if unknown or "type" not in config:
+            problem = f"does not know {sorted(unknown)}" if unknown else "has no 'type'"
+            raise ConfigError(
+                f"the reward {dict(config)!r} {problem}", fix='write {"type", "weight", "name", "params"}'
+            )
+        own = {key: config[key] for key in ("weight", "name") if key in config}
+        return _build(self._entry(config["type"]), {**settings, **config.get("params", {}), **own}, config["type"])
+
+    def _entry(self, name: str) -> type[Reward] | FunctionReward:
+        key = _key(name)
+        if ":" in name:
+            entry = find(name)
+            if inspect.isfunction(entry):
+                return FunctionReward(function=entry)
+            if isinstance(entry, FunctionReward) or (inspect.isclass(entry) and issubclass(entry, Reward)):
+                return entry
+            raise ConfigError(f"'{name}' is no reward", fix="name a function or a subclass of Reward")
+        if key in self._added:
+            return self._added[key][1]
+        if key in self._addresses:
+            return self._entry(self._addresses[key][1])
+        from treadle.config.load import suggest  # only here: a process that scores has no use for it
+
+        hint = suggest(name, self.names) or f"known rewards: {', '.join(self.names)}; or give file.py:name"
+        raise ConfigError(f"unknown reward '{name}'", fix=hint)
+
+
+registry = Registry(BUILT_IN)
+
+
+@overload
+def reward(target: R, /) -> R: ...
+@overload
+def reward(target: Callable[..., Any], /) -> FunctionReward: ...
+@overload
+def reward(*, name: str = "", weight: float = 1.0, group: bool = False) -> Callable[[Any], Any]: ...
+def reward(target: Any = None, /, *, name: str = "", weight: float = 1.0, group: bool = False) -> Any:
+    """Make a function a reward, or register a class of them. `group=True`: the function takes a whole group.
+
+    @reward
+    def is_short(completion: RewardInput, limit: int = 200) -> float:
+        return completion.length < limit
+    """
+
+    def register(target: Any) -> Any:
+        if inspect.isclass(target) and issubclass(target, Reward):
+            registry.add(name or registered_name(target.__name__), target)
+            return target
+        made = FunctionReward(function=target, name=name, weight=weight, per_group=group)
+        registry.add(made.name, made)
+        return made
+
+    return register if target is None else register(target)

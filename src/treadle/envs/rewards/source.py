@@ -1,0 +1,85 @@
+"""Where a reward's code is, and how another process finds it: `package.module:Name` or `/path/file.py:Name`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from treadle.errors import ConfigError
+
+
+def source_of(thing: Any) -> str:
+    """The address of a function or class: `source_of(LengthReward)` ends in `.shape:LengthReward`."""
+    attribute: str = thing.__qualname__
+    if not attribute.replace(".", "").isidentifier():  # <locals>, <lambda>
+        raise ConfigError(
+            f"reward '{attribute}' cannot be found by the process that scores: it has no name at the top of a file",
+            fix='move it to the top level of a module, or score with isolation="inline"',
+        )
+    module = sys.modules[thing.__module__]
+    if thing.__module__ != "__main__" and PathFinder.find_spec(thing.__module__.partition(".")[0]) is not None:
+        return f"{thing.__module__}:{attribute}"
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigError(
+            f"reward '{attribute}' was typed into a session, so no other process can import it",
+            fix='write it into a file, or score with isolation="inline"',
+        )
+    return f"{Path(file).resolve()}:{attribute}"
+
+
+def find(source: str) -> Any:
+    """The function, reward or class at an address."""
+    place, _, attribute = source.rpartition(":")
+    module = load_file(Path(place)) if place.endswith(".py") else _import(place, source)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{place} has no '{attribute}'", fix="check the name behind the colon")
+        found = getattr(found, part)
+    return found
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run a file as a module, once in a process, whatever folder it is in."""
+    return _load_file(path.resolve())
+
+
+@functools.cache
+def _load_file(path: Path) -> ModuleType:
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == path:
+        return main
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", fix="check the path before the colon")
+    # Two files of one name must not become one module.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be run as Python", fix="name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(module: str, source: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, but something that it imports is not
+        raise ConfigError(
+            f"no module '{module}' for the reward '{source}'", fix="check it, or give a file path"
+        ) from None
