@@ -1,52 +1,87 @@
-"""Engine and trainer on one GPU. Never run in CI: pytest -m gpu tests/gpu on a machine that has one."""
+"""Engine and trainer on one GPU: two processes, one copy of the weights. Never run in CI: pytest -m gpu tests/gpu."""
 
 from __future__ import annotations
 
+import importlib.util
+
+import httpx
 import pytest
 import torch
 
+from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
-from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import Request, TransformersEngine
+from treadle.config import TrainConfig
+from treadle.sync.single_copy import SingleCopySync
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
-from treadle.train.policy import share_policy
+from treadle.train.policy import build_policy
 from treadle.wire.groups import ScoredGroup
 
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PROMPT = [20, 21, 22, 23]
+CASES = [
+    ("transformers", "float32", 1e-4),
+    ("transformers", "bfloat16", 0.1),
+    pytest.param("vllm", "bfloat16", 0.3, marks=needs_vllm),
+]
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_published_weights_are_adopted_and_logprobs_agree(dtype, limit, tmp_path):
-    folder = write_tiny_model(tmp_path / "model")
-    config = EngineConfig(device="cuda", dtype=dtype, weights_file=tmp_path / "weights")
-    engine = TransformersEngine(config, folder)
-    training = TrainConfig(device="cuda", logprob_chunk=64, micro_tokens=10_000)
-    policy = share_policy(engine.layout, training)
-    optimizer = build_optimizer(policy, training)
-    assert policy.device.type == engine.device.type == "cuda"
-    for seed in (1, 2):
-        with torch.no_grad():
-            for master in optimizer.masters.values():
-                master.add_(torch.randn_like(master) * 0.02)
-        policy.write_live_weights()
-        engine.adopt()
-        sequences = engine.admit([Request(PROMPT, 4, 30, SamplingParams(), seed, [], set())])[0]
-        while any(s.finish_reason is None for s in sequences):
-            engine.step()
-        group = ScoredGroup(
-            tokens=[PROMPT + s.token_ids for s in sequences],
-            masks=[[-100] * len(PROMPT) + s.token_ids for s in sequences],
-            scores=[0.0, 1.0, 2.0, 3.0],
-            inference_logprobs=[[1.0] * len(PROMPT) + s.logprobs for s in sequences],
-        )
-        (micro,) = pack([group], training).micros
-        logprobs, _ = policy.score(micro)
-        difference = (logprobs.detach().cpu() - micro.loss_tokens.rollout_logprobs_L).abs().max().item()
-        print(f"{dtype}: max |trainer - engine| = {difference:.2e}")
-        assert difference < limit
-        logprobs.sum().backward()
-        assert all(torch.isfinite(g).all() for g in optimizer.gradients.values())
+@pytest.mark.parametrize(("engine", "dtype", "limit"), CASES)
+def test_published_weights_are_the_engines_own_and_logprobs_agree(engine, dtype, limit, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256)
+    port, log = free_port(), tmp_path / "engine.log"
+    flags = ("--engine", engine, "--model", str(folder), "--port", str(port), "--dtype", dtype, "--device", "cuda",
+             "--max-model-len", "256", "--weights-file", str(tmp_path / "weights"))  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with running("engine", *flags, log=log) as process:
+        wait_until_healthy(f"{url}/health", process, log, timeout_s=240)
+        config = TrainConfig(device="cuda", engine_url=url, logprob_chunk=64, micro_tokens=10_000, single_copy=True)
+        sync = SingleCopySync(config)
+        attached = sync.attach()
+        assert attached.layout.storages
+        square = torch.ones(64, 64, device="cuda", dtype=getattr(torch, dtype))
+        square @ square  # cuBLAS takes its workspace
+        before = torch.cuda.memory_allocated()
+        policy = build_policy(attached, config)
+        assert torch.cuda.memory_allocated() - before < 100_000  # buffers: no second copy of the weights
+        optimizer = build_optimizer(policy, config)
+        sync.publish(policy, version=0)
+        for version in (1, 2):
+            with torch.no_grad():
+                for master in optimizer.masters.values():
+                    master.add_(torch.randn_like(master) * 0.02)
+            receipt = sync.publish(policy, version=version)
+            answer = ask(url)
+            assert answer["policy_version"] == version
+            (micro,) = pack([as_group(answer)], config).micros
+            logprobs, _ = policy.score(micro)
+            difference = (logprobs.detach().cpu() - micro.loss_tokens.rollout_logprobs_L).abs()
+            print(
+                f"{engine} {dtype}: |trainer - engine| mean {difference.mean():.2e}, max {difference.max():.2e}; "
+                f"pause {receipt.wait_s * 1e3:.1f} ms, write {receipt.write_s * 1e3:.1f} ms, {receipt.verified}"
+            )
+            assert difference.max() < limit
+            logprobs.sum().backward()
+            assert all(torch.isfinite(g).all() for g in optimizer.gradients.values())
+
+
+def ask(url: str) -> dict:
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 4, "max_tokens": 30, "logprobs": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/generate", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def as_group(answer: dict) -> ScoredGroup:
+    chosen = [
+        [position[0][str(token)] for token, position in zip(ids, positions, strict=True)]
+        for ids, positions in zip(answer["token_ids"], answer["logprobs"], strict=True)
+    ]
+    return ScoredGroup(
+        tokens=[PROMPT + ids for ids in answer["token_ids"]],
+        masks=[[-100] * len(PROMPT) + ids for ids in answer["token_ids"]],
+        scores=[0.0, 1.0, 2.0, 3.0],
+        inference_logprobs=[[1.0] * len(PROMPT) + values for values in chosen],
+    )

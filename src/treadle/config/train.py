@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.sync import LORA_MODES, SyncOptions
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -231,8 +232,6 @@ WITHOUT_EFFECT = {
     "gpu-memory-utilization": "the engine is a process of its own",
     "vllm-gpu-memory-utilization": "the engine is a process of its own",
     "max-model-len": "the engine is a process of its own: treadle engine --max-model-len",
-    "vllm-config-path": "the engine at --vllm-port is asked where its weights are",
-    "vllm-restart-interval": "weights reach the engine after every step, without a restart",
     "num-inference-nodes": "the engine is found by --engine-url",
 }
 
@@ -253,7 +252,7 @@ class TrackOptions(Section):
     )
 
 
-class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, TrackOptions):
+class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):
     """The trainer process."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
@@ -278,9 +277,6 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     atropos_url: str = option("http://127.0.0.1:8000", "URL of the hub", flags=("hub-url",))
     engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
     vllm_port: Port | None = option(None, "the engine is on this machine, at this port")
-    weight_bridge_mode: Literal["shared_memory", "offline"] = option(
-        "shared_memory", "how weights reach the engine: shared memory (on a CPU one copy for both), or not at all"
-    )
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
     checkpoint_interval: Count = option(25, "save a resumable checkpoint every so many steps; 0: only at the end")
@@ -300,6 +296,18 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
             raise ValueError(
                 "train_layer_indices chooses among the model's own weights, and with lora none of them is trained: "
                 "choose the layers that get adapters with lora_layer_indices"
+            )
+        if self.weight_bridge_mode in LORA_MODES and not self.lora:
+            raise ValueError(
+                f"weight_bridge_mode {self.weight_bridge_mode} publishes adapters, and lora is off: leave lora out, or "
+                "choose reload to publish all weights"
+            )
+        own_copy = {"lora": self.lora, "epochs over 1": self.epochs > 1, "world_size over 1": self.world_size > 1}
+        if self.single_copy and any(own_copy.values()):
+            needs = " and ".join(name for name, is_set in own_copy.items() if is_set)
+            raise ValueError(
+                f"single_copy cannot be with {needs}: the trainer's weights then differ from the engine's between two "
+                "publishes; set use_shared_memory instead"
             )
         return self
 

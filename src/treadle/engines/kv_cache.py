@@ -6,6 +6,7 @@ rotary positions; what happens between them and the output projection is ours.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-ATTENTION = "treadle_decode"
+_numbers = count()  # several engines may live in one process; each model attends through a name of its own
 GROWTH = 64  # the cache grows in steps of so many positions
 
 
@@ -118,8 +119,9 @@ def plug_in(model: Any, cache: KVCache) -> None:
         layer: int = module.layer_idx  # type: ignore[assignment]
         return cache.attend(layer, query, key, value, scaling), None
 
-    AttentionInterface.register(ATTENTION, attention)
-    model.set_attn_implementation(ATTENTION)
+    name = f"treadle_decode_{next(_numbers)}"
+    AttentionInterface.register(name, attention)
+    model.set_attn_implementation(name)
 
 
 def _grow(tensor: Tensor, length: int) -> Tensor:

@@ -43,12 +43,7 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor) -
 
     Temperature 0 takes the likeliest token and reports its logprob at temperature 1.
     """
-    logits_BV = logits_BV.float()
-    temperature_B = torch.tensor([p.temperature or 1.0 for p in params], device=logits_BV.device)
-    if not bool((temperature_B == 1.0).all()):
-        logits_BV = logits_BV / temperature_B[:, None]
-    if any(p.truncates for p in params):
-        logits_BV = _truncate(logits_BV, params)
+    logits_BV = _processed(logits_BV, params)
     highest_B, likeliest_B = logits_BV.max(-1)
     weights_BV = torch.exp(logits_BV - highest_B[:, None])
     sampled_B, total_B = _inverse_cdf(weights_BV, uniform_B)
@@ -56,6 +51,27 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor) -
     tokens_B = torch.where(greedy_B, likeliest_B, sampled_B)
     logprobs_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1) - highest_B - torch.log(total_B)
     return tokens_B, logprobs_B
+
+
+def report(
+    logits_BV: Tensor, params: list[SamplingParams], tokens_B: Tensor, *, num_top: int, raw: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens' logprobs, and the likeliest tokens with theirs: what is wanted only now and then.
+
+    Of the distribution that was sampled from, or, `raw`, of the model's own at temperature 1.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.float() if raw else _processed(logits_BV, params), -1)
+    top_BK = logprobs_BV.topk(min(num_top, logprobs_BV.shape[-1]), -1)
+    return logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1), top_BK.indices, top_BK.values
+
+
+def _processed(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The logits that are sampled from: divided by the temperature, and -inf where truncation rules a token out."""
+    logits_BV = logits_BV.float()
+    temperature_B = torch.tensor([p.temperature or 1.0 for p in params], device=logits_BV.device)
+    if not bool((temperature_B == 1.0).all()):
+        logits_BV = logits_BV / temperature_B[:, None]
+    return _truncate(logits_BV, params) if any(p.truncates for p in params) else logits_BV
 
 
 def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
-"""Who is generated when: one thread that owns the engine, a waiting line, waves, and the pause between versions.
+"""Who is generated when: one thread that owns the engine, and holds between versions.
 
-      submit() ──> waiting ──(room, not paused, wave complete)──> running ──> answer
-                                      ^
-      pause(): nothing is admitted; returns when nothing runs.  resume(version): the line moves again.
+submit() ──> waiting ──(room, not held, wave complete)──> running ──> answer
+                                                             |
+                                              one token at a time; errands in between
 
-A request runs from its first to its last token under one version, because weights change only while nothing runs.
+hold("keep")   nothing is admitted, nothing is sampled; what runs stays where it is
+hold("wait")   nothing is admitted; returns when nothing runs
+hold("abort")  as "keep", and what runs is answered with what it has
+release(v)     the line moves again; with a version: under weights that have changed since
 """
 
 from __future__ import annotations
@@ -15,47 +18,51 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from treadle.engines.transformers_engine import Request, Sequence, TransformersEngine
-from treadle.errors import EngineError
+from treadle.engines.port import Adapter, Generation, HoldMode, Request
+from treadle.engines.transformers_engine import TransformersEngine
+from treadle.engines.waiting_line import Job, Tell, WaitingLine
+from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
-from treadle.wire.generate import Wave
 
 log = get_logger("engine")
-WAVE_PATIENCE_S = 10.0  # a wave whose last requests do not come is generated without them
+T = TypeVar("T")
 
 
-@dataclass
-class Finished:
-    sequences: list[Sequence]
-    policy_version: int
-    seconds: float
+@dataclass(frozen=True)
+class _Errand:
+    """Something that the generation thread does between two tokens."""
 
+    work: Callable[[], Any]
+    future: Future[Any]
 
-@dataclass
-class _Job:
-    request: Request
-    wave: Wave | None
-    submitted: float
-    future: Future[Finished]
-    sequences: list[Sequence]
-    admitted: float = 0.0
-    policy_version: int = -1  # fixed when the request is admitted
+    def run(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.work())
+            except Exception as error:  # it belongs to whoever sent the errand
+                self.future.set_exception(error)
 
 
 class Scheduler:
     def __init__(
         self, engine: TransformersEngine, max_num_seqs: int, *, on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        self._engine = engine
-        self._on_failure = on_failure
+        self.engine = engine
         self.max_num_seqs = max_num_seqs
+        self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._waiting: list[_Job] = []
-        self._running: list[_Job] = []
-        self._admitted_of_wave: dict[str, int] = {}  # waves of which a part is admitted already
-        self._paused = False
+        self._waiting = WaitingLine()
+        self._running: list[Job] = []
+        self._errands: list[_Errand] = []
+        self._hold: HoldMode | None = None
+        self._is_stale = False  # the weights changed under what runs: it must be computed again
+        self._has_cancelled = False
         self._closed = False
+        self.adapters: dict[str, Adapter] = {}
+        self._policy_adapter: str | None = None  # serves requests that name none
+        self._active_adapter: str | None = None  # what the model computes with now
         self.failure: str | None = None  # set when the generation thread died: /health must tell
         self.policy_version = 0
         self.generated_tokens = 0
@@ -72,40 +79,79 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def is_paused(self) -> bool:
-        return self._paused
+    def is_held(self) -> bool:
+        return self._hold is not None
 
-    def submit(self, request: Request, wave: Wave | None) -> Future[Finished]:
-        job = _Job(request, wave, time.monotonic(), Future(), [])
+    # Called from any thread
+
+    def submit(self, request: Request, tell: Tell | None = None) -> Future[Generation]:
+        """Cancelling what is returned takes the request back: it leaves the line, or the batch."""
+        job = Job(request, tell)
+        job.future.add_done_callback(lambda future: self._note_cancelled() if future.cancelled() else None)
         with self._changed:
             self._refuse_when_dead()
-            self._drop_replaced(job)
+            if request.adapter is not None and request.adapter not in self.adapters:
+                raise RequestError(f"there is no adapter '{request.adapter}'", fix="GET /v1/models lists what there is")
             self._waiting.append(job)
             self._changed.notify_all()
         return job.future
 
-    def pause(self, timeout_s: float) -> None:
-        """Admit nothing more; returns when nothing runs. On a time-out the engine goes on as before."""
+    def between_tokens(self, work: Callable[[], T]) -> Future[T]:
+        """Let the generation thread do this as soon as it is between two tokens, held or not."""
+        errand = _Errand(work, Future())
         with self._changed:
-            self._paused = True
-            if not self._changed.wait_for(lambda: not self._running, timeout_s):
-                self._paused = False
+            self._refuse_when_dead()
+            self._errands.append(errand)
+            self._changed.notify_all()
+        return errand.future
+
+    def hold(self, mode: HoldMode, timeout_s: float) -> None:
+        """No token is sampled once this returns. When it takes too long, the engine goes on as before.
+
+        An engine that is frozen already stays so, whatever is asked: its weights may be half written.
+        """
+        with self._changed:
+            self._refuse_when_dead()
+            before = self._hold
+            if before is None or mode != "wait":
+                self._hold = "wait" if mode == "wait" else "keep"
+            self._changed.notify_all()
+        is_still = self._wait_until_done(timeout_s) if mode == "wait" else self._freeze(mode, timeout_s)
+        with self._changed:
+            if not is_still:
+                self._hold = before
                 self._changed.notify_all()
                 raise EngineError(f"{len(self._running)} requests were still running after {timeout_s:.0f} s")
             self._refuse_when_dead()
+        self.engine.settle()
 
-    def resume(self, policy_version: int | None) -> None:
-        """Go on, under a new version when one was published; that is possible only while nothing runs."""
+    def release(self, policy_version: int | None) -> None:
+        """Go on, under a new version when the weights were changed; that is possible only while held."""
+        if policy_version is not None:
+            self.between_tokens(lambda: self._adopt(policy_version)).result()
         with self._changed:
-            if policy_version is not None:
-                if not self._paused or self._running:
-                    raise EngineError(
-                        "weights may change only while the engine is paused", fix="POST /bridge/pause first"
-                    )
-                self._engine.adopt()
-                self.policy_version = policy_version
-            self._paused = False
+            self._hold = None
             self._changed.notify_all()
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """From here on it may be asked for; a version of the policy serves whoever names none."""
+        with self._changed:
+            self.adapters[adapter.name] = adapter
+            if adapter.policy_version is not None:
+                self._policy_adapter = adapter.name
+                self.policy_version = adapter.policy_version
+
+    def remove_adapter(self, name: str, timeout_s: float) -> None:
+        """It cannot be asked for any more; returns when no request runs with it."""
+        with self._changed:
+            if self.adapters.pop(name, None) is None:
+                raise RequestError(f"there is no adapter '{name}'", fix="GET /lora/status lists what is loaded")
+            if self._policy_adapter == name:
+                self._policy_adapter = None
+            for job in self._waiting.drop(lambda job: job.request.adapter == name):
+                job.fail(RequestError(f"the adapter '{name}' was unloaded"))
+            if not self._changed.wait_for(lambda: all(job.adapter != name for job in self._running), timeout_s):
+                raise EngineError(f"requests still run with the adapter '{name}' after {timeout_s:.0f} s")
 
     def stop(self) -> None:
         """End after the token that is being computed; whoever waits is told."""
@@ -116,111 +162,204 @@ class Scheduler:
     def join(self) -> None:
         self._thread.join(timeout=5)
 
+    # Errands
+
+    def weights_changed(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+        self._is_stale = True
+
+    def replace_engine(self, engine: TransformersEngine, policy_version: int) -> None:
+        """What runs goes on in another engine, which has no adapters yet."""
+        engine.take_over(self.engine)
+        self.engine = engine
+        self.adapters.clear()
+        self._policy_adapter = self._active_adapter = None
+        self.weights_changed(policy_version)
+
+    def forget_adapter(self, name: str) -> None:
+        """After `remove_adapter`: nothing runs with it."""
+        if self._active_adapter == name:
+            self._use(None)
+        self.engine.adapters.remove(name)
+
+    def _adopt(self, policy_version: int) -> None:
+        if self._hold is None or (self._hold == "wait" and self._running):
+            raise EngineError("weights may change only while the engine is paused", fix="POST /bridge/pause first")
+        self.weights_changed(policy_version)
+
+    def _abandon_running(self) -> None:
+        self.engine.abandon(s for job in self._running for s in job.sequences)
+        self._tell_streams()
+        self._answer_finished()
+
+    # The generation thread
+
     def _loop(self) -> None:
         while True:
             with self._changed:
-                admitted = self._wait_for_work()
+                errands, admitted = self._wait_for_work()
             if self._closed:
-                self._fail_all("the engine is shutting down")
+                self._fail_all("the engine is shutting down", [*errands, *self._errands])
                 return
+            for errand in errands:
+                errand.run()
+            if errands:
+                continue
             started = time.monotonic()
             try:
-                if admitted:
-                    begun = self._engine.admit([job.request for job in admitted])
-                    for job, sequences in zip(admitted, begun, strict=True):
-                        job.sequences = sequences
-                self._engine.step()
-                self._answer_finished()
+                self._advance(admitted)
             except Exception as error:
                 log.error("generation_failed", exc_info=True)
                 self.failure = type(error).__name__
-                self._fail_all(f"generation failed ({self.failure}); the engine's log says more")
+                self._fail_all(f"generation failed ({self.failure}); the engine's log says more", self._errands)
                 self._on_failure()
                 return
             self.generating_s += time.monotonic() - started
 
-    def _wait_for_work(self) -> list[_Job]:
-        """Sleep until something runs or can be admitted; returns what to admit (called with the lock held)."""
+    def _wait_for_work(self) -> tuple[list[_Errand], list[Job]]:
+        """Sleep until there is an errand, or something runs or can be admitted (called with the lock held)."""
         while not self._closed:
-            admitted = [] if self._paused else self._admissible()
-            if admitted or self._running:
-                for job in admitted:
-                    self._waiting.remove(job)
-                    job.admitted = time.monotonic()
-                    job.policy_version = self.policy_version
-                    self._count_in_wave(job.wave)
-                self._running += admitted
-                return admitted
+            self._drop_cancelled()
+            if self._errands:
+                errands, self._errands = self._errands, []
+                return errands, []
+            admitted = self._admit() if self._waiting and self._hold is None else []
+            if admitted or (self._running and (self._hold != "keep" or self._runs_wave())):
+                return [], admitted
             # A wave that waits for its last member must not wait for ever.
-            self._changed.wait(0.5 if self._waiting and not self._paused else None)
-        return []
+            self._changed.wait(0.5 if self._waiting and self._hold is None else None)
+        return [], []
 
-    def _admissible(self) -> list[_Job]:
-        """First come, first served; within a wave by index, so that arrival order does not decide the batch."""
-        arrival: dict[str, float] = {}
-        for job in self._waiting:
-            if job.wave is not None:
-                arrival.setdefault(job.wave.id, job.submitted)
+    def _admit(self) -> list[Job]:
+        """All that runs at once runs with one adapter: a request for another waits until those before it are done."""
 
-        def order(job: _Job) -> tuple[float, int]:
-            return (arrival[job.wave.id], job.wave.index) if job.wave else (job.submitted, 0)
+        def may_join(job: Job, chosen: list[Job]) -> bool:
+            if self._running:
+                return self._adapter_for(job) == self._running[0].adapter
+            return not chosen or self._adapter_for(job) == self._adapter_for(chosen[0])
 
-        room = self.max_num_seqs - self._engine.num_running
-        chosen: list[_Job] = []
-        for job in sorted(self._waiting, key=order) if room else []:
-            if not self._may_start(job):
-                continue
-            if job.request.n > room:
-                break
-            chosen.append(job)
-            room -= job.request.n
-        return chosen
+        admitted = self._waiting.take(self.max_num_seqs - self.engine.num_running, may_join)
+        for job in admitted:
+            job.admitted = time.monotonic()
+            job.adapter = self._adapter_for(job)
+        self._running += admitted
+        return admitted
 
-    def _may_start(self, job: _Job) -> bool:
-        if job.wave is None:
-            return True
-        present = sum(1 for other in self._waiting if other.wave is not None and other.wave.id == job.wave.id)
-        if present + self._admitted_of_wave.get(job.wave.id, 0) >= job.wave.size:
-            return True
-        if time.monotonic() - job.submitted < WAVE_PATIENCE_S:
-            return False
-        log.warning("wave_incomplete", wave=job.wave.id, present=present, size=job.wave.size)
-        return True
+    def _adapter_for(self, job: Job) -> str | None:
+        return job.request.adapter or self._policy_adapter
 
-    def _drop_replaced(self, job: _Job) -> None:
-        """A client that was killed and came back asks for the same place in the same wave: the old request is dead."""
-        for old in list(self._waiting):
-            if job.wave and old.wave and (old.wave.id, old.wave.index) == (job.wave.id, job.wave.index):
-                self._waiting.remove(old)
-                old.future.set_exception(EngineError("replaced by a newer request of the same wave"))
+    def _advance(self, admitted: list[Job]) -> None:
+        """Begin what was admitted, and one more token for all that runs."""
+        if self._is_stale:
+            self._is_stale = False
+            self.engine.renew(self.policy_version)
+        if admitted:
+            self._begin(admitted)
+        self.engine.step()
+        self._tell_streams()
+        self._answer_finished()
 
-    def _count_in_wave(self, wave: Wave | None) -> None:
-        if wave is None:
+    def _begin(self, admitted: list[Job]) -> None:
+        adapter = admitted[0].adapter
+        if adapter != self._active_adapter:
+            self._use(adapter)
+        for job in admitted:
+            if job.request.num_prompt_top is not None:
+                job.prompt_tops = self.engine.prompt_tops(job.request.prompt_ids, job.request.num_prompt_top)
+        at_once = [job for job in admitted if job.request.max_tokens == 1 and job.request.wave is None]
+        for jobs, begin in (
+            (at_once, self.engine.answer_at_once),
+            ([job for job in admitted if job not in at_once], self.engine.admit),
+        ):
+            if jobs:
+                streamed = [place for place, job in enumerate(jobs) if job.tell is not None]
+                begun = begin([job.request for job in jobs], self._version_of(adapter), streamed=streamed)
+                for job, sequences in zip(jobs, begun, strict=True):
+                    job.sequences, job.num_told = sequences, [0] * len(sequences)
+
+    def _use(self, adapter: str | None) -> None:
+        self.engine.adapters.use(adapter)
+        self._active_adapter = adapter
+
+    def _version_of(self, adapter: str | None) -> int:
+        named = self.adapters.get(adapter) if adapter is not None else None
+        if named is None or named.policy_version is None:
+            return self.policy_version
+        return named.policy_version
+
+    def _drop_cancelled(self) -> None:
+        """Take back what nobody waits for any more (called with the lock held)."""
+        if not self._has_cancelled:
             return
-        count = self._admitted_of_wave.pop(wave.id, 0) + 1
-        if count < wave.size:
-            self._admitted_of_wave[wave.id] = count
+        self._has_cancelled = False
+        self._waiting.drop(lambda job: job.future.cancelled())
+        gone = [job for job in self._running if job.future.cancelled()]
+        if gone:
+            self.engine.abandon(s for job in gone for s in job.sequences)
+            self._running = [job for job in self._running if job not in gone]
+            self._changed.notify_all()
+
+    def _tell_streams(self) -> None:
+        for job in self._running:
+            if job.tell is not None:
+                job.tell(job.news())
 
     def _answer_finished(self) -> None:
+        done = [job for job in self._running if job.is_done]
+        if not done:
+            return
         with self._changed:
-            done = [job for job in self._running if all(s.finish_reason for s in job.sequences)]
             self._running = [job for job in self._running if job not in done]
-            if not self._running:
-                self._changed.notify_all()
+            self._changed.notify_all()
         for job in done:
             self.generated_tokens += sum(len(s.token_ids) for s in job.sequences)
+            seconds = time.monotonic() - job.admitted
             with contextlib.suppress(InvalidStateError):  # its client has left
-                job.future.set_result(Finished(job.sequences, job.policy_version, time.monotonic() - job.admitted))
+                job.future.set_result(Generation(list(job.sequences), job.prompt_tops, seconds))
+
+    # Waiting for it
+
+    def _wait_until_done(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running or self._hold == "keep", timeout_s)
+
+    def _freeze(self, mode: HoldMode, timeout_s: float) -> bool:
+        """Once an errand has been run, the thread has seen the hold: it samples no further token.
+
+        A wave is finished first. It promises the same tokens for the same seed; under weights that change at some
+        moment of it, which another run would not hit again, it could not.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if mode == "keep" and not self._changed.wait_for(lambda: not self._runs_wave(), timeout_s):
+                return False
+        errand = self.between_tokens(self._abandon_running if mode == "abort" else lambda: None)
+        try:
+            errand.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return not errand.cancel()  # it was begun at the last moment
+        return True
+
+    def _runs_wave(self) -> bool:
+        return any(job.request.wave is not None for job in self._running)
+
+    def _note_cancelled(self) -> None:
+        with self._changed:
+            self._has_cancelled = True
+            self._changed.notify_all()
 
     def _refuse_when_dead(self) -> None:
         if self._closed or self.failure is not None:
             raise EngineError(f"generation has ended ({self.failure or 'shutting down'})", fix="restart the engine")
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, errands: list[_Errand]) -> None:
         with self._changed:
-            failed = self._running + self._waiting
-            self._running, self._waiting = [], []
+            failed = self._running + self._waiting.drop(lambda _: True)
+            self._running, self._errands = [], []
+            self._closed = True
             self._changed.notify_all()
         for job in failed:
-            with contextlib.suppress(InvalidStateError):
-                job.future.set_exception(EngineError(reason))
+            job.fail(EngineError(reason))
+        for errand in errands:
+            if errand.future.set_running_or_notify_cancel():
+                errand.future.set_exception(EngineError(reason))

@@ -2,76 +2,78 @@
 
     admit(requests)   prefill the prompts, each once however many completions it gets
     step()            one more token for every running sequence; finished ones leave
+    renew(version)    the weights are others now: what was cached is computed again from the tokens so far
 
 All state belongs to the one thread that calls these (scheduler.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from treadle.config import EngineConfig
 from treadle.engines.kv_cache import KVCache, plug_in
-from treadle.engines.sampling import SamplingParams, sample, uniforms
-from treadle.errors import ModelError
+from treadle.engines.port import Request, Sampled
+from treadle.engines.sampling import report, sample, uniforms
+from treadle.engines.text import Text, Written
+from treadle.errors import ConfigError, ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
-from treadle.sync.weights_file import adopt_weights, share_parameters
+from treadle.sync.weights_file import share_parameters
 from treadle.wire.groups import common_prefix
+
+if TYPE_CHECKING:
+    from treadle.engines.lora import Adapters
 
 PROBE = [1, 2, 3, 4, 5, 6, 7]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
+PREFILL_TOKENS = 16384  # more are computed in several forwards: their activations would take too much memory
+LOGITS_ROWS = 256  # positions whose logits are held at once when a prompt's logprobs are wanted
 
 
-@dataclass
-class Request:
-    """What is to be generated, checked and tokenized."""
-
-    prompt_ids: list[int]
-    n: int
-    max_tokens: int
-    sampling: SamplingParams
-    seed: int | None
-    stop: list[str]
-    stop_ids: set[int]
-
-
-@dataclass
-class Sequence:
+@dataclass(kw_only=True)
+class Sequence(Sampled):
     """One completion while it grows."""
 
     request: Request
     uniform: np.ndarray
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    text: str | None = None  # set early when a stop string cut it
+    ends: frozenset[int]
+    written: Written | None  # only where the text is looked at before the end
 
 
 class TransformersEngine:
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, text: Text | None = None) -> None:
+        """`text`: for a folder that holds weights alone, as a trainer saves them."""
         self.device = choose_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
+        if config.weights_file is not None and config.enable_lora and self.device.type != "cpu":
+            raise ConfigError(
+                "on a GPU an engine shares its weights or takes adapters, not both",
+                fix="drop --weights-file or --enable-lora",
+            )
         self.folder = folder
         self.max_model_len = config.max_model_len
+        self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model = load_model(folder, dtype).to(self.device).eval()
-        self.layout: Layout | None = None
-        if config.weights_file is not None:
-            self.layout = share_parameters(self.model, config.weights_file, str(folder))
-        self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
+        # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.
+        self.named_weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
+        self.weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())  # a tied one once
         self._cache = KVCache(self.model.config.num_hidden_layers)
         expected = self._own_logits()
         plug_in(self.model, self._cache)
@@ -80,41 +82,73 @@ class TransformersEngine:
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._check_against(expected)
+        self.layout: Layout | None = None
+        if config.weights_file is not None:
+            self.layout = share_parameters(self.model, config.weights_file, str(folder))
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        from treadle.engines.lora import Adapters  # PEFT takes a while to load, and few engines need it
+
+        return Adapters(self.model)
 
     @property
     def num_running(self) -> int:
         return sum(1 for s in self._rows if s.finish_reason is None)
 
-    def adopt(self) -> None:
-        """Serve the weights that were published while nothing ran."""
-        if self.layout is not None:
-            adopt_weights(self.model, self.layout)
+    def settle(self) -> None:
+        """Wait for what a GPU still computes: only then is nobody reading the weights."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def admit(self, requests: list[Request]) -> list[list[Sequence]]:
-        """Begin to generate; the sequences of each request fill up during later steps."""
+    def admit(
+        self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
+    ) -> list[list[Sequence]]:
+        """Begin to generate; the sequences of each request fill up during later steps.
+
+        `streamed` are the places of requests whose text is wanted while it grows.
+        """
         self._compact()
-        last = self._prefill([r.prompt_ids for r in requests])
-        copies = [r.n for r in requests]
-        self._cache.adopt(copies)
-        begun = last.repeat_interleave(torch.tensor(copies, device=self.device), 0)
-        self._next_hidden = torch.cat([self._next_hidden, begun]) if self._rows else begun
-        groups = [[Sequence(r, uniforms(r.seed, index, r.max_tokens)) for index in range(r.n)] for r in requests]
+        self._begin([r.prompt_ids for r in requests], [r.n for r in requests])
+        groups = self._sequences(requests, policy_version, streamed)
         self._rows += [sequence for group in groups for sequence in group]
         return groups
 
     @torch.inference_mode()
+    def renew(self, policy_version: int) -> None:
+        """The weights have changed: compute keys and values of every running sequence again, and go on with these."""
+        running = [s for s in self._rows if s.finish_reason is None]
+        self.drop_all()
+        if running:
+            self._begin([s.request.prompt_ids + s.token_ids for s in running], [1] * len(running))
+            self._rows = running
+        for s in running:
+            if s.policy_versions[-1] != policy_version:
+                s.policy_versions.append(policy_version)
+
+    @torch.inference_mode()
+    def answer_at_once(
+        self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
+    ) -> list[list[Sequence]]:
+        """Requests for one token each, as `admit` takes them: their prefill alone gives it.
+
+        They join no batch, so what runs computes exactly as it would without them.
+        """
+        groups = self._sequences(requests, policy_version, streamed)
+        for request, group in zip(requests, groups, strict=True):
+            hidden = self._prefill([request.prompt_ids])
+            self._sample(group, hidden.expand(request.n, -1))
+        self._cache.begin_prefill()
+        return groups
+
+    @torch.inference_mode()
     def step(self) -> None:
-        """One more token for each running sequence."""
+        """One more token for each running sequence, if there is any."""
         rows = self._rows
-        uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in rows]
-        logits = self.model.get_output_embeddings()(self._next_hidden)
-        tokens, logprobs = sample(logits, [s.request.sampling for s in rows], torch.tensor(uniform, device=self.device))
-        for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if s.finish_reason is None:
-                s.token_ids.append(token)
-                s.logprobs.append(logprob)
-                s.finish_reason = self._finished(s, token)
+        if not rows:
+            return
+        tokens = self._sample(rows, self._next_hidden)
         finished = [i for i, s in enumerate(rows) if s.finish_reason is not None]
         if len(finished) == len(rows):
             self.drop_all()
@@ -126,13 +160,87 @@ class TransformersEngine:
         self._cache.begin_decode(positions_B)
         self._next_hidden = self._forward(tokens[:, None], positions_B[:, None])[:, -1]
 
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
+        """End these with what they have."""
+        for s in sequences:
+            if s.finish_reason is None:
+                self._finish(s, "abort")
+        if not self.num_running:
+            self.drop_all()
+
     def drop_all(self) -> None:
         """Forget every sequence: after the last one finished, or after an error."""
         self._rows = []
         self._cache.clear()
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def take_over(self, other: TransformersEngine) -> None:
+        """Go on with the sequences of another engine, once `renew` has computed what this one needs of them."""
+        self._rows, other._rows = other._rows, []
+        other.drop_all()
+
+    @torch.inference_mode()
+    def prompt_tops(self, prompt_ids: list[int], num_top: int) -> list[dict[int, float]]:
+        """Of each token of a prompt its raw logprob, then those of the likeliest; of the first nothing is known."""
+        self._cache.begin_prefill()
+        hidden_T = self._forward(torch.tensor([prompt_ids], device=self.device), self._positions(0, len(prompt_ids)))[0]
+        self._cache.begin_prefill()
+        tops: list[dict[int, float]] = [{}]
+        following = torch.tensor(prompt_ids[1:], device=self.device)
+        for start in range(0, len(following), LOGITS_ROWS):
+            tokens = following[start : start + LOGITS_ROWS]
+            logits = self.model.get_output_embeddings()(hidden_T[start : start + len(tokens)])
+            own, ids, values = report(logits, [], tokens, num_top=num_top, raw=True)
+            for token, logprob, others in zip(tokens.tolist(), own.tolist(), _paired(ids, values), strict=True):
+                tops.append({token: logprob} | others)
+        return tops
+
+    def _sequences(self, requests: list[Request], policy_version: int, streamed: Iterable[int]) -> list[list[Sequence]]:
+        streams = set(streamed)
+        return [
+            [self._sequence(r, index, policy_version, place in streams) for index in range(r.n)]
+            for place, r in enumerate(requests)
+        ]
+
+    def _sequence(self, request: Request, index: int, policy_version: int, is_streamed: bool) -> Sequence:
+        return Sequence(
+            request=request,
+            uniform=uniforms(request.seed, index, request.max_tokens),
+            ends=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
+            written=Written(self.text, request.stop) if request.stop or is_streamed else None,
+            policy_versions=[policy_version],
+        )
+
+    def _sample(self, rows: list[Sequence], hidden_B: Tensor) -> Tensor:
+        """The next token of each row, read off its last hidden state; those that are finished get none."""
+        uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in rows]
+        params = [s.request.sampling for s in rows]
+        logits_BV = self.model.get_output_embeddings()(hidden_B)
+        tokens_B, logprobs_B = sample(logits_BV, params, torch.tensor(uniform, device=self.device))
+        num_top = max(s.request.num_top for s in rows)
+        if num_top or self._reports_raw:
+            logprobs_B, *tops = report(logits_BV, params, tokens_B, num_top=num_top, raw=self._reports_raw)
+            _note_tops(rows, *tops)
+        for s, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if s.finish_reason is None:
+                s.token_ids.append(token)
+                s.logprobs.append(logprob)
+                if (reason := self._finished(s, token)) is not None:
+                    self._finish(s, reason)
+        return tokens_B
+
+    def _finished(self, s: Sequence, token: int) -> str | None:
+        has_stop_string = s.written is not None and s.written.add(token)
+        if has_stop_string or token in s.ends:
+            return "stop"
+        return "length" if len(s.token_ids) >= s.request.max_tokens else None
+
+    def _finish(self, s: Sequence, reason: str) -> None:
+        if s.written is None:
+            s.text = self.text.decode(s.token_ids)
+        else:
+            s.written.finish()
+            s.text = s.written.text
+        s.finish_reason = reason
 
     @torch.inference_mode()
     def _own_logits(self) -> Tensor:
@@ -150,6 +258,14 @@ class TransformersEngine:
                 fix="its architecture needs another engine",
             )
         self.drop_all()
+
+    def _begin(self, prompts: list[list[int]], copies: list[int]) -> None:
+        """Give prompt i `copies[i]` rows behind those that are there, each ready for its next token."""
+        for first, last in _parts(prompts):
+            hidden = self._prefill(prompts[first:last])
+            self._cache.adopt(copies[first:last])
+            begun = hidden.repeat_interleave(torch.tensor(copies[first:last], device=self.device), 0)
+            self._next_hidden = torch.cat([self._next_hidden, begun]) if self._rows or first else begun
 
     def _prefill(self, prompts: list[list[int]]) -> Tensor:
         """Forward the prompts, what they begin with in common only once; the last hidden state of each."""
@@ -169,17 +285,6 @@ class TransformersEngine:
 
     def _positions(self, start: int, end: int) -> Tensor:
         return torch.arange(start, end, device=self.device)[None]
-
-    def _finished(self, s: Sequence, token: int) -> str | None:
-        if token in s.request.stop_ids:
-            return "stop"
-        if s.request.stop:
-            text = self.decode(s.token_ids)
-            cuts = [text.find(word) for word in s.request.stop if word in text]
-            if cuts:
-                s.text = text[: min(cuts)]
-                return "stop"
-        return "length" if len(s.token_ids) >= s.request.max_tokens else None
 
     def _compact(self) -> Tensor:
         """Drop finished rows; returns the indexes of those that stay."""
@@ -207,8 +312,33 @@ def load_model(folder: Path, dtype: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
-def _eos_ids(model: Any) -> set[int]:
+def _eos_ids(model: Any) -> frozenset[int]:
     named = model.generation_config.eos_token_id
     if named is None:
         named = model.config.eos_token_id
-    return set(named) if isinstance(named, list) else {named} - {None}
+    return frozenset(named) if isinstance(named, list) else frozenset({named} - {None})
+
+
+def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
+    """Split prompts into runs (first, last) that one forward can take: their number times the longest is bounded."""
+    first, longest = 0, 0
+    for place, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        if place > first and longest * (place + 1 - first) > PREFILL_TOKENS:
+            yield first, place
+            first, longest = place, len(prompt)
+    yield first, len(prompts)
+
+
+def _note_tops(rows: list[Sequence], ids_BK: Tensor, logprobs_BK: Tensor) -> None:
+    for s, tops in zip(rows, _paired(ids_BK, logprobs_BK), strict=True):
+        if s.finish_reason is None and s.request.num_top:
+            s.tops.append(dict(islice(tops.items(), s.request.num_top)))
+
+
+def _paired(ids_BK: Tensor, logprobs_BK: Tensor) -> list[dict[int, float]]:
+    """Per row {token id: logprob}, the likeliest first; tokens that truncation rules out are left out."""
+    return [
+        {token: logprob for token, logprob in zip(ids, logprobs, strict=True) if logprob > -np.inf}
+        for ids, logprobs in zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
+    ]

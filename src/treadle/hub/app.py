@@ -16,18 +16,19 @@ from treadle.config.schema import HubConfig
 from treadle.hub.answers import http_error, raw_json
 from treadle.hub.atropos_routes import AtroposRoutes
 from treadle.hub.events import Newsroom
-from treadle.hub.guard import Access, Guard
+from treadle.hub.guard import access_of
 from treadle.hub.observer_routes import ObserverRoutes
 from treadle.hub.openapi import document
 from treadle.hub.own_routes import OwnRoutes
 from treadle.hub.routing import Endpoint
 from treadle.hub.state import Clock, HubState
 from treadle.store import Store
+from treadle.wire.guard import Access, Guard
 
 
 def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) -> Guard:
     """`build_app(Store.open(path), HubConfig())`. The caller closes the store in the end."""
-    return app_of(HubState.build(store, config, clock), Access.of(config, os.environ))
+    return app_of(HubState.build(store, config, clock), access_of(config, os.environ))
 
 
 def app_of(hub: HubState, access: Access) -> Guard:

@@ -7,13 +7,14 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from treadle.hub import events, exposition
+from treadle.hub import events
 from treadle.hub.answers import RETRY_AFTER_S
 from treadle.hub.events import Newsroom
 from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused
 from treadle.hub.routing import TEXT, Endpoint, Parameter
 from treadle.hub.state import HubState
+from treadle.wire import exposition
 
 MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}

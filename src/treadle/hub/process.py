@@ -9,7 +9,7 @@ import time
 from treadle.config.schema import HubConfig
 from treadle.faults import reach
 from treadle.hub.app import app_of
-from treadle.hub.guard import Access
+from treadle.hub.guard import access_of
 from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.store import Store, set_aside
@@ -21,7 +21,7 @@ log = get_logger("hub")
 
 def serve(config: HubConfig) -> None:
     """Run until SIGTERM or SIGINT; then answer what waits, flush and return."""
-    access = Access.of(config, os.environ)
+    access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)
     limits = HttpLimits(max_connections=config.max_connections, read_timeout_s=config.read_timeout_s)
     try:

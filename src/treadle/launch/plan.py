@@ -14,11 +14,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from treadle.config.schema import RunConfig
+from treadle.config.schema import EngineConfig, RunConfig
+from treadle.config.sync import LORA_MODES
+from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError, PortInUse
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 
 CONFIG_FILE = "config.json"
+DEFAULT_MAX_LORA_RANK = EngineConfig().max_lora_rank
 # Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
 _CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -77,7 +80,7 @@ def build_plan(
     derived = {
         "hub.database": run_folder / "hub.sqlite",
         "engine.threads": threads,
-        "engine.weights_file": _weights_file(run_folder, facts),
+        **engine_of_mode(config.train, run_folder, facts),
         "openai.base_url": f"{engine_url}/v1",
         "env.seed": config.seed,
         "env.rollout_server_url": hub_url,
@@ -102,6 +105,15 @@ def build_plan(
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), is_offline=is_model_local)
     return Plan(resolved, run_folder, specs, hub_url)
+
+
+def engine_of_mode(train: TrainConfig, run_folder: Path, facts: MachineFacts) -> dict[str, Any]:
+    """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
+    shares = train.weight_bridge_mode == "shared_vllm"
+    settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
+    if train.weight_bridge_mode in LORA_MODES:
+        settings |= {"engine.enable_lora": True, "engine.max_lora_rank": max(train.lora_r, DEFAULT_MAX_LORA_RANK)}
+    return settings
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:

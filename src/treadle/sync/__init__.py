@@ -1,1 +1,1 @@
-"""How new weights reach an engine. Each mode is a file with the same verb: `publish(policy, version) -> Receipt`."""
+"""How new weights reach an engine. Each mode is a file with the same two verbs (receipt.py): attach and publish."""

@@ -1,7 +1,7 @@
 """Weights on one GPU that two processes see: the engine hands out where they lie, the trainer opens them in place.
 
-    engine:  export_storage(parameter) -> CudaStorage    JSON, no pickle
-    trainer: open_storage(CudaStorage) -> its bytes, the same memory, nothing copied
+    engine:  locate_parameters(named) -> Layout      JSON, no pickle
+    trainer: open_storage(CudaStorage) -> its bytes  the same memory, nothing copied
 
 The handles are CUDA's own (cudaIpcMemHandle), as torch makes them for its multiprocessing. They need both processes on
 one card and in one PID namespace, and memory from cudaMalloc: not vLLM's sleep mode, not expandable segments.
@@ -10,6 +10,7 @@ one card and in one PID namespace, and memory from cudaMalloc: not vLLM's sleep 
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from treadle.errors import SyncError
-from treadle.sync.layout import CudaStorage
+from treadle.sync.layout import CudaStorage, Layout, Placement
+from treadle.sync.owner import this_process
 
 BLOCKED = (
     "PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) without expandable_segments, at the engine and at the trainer"
@@ -36,6 +38,30 @@ def export_storage(tensor: Tensor) -> CudaStorage:
         counter_handle=_text(counter_handle), counter_offset=counter_offset, event_handle=_text(event_handle),
         needs_event=needs_event,
     )  # fmt: skip
+
+
+def locate_parameters(named: Mapping[str, Tensor], model: str, dtype: str) -> Layout:
+    """Where parameters lie on their GPU, for another process to open; nothing moves."""
+    storages = {p.untyped_storage().data_ptr(): p for p in named.values()}  # several may lie in one
+    numbers = {address: number for number, address in enumerate(storages)}
+    exported = tuple(export_storage(p) for p in storages.values())
+    return Layout(
+        path="",
+        model=model,
+        dtype=dtype,
+        num_bytes=sum(storage.num_bytes for storage in exported),
+        parameters=tuple(
+            Placement(
+                name=name,
+                shape=tuple(p.shape),
+                offset=int(p.storage_offset()) * p.element_size(),
+                storage=numbers[p.untyped_storage().data_ptr()],
+            )
+            for name, p in named.items()
+        ),
+        storages=exported,
+        owner=this_process(),
+    )
 
 
 def open_storage(storage: CudaStorage) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from treadle.sync.owner import Owner
+
 ALIGNMENT = 64  # bytes; a cache line, so that every parameter starts where vector loads are fast
 
 BYTES_PER_ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -50,6 +52,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     # What the bytes are at this moment; the engine fills it in when it is asked.
     policy_version: int | None = None  # None: it does not say
     is_held: bool = False  # paused for a publish: the weights may be half written
+    owner: Owner | None = None  # the process that made the file; None: it does not say
 
 
 def plan_layout(path: str, model: str, dtype: str, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:

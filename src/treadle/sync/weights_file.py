@@ -1,10 +1,7 @@
-"""Weights in a file that several processes map.
+"""Weights that several processes see: in a file that they map, or on one GPU.
 
-    engine:  share_parameters(model, file)   puts its parameters into the file and serves from there
-             adopt_weights(model, layout)    takes over what was published (a copy, where they are on a GPU)
-    trainer: bind_parameters(model, layout)  builds its model on the same bytes
-
-On a GPU the weights of either side are the GPU's; the file is then what they are handed over through.
+engine:  share_parameters(model, file)   puts its parameters into the file, or says where they lie on its GPU
+trainer: bind_parameters(model, layout)  builds its model on the same bytes
 """
 
 from __future__ import annotations
@@ -20,32 +17,39 @@ from torch import nn
 
 from treadle.errors import DiskFull, SyncError
 from treadle.log import get_logger
-from treadle.sync.cuda_ipc import open_storage
+from treadle.sync.cuda_ipc import locate_parameters, open_storage
 from treadle.sync.layout import Layout, plan_layout
+from treadle.sync.owner import this_process
 
 log = get_logger("sync")
 
 
 def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
-    """Put every parameter of `model` into a new shared file at `path`; the file's layout lies beside it as JSON.
+    """Let a trainer reach every parameter of `model`; the layout lies beside `path` as JSON.
 
-    Parameters in main memory stand on the file from then on; those on a GPU are copied.
+    Parameters in main memory move into a new shared file at `path`; those on a GPU stay where they are (cuda_ipc.py).
     """
     named = dict(model.named_parameters())  # a tied parameter comes once
     dtypes = {str(p.dtype).removeprefix("torch.") for p in named.values()}
     if len(dtypes) != 1:
-        raise SyncError(f"a shared weights file holds one number format, this model has {sorted(dtypes)}")
-    layout = plan_layout(
-        str(path.resolve()), model_folder, dtypes.pop(), ((name, tuple(p.shape)) for name, p in named.items())
-    )
+        raise SyncError(f"shared weights have one number format, this model has {sorted(dtypes)}")
+    if all(p.is_cuda for p in named.values()):
+        layout = locate_parameters({n: p.data for n, p in named.items()}, model_folder, dtypes.pop())
+    else:
+        layout = _move_into_file(named, path, model_folder, dtypes.pop())
+    _write_beside(path, layout)
+    log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
+    return layout
+
+
+def _move_into_file(named: dict[str, nn.Parameter], path: Path, model_folder: str, dtype: str) -> Layout:
+    layout = plan_layout(str(path.resolve()), model_folder, dtype, ((n, tuple(p.shape)) for n, p in named.items()))
+    layout = msgspec.structs.replace(layout, owner=this_process())
     _create(path, layout.num_bytes)
     views = map_weights(layout)
     for name, parameter in named.items():
         views[name].copy_(parameter.data)
-        if parameter.device.type == "cpu":
-            parameter.data = views[name]
-    _write_beside(path, layout)
-    log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
+        parameter.data = views[name]
     return layout
 
 
@@ -68,16 +72,6 @@ def bind_parameters(model: nn.Module, layout: Layout) -> None:
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
-
-
-@torch.no_grad()
-def adopt_weights(model: nn.Module, layout: Layout) -> None:
-    """Take over what was published: nothing to do in main memory, a copy for parameters on a GPU."""
-    elsewhere = {name: p for name, p in model.named_parameters() if p.device.type != "cpu"}
-    if elsewhere:
-        views = map_weights(layout)
-        for name, parameter in elsewhere.items():
-            parameter.copy_(views[name])
 
 
 def remove_shared_file(path: Path) -> None:

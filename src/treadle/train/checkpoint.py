@@ -13,29 +13,19 @@ before anything of it is used, and the one before it is taken.
 
 from __future__ import annotations
 
-import copy
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from safetensors.torch import load_file
 
 from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
-from treadle.train.durable import (
-    clear_leftovers,
-    remove_folder,
-    room_for,
-    seal,
-    staging_folder,
-    write_folder,
-    write_tensors,
-)
+from treadle.train.durable import clear_leftovers, remove_folder, room_for, seal, staging_folder, write_folder
 from treadle.train.manifest import FORMAT, Damaged, Manifest, read_manifest, verify, write_manifest
+from treadle.train.model_files import ADAPTER, FULL, Kind, write_adapter, write_model
 from treadle.train.optim import Optimizer
 from treadle.train.origin import ADAPTER_CONFIG, ModelOrigin, origin_of, refuse_other_adapters, refuse_other_model
 from treadle.train.policy import Policy
@@ -46,11 +36,6 @@ from treadle.train.state_files import read_state, write_state
 log = get_logger("checkpoint")
 
 PREPARING = "preparing a checkpoint"
-MODEL_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "added_tokens.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +49,6 @@ class Totals:
 @dataclass(frozen=True, kw_only=True)
 class Restored(Totals):
     step: int = 0  # 0: there was no checkpoint
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What full training and adapters call their files."""
-
-    prefix: str
-    final: str
-    weights: str
-    copied: tuple[str, ...]  # from the folder of the model that training began with
-
-
-FULL = Kind("step_", "final_model", "model.safetensors", MODEL_FILES + TOKENIZER_FILES)
-# PEFT finds the model by adapter_config.json; a config.json would make the folder look like a model of its own.
-ADAPTER = Kind("adapter_step_", "final_adapter", "adapter_model.safetensors", TOKENIZER_FILES)
 
 
 class Checkpoints:
@@ -223,20 +193,10 @@ class Checkpoints:
     def _write_model(self, folder: Path, policy: Policy) -> None:
         """Weights as they are served, and everything needed to load them elsewhere."""
         if policy.adapter is None:
-            write_tensors(policy.weights, folder / FULL.weights)
+            write_model(folder, policy.weights, self._model_folder)
         else:
-            write_tensors(policy.live, folder / ADAPTER.weights)
-            _adapter_config(policy.adapter).save_pretrained(folder)
-        for name in _kind(policy).copied:
-            if (self._model_folder / name).is_file():
-                shutil.copyfile(self._model_folder / name, folder / name)
+            write_adapter(folder, policy.adapter, policy.live, self._model_folder)
 
 
 def _kind(policy: Policy) -> Kind:
     return FULL if policy.adapter is None else ADAPTER
-
-
-def _adapter_config(adapter: Any) -> Any:
-    config = copy.copy(adapter.active_peft_config)
-    config.inference_mode = True  # whoever loads it is not training, unless they say so
-    return config

@@ -54,7 +54,7 @@ def train(
     """
     step = saved = restored.step
     speed = Speedometer(policy, restored)
-    health = HealthCheck(max_age=config.max_age)
+    health = HealthCheck(max_age=config.max_age + config.publish_interval - 1)
     sync.publish(policy, version=step)  # a broken sync path fails here, before the first batch is spent
     try:
         while step < config.steps:

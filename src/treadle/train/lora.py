@@ -9,6 +9,7 @@ Engines and checkpoints know the names from before; the functions here speak tho
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def set_dropout(adapted: PeftModel, *, on: bool) -> None:
     adapted.eval()
     for _, layer in _adapted_layers(adapted):
         layer.lora_dropout.train(on)
+
+
+@contextmanager
+def without_dropout(adapted: PeftModel) -> Iterator[None]:
+    """For a look at what the policy is, in the middle of training."""
+    dropouts = [layer.lora_dropout for _, layer in _adapted_layers(adapted)]
+    before = [dropout.training for dropout in dropouts]
+    for dropout in dropouts:
+        dropout.train(False)
+    try:
+        yield
+    finally:
+        for dropout, was_on in zip(dropouts, before, strict=True):
+            dropout.train(was_on)
 
 
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:

@@ -10,7 +10,8 @@ while the engine is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.config import TrainConfig
-from treadle.errors import ModelError
+from treadle.errors import ConfigError, ModelError
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
+from treadle.sync.receipt import Attached, TokenScores
 from treadle.sync.weights_file import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in
+from treadle.train.durable import write_folder, write_tensors
 from treadle.train.lean import make_lean
 from treadle.train.logprobs import chosen_logprobs
-from treadle.train.pack import Micro
+from treadle.train.model_files import FULL, write_adapter, write_model
+from treadle.train.pack import Micro, Segment
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.reference import Reference, build_reference
 from treadle.train.self_test import ask_the_model, check_agreement, packed_sample
@@ -39,7 +43,13 @@ class Policy:
     """`score(micro)` gives logprobs; backward leaves gradients on `live`, for the optimizer's hooks to take."""
 
     def __init__(
-        self, model: Any, config: TrainConfig, *, shared: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
+        self,
+        model: Any,
+        config: TrainConfig,
+        *,
+        folder: Path | None = None,
+        shared: dict[str, Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
@@ -47,6 +57,7 @@ class Policy:
         self.ranks = ranks
         self.adapter: Any | None = None
         self._config = config
+        self._folder = folder or Path(model.name_or_path)  # of the model that training began with
         self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
         self._write: Callable[[], None] = lambda: None
         self.device: torch.device = next(model.parameters()).device
@@ -81,6 +92,10 @@ class Policy:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.weights.values())).dtype
+
+    @property
     def token_cost(self) -> float:
         """What the linear layers do with one token, in query-key pairs of attention (see pack)."""
         return 6.0 * self.model.get_input_embeddings().weight.shape[1]
@@ -103,7 +118,7 @@ class Policy:
             self._score,
             adapted=self.adapter,
             folder=folder,
-            dtype=next(iter(self.weights.values())).dtype,
+            dtype=self.dtype,
             device=self.device,
             offload=self._config.reference_offload,
             prepare=plug_in,
@@ -129,6 +144,47 @@ class Policy:
         elif self._shared:
             for name, weight in self.live.items():
                 self._shared[name].copy_(weight)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # another process reads them next
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """By name, as an engine serves them: adapters are merged into their weights, one at a time."""
+        merged: set[str] = set()
+        if self.adapter is not None:
+            from treadle.train.lora import merged_weights
+
+            for name, weight in merged_weights(self.adapter):
+                merged.add(name)
+                yield name, weight
+        for name, parameter in self.weights.items():
+            if name not in merged:
+                yield name, parameter.detach()
+
+    def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
+        """One text by itself, through the same packed forward as training.
+
+        Gradients are not switched off, merely dropped: compiled layers would be compiled once more without them.
+        """
+        ids_T = torch.tensor(token_ids, device=self.device)
+        text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
+        with self._without_dropout():
+            hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
+        weight_VE = self.model.get_output_embeddings().weight.detach()
+        ones_T = torch.ones(len(ids_T) - 1, device=self.device)
+        logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
+        last_E = hidden_TE[-1].float()
+        next_V = torch.cat([part.float() @ last_E for part in weight_VE.split(self._chunk)])
+        return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
+
+    def save_model(self, root: Path, name: str) -> Path:
+        return write_folder(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
+
+    def save_weights(self, root: Path, name: str, only: Collection[str]) -> Path:
+        chosen = {weight: value for weight, value in self.served_weights() if weight in only}
+        return write_folder(root, name, lambda folder: write_tensors(chosen, folder / FULL.weights))
+
+    def save_adapter(self, root: Path, name: str) -> Path:
+        return write_folder(root, name, lambda folder: write_adapter(folder, self.adapter, self.live, self._folder))
 
     def _train_adapters(self) -> None:
         from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout
@@ -138,14 +194,26 @@ class Policy:
         self.weights = original_weights(self.adapter)
         self.live = adapter_parameters(self.adapter)
 
-    def _score(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
-        hidden_TE = model.base_model(
-            input_ids=micro.token_ids_T[None].to(self.device),
-            position_ids=micro.positions_T[None].to(self.device),
+    def _without_dropout(self) -> AbstractContextManager[None]:
+        if self.adapter is None:
+            return nullcontext()
+        from treadle.train.lora import without_dropout
+
+        return without_dropout(self.adapter)
+
+    def _hidden(self, model: Any, ids_T: Tensor, positions_T: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        """The last hidden states of a packed row."""
+        states = model.base_model(
+            input_ids=ids_T[None].to(self.device),
+            position_ids=positions_T[None].to(self.device),
             attention_mask=self._no_mask,
             use_cache=False,
-            **plan_attention(micro.segments, self.device, self._attention),
-        ).last_hidden_state[0]
+            **plan_attention(segments, self.device, self._attention),
+        )
+        return states.last_hidden_state[0]
+
+    def _score(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
+        hidden_TE = self._hidden(model, micro.token_ids_T, micro.positions_T, micro.segments)
         return chosen_logprobs(
             hidden_TE[micro.source_L.to(self.device)],
             model.get_output_embeddings().weight,
@@ -161,18 +229,23 @@ def load_policy(
     """A policy with weights of its own; what is published goes to `shared` too."""
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(config.device))
-    return Policy(model, config, shared=shared, ranks=ranks)
+    return Policy(model, config, folder=folder, shared=shared, ranks=ranks)
 
 
-def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
+def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, has_one_copy: bool = True) -> Policy:
     """A policy whose live weights are the engine's: the model is built empty and bound to the shared bytes.
 
-    On a GPU, with adapters, and when a batch is trained on more than once, the weights differ from the engine's between
-    publishes: they are then a copy, and the shared bytes are written at every publish. Several ranks have copies too,
-    of which rank 0 writes its own.
+    Unless `has_one_copy`, when the engine's weights are not where the trainer computes, with adapters, and when a batch
+    is trained on more than once, the weights differ from the engine's between publishes: they are then a copy, and the
+    shared bytes are written at every publish. Several ranks have copies too, of which rank 0 writes its own.
     """
-    on_cpu = choose_device(config.device).type == "cpu"
-    if config.lora or config.epochs > 1 or not on_cpu or ranks.size > 1:
+    is_elsewhere = bool(layout.storages) != (choose_device(config.device).type == "cuda")
+    if is_elsewhere and config.single_copy:
+        raise ConfigError(
+            "the engine's weights and the trainer are not both on the GPU or both on the CPU, so one copy cannot do",
+            fix="leave --single-copy out, or give engine and trainer the same --device",
+        )
+    if not has_one_copy or is_elsewhere or config.lora or config.epochs > 1 or ranks.size > 1:
         own = config.model_copy(update={"dtype": layout.dtype})
         return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else None, ranks=ranks)
     # Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.
@@ -181,4 +254,13 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE) -> P
         model = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, layout.dtype))
     model.tie_weights()  # emptying gives tied parameters two names; they are one parameter
     bind_parameters(model, layout)
-    return Policy(model, config)
+    model.to(next(model.parameters()).device)  # its buffers: the parameters are there
+    return Policy(model, config, folder=Path(layout.model))
+
+
+def build_policy(engine: Attached, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
+    """The policy that fits what a sync mode found."""
+    if engine.layout is None:
+        own = config.model_copy(update={"dtype": engine.dtype})
+        return load_policy(engine.folder, own, ranks=ranks)
+    return share_policy(engine.layout, config, ranks, has_one_copy=engine.has_one_copy)

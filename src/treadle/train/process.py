@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
-
 import httpx
 import torch
 from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
-from treadle.errors import ConfigError, EngineError, HubError, ModelError, SyncError, UserError
+from treadle.errors import EngineError, HubError, SyncError, UserError
 from treadle.log import get_logger
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
-from treadle.sync.offline import OfflineSync
-from treadle.sync.shared_memory import SharedMemorySync
+from treadle.sync.modes import choose_sync
+from treadle.sync.receipt import Attached
 from treadle.track import Tracker, build_tracker
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
 from treadle.train.loop import Sync, train
 from treadle.train.optim import build_optimizer
-from treadle.train.policy import Policy, load_policy, share_policy
+from treadle.train.policy import Policy, build_policy
 from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
@@ -45,15 +42,15 @@ def run_trainer(config: TrainConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     config = config.on_device(gpu=choose_device(config.device).type == "cuda")
-    sync, policy, folder, layout = _connect(config, ranks)
+    sync, engine, policy = _connect(config, ranks)
     if not ranks.leads:
         torch.manual_seed(config.seed + ranks.rank)  # adapters begin alike everywhere, dropouts differ
-    reference = policy.reference(folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
+    reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
     optimizer = build_optimizer(policy, config)
-    checkpoints = Checkpoints(config.save_path, folder, config.keep_checkpoints, ranks)
+    checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
     restored = checkpoints.restore(policy, optimizer)
-    if restored.step == 0 and layout is not None:
-        _refuse_trained_weights(layout)
+    if restored.step == 0 and engine.layout is not None:
+        _refuse_trained_weights(engine.layout)
     tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.atropos_url, check))
@@ -82,25 +79,11 @@ def _open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, metrics_file, config.model_dump(mode="json"))
 
 
-class Connection(NamedTuple):
-    sync: Sync
-    policy: Policy
-    model_folder: Path
-    layout: Layout | None  # of the weights that are shared with an engine
-
-
-def _connect(config: TrainConfig, ranks: Ranks) -> Connection:
-    """The sync mode decides where the live weights are."""
-    if config.weight_bridge_mode == "shared_memory":
-        shared = SharedMemorySync(config.engine_url)
-        layout = shared.fetch_layout()
-        _check_same_model(config, layout)
-        policy = share_policy(layout, config, ranks)
-        return Connection(shared if ranks.leads else FollowingSync(), policy, Path(layout.model), layout)
-    folder = Path(config.model)
-    if not folder.is_dir():
-        raise ModelError(f"there is no model folder '{folder}'", fix="without an engine, --model takes a folder")
-    return Connection(OfflineSync(), load_policy(folder, config, ranks=ranks), folder, None)
+def _connect(config: TrainConfig, ranks: Ranks) -> tuple[Sync, Attached, Policy]:
+    """The sync mode decides where the live weights are; rank 0 alone publishes them."""
+    mode = choose_sync(config)
+    engine = mode.attach()
+    return mode if ranks.leads else FollowingSync(), engine, build_policy(engine, config, ranks)
 
 
 def _refuse_trained_weights(layout: Layout) -> None:
@@ -118,17 +101,6 @@ def _refuse_trained_weights(layout: Layout) -> None:
     raise SyncError(
         f"{problem}, and there is no checkpoint to continue from", fix="restart the engine, then the trainer"
     )
-
-
-def _check_same_model(config: TrainConfig, layout: Layout) -> None:
-    """With shared weights the engine decides what is trained; a different wish is a mistake."""
-    wished = Path(config.model)
-    if wished.is_dir() and wished.resolve() != Path(layout.model).resolve():
-        raise ConfigError(f"the engine serves {layout.model}, not {wished}", fix="give both the same --model")
-    if config.dtype not in ("auto", layout.dtype):
-        raise ConfigError(
-            f"the engine's weights are {layout.dtype}, not {config.dtype}", fix="set --dtype at the engine"
-        )
 
 
 def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTrainer:

@@ -33,31 +33,48 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # of so many likeliest tokens, beside the sampled one's
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     stream: bool = False
     wave: Wave | None = None
+    adapter: str | None = None  # a LoRA adapter by name; None: the newest one of the policy, if there is any
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`logprobs[i][t]` is a one-element list holding {token id: logprob}, as Atropos' clients read it.
+    """`logprobs[i][t]` is a one-element list holding {token id: logprob}, as Atropos' clients read it: the sampled
+    token first, then the likeliest others. `prompt_logprobs[t]` is such a dict for a token of the prompt, null for the
+    first.
 
-    Logprobs are those of the distribution that was really sampled from (temperature and truncation included).
+    Logprobs are those of the distribution that was really sampled from (temperature and truncation included), or the
+    model's own, as the engine was told (--logprobs-mode); a prompt's are always the model's own.
     """
 
     text: list[str]
     prompt: str
-    finish_reasons: list[str]  # "stop" or "length"
+    finish_reasons: list[str]  # "stop", "length" or "abort"
     token_ids: list[list[int]]
     prompt_token_ids: list[int]
-    policy_version: int
+    policy_version: int  # the oldest that a token was sampled under
+    policy_versions: list[list[int]] = []  # per completion: each version that tokens came from, oldest first
     logprobs: list[list[list[dict[str, float]]]] | None = None
+    prompt_logprobs: list[dict[str, float] | None] | None = None
     num_tokens: int = 0
     seconds: float = 0.0
 
 
+class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A line of a streamed answer: what is new for completion `index`. The last line is a whole GenerateAnswer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    policy_version: int
+    logprobs: list[list[dict[str, float]]] | None = None
+    finish_reason: str | None = None
+
+
 class EngineHealth(msgspec.Struct, kw_only=True):
-    status: str  # "ok" or "paused"
+    status: str  # "ok", "paused" or "failed: ..."
     model: str
     policy_version: int
     num_running: int = 0

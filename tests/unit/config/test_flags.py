@@ -9,9 +9,10 @@ import pytest
 
 from treadle.config import RunConfig, Section, TrainConfig, load_run
 from treadle.config.flags import FlagParser, add_flags, given
+from treadle.config.sync import SyncOptions
 from treadle.config.train import LoraOptions, ObjectiveOptions, OptimizerOptions, SpeedOptions, TrackOptions
 
-OPTIONS = (ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, TrackOptions)
+OPTIONS = (ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions)
 SECTIONS = [(name, type(f.default)) for name, f in RunConfig.model_fields.items() if isinstance(f.default, Section)]
 
 
@@ -41,7 +42,7 @@ def as_text(value: Any) -> list[str]:
 
 def test_the_trainers_help_has_a_group_for_each_kind_of_setting_in_a_useful_order() -> None:
     groups = help_groups(train_parser())
-    assert list(groups) == ["options", "the run", "objective", "optimizer", "lora", "speed", "track"]
+    assert list(groups) == ["options", "the run", "objective", "optimizer", "lora", "speed", "sync", "track"]
     assert flags_in(groups["the run"])[:3] == ["model", "steps", "seed"]
     for heading, options in zip(list(groups)[2:], OPTIONS, strict=True):
         assert options.__doc__ is not None
@@ -54,7 +55,7 @@ def test_the_help_of_a_whole_run_keeps_the_groups_behind_their_section() -> None
     for name, kind in SECTIONS:
         add_flags(parser, kind, prefix=f"{name}.", dotted=True)
     trainers = [heading for heading in help_groups(parser) if heading.startswith("train")]
-    topics = ("objective", "optimizer", "lora", "speed", "track")
+    topics = ("objective", "optimizer", "lora", "speed", "sync", "track")
     assert trainers == ["train", *(f"train: {topic}" for topic in topics)]
 
 

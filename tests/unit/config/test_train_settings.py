@@ -109,6 +109,14 @@ def test_an_old_command_line_gets_as_far_as_the_trainer():
         ({"train.track": "foo"}, "track"),
         ({"train.metric_aliases": "foo"}, "metric_aliases"),
         ({"train.lora": "true", "train.train_layer_indices": "1"}, "lora_layer_indices"),
+        ({"train.single_copy": "true", "train.use_shared_memory": "true"}, "give one of the two"),
+        ({"train.single_copy": "true", "train.lora": "true"}, "single_copy cannot be with lora: .* use_shared_memory"),
+        ({"train.single_copy": "true", "train.epochs": "2"}, "single_copy cannot be with epochs over 1"),
+        ({"train.single_copy": "true", "train.weight_bridge_mode": "reload"}, "leave one of them out"),
+        ({"train.weight_bridge_mode": "lora_only", "train.lora": "false"}, "publishes adapters, and lora is off"),
+        ({"train.weight_bridge_mode": "nccl"}, "weight_bridge_mode"),
+        ({"train.vllm_restart_interval": "0"}, "vllm_restart_interval"),
+        ({"train.canary_tolerance": "-1"}, "canary_tolerance"),
     ],
 )
 def test_wrong_values_are_refused_with_words(settings, words):
@@ -120,3 +128,25 @@ def test_what_is_left_open_follows_the_device():
     assert TrainConfig().on_device(gpu=False).micro_tokens == 2048
     assert TrainConfig().on_device(gpu=True).micro_tokens == 16_384
     assert TrainConfig(micro_tokens=99).on_device(gpu=True).micro_tokens == 99
+
+
+def test_the_way_of_the_weights_sets_what_follows_from_it():
+    assert TrainConfig().weight_bridge_mode == "shared_vllm"
+    assert TrainConfig(weight_bridge_mode="shared_memory").weight_bridge_mode == "shared_vllm"  # of release 0.1.0
+    assert TrainConfig(weight_bridge_mode="lora_only").lora
+    assert not TrainConfig(weight_bridge_mode="reload").lora
+    assert TrainConfig(vllm_config_path="auto").vllm_config_path is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "interval", "given_interval", "deadline_s"),
+    [("shared_vllm", 1, 1, 180), ("lora_only", 1, 5, 180), ("lora_restart", 3, 5, 900), ("none", 3, 5, 900),
+     ("reload", 1, 5, 180), ("delta", 1, 5, 180), ("offline", 1, 1, 180)],
+)  # fmt: skip
+def test_how_often_is_published_and_how_long_it_may_take_follow_from_the_mode(
+    mode, interval, given_interval, deadline_s
+):
+    config = TrainConfig(weight_bridge_mode=mode)
+    assert (config.publish_interval, config.publish_deadline_s) == (interval, deadline_s)
+    given = TrainConfig(weight_bridge_mode=mode, vllm_restart_interval=5, publish_timeout_s=7)
+    assert (given.publish_interval, given.publish_deadline_s) == (given_interval, 7)

@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
+from treadle.engines import transformers_engine
+from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import Request, TransformersEngine
+from treadle.engines.transformers_engine import TransformersEngine
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +20,10 @@ def engine(tmp_path_factory):
     return TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
 
 
-def ask(prompt_ids, *, n=1, max_tokens=12, temperature=1.0, seed=0, stop=(), stop_ids=()):
-    return Request(
-        list(prompt_ids), n, max_tokens, SamplingParams(temperature=temperature), seed, list(stop), set(stop_ids)
-    )
+def ask(prompt_ids, *, n=1, max_tokens=12, temperature=1.0, seed=0, stop=(), stop_ids=(), **more):
+    sampling = SamplingParams(temperature=temperature)
+    ends = frozenset(stop_ids)
+    return Request(list(prompt_ids), n, max_tokens, sampling, seed, tuple(stop), ends, ignore_eos=True, **more)
 
 
 def generate(engine, *requests):
@@ -88,8 +90,76 @@ def test_stop_token_stop_string_and_length_are_told_apart(engine):
     stopped = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10, stop_ids=[third]))[0][0]
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(third) + 1]
-    text = engine.decode(free.token_ids)
+    text = engine.text.decode(free.token_ids)
     word = text[3:5]
     cut = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10, stop=[word]))[0][0]
     assert cut.finish_reason == "stop"
     assert cut.text == text[: text.index(word)]
+
+
+def plain_logits(engine, token_ids):
+    plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
+    with torch.no_grad():
+        return plain(torch.tensor([token_ids])).logits[0]
+
+
+def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine):
+    config = EngineConfig(dtype="float32", threads=1, logprobs_mode="raw_logprobs")
+    raw = generate(TransformersEngine(config, engine.folder), ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
+    processed = generate(engine, ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
+    assert raw.token_ids == processed.token_ids
+    logits = plain_logits(engine, [5, 6, 7, *raw.token_ids])
+    for s, temperature in ((raw, 1.0), (processed, 0.4)):
+        table = torch.log_softmax(logits / temperature, -1)[2:-1]
+        expected = table.gather(1, torch.tensor(s.token_ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(s.logprobs), expected, atol=2e-5, rtol=0)
+        for row, top in zip(table, s.tops, strict=True):
+            likeliest = row.topk(3)
+            assert list(top) == likeliest.indices.tolist()
+            assert list(top.values()) == pytest.approx(likeliest.values.tolist(), abs=2e-5)
+
+
+def test_only_who_asks_for_likeliest_tokens_gets_them_and_as_many_as_asked(engine):
+    few, none, many = generate(engine, ask([5, 6], num_top=1), ask([5, 7]), ask([5, 8], num_top=4))
+    assert {len(top) for top in few[0].tops} == {1}
+    assert none[0].tops == []
+    assert {len(top) for top in many[0].tops} == {4}
+
+
+def test_a_prompts_logprobs_while_others_run(engine):
+    expected = generate(engine, ask([5, 6, 7], n=2, seed=4))[0]
+    running = engine.admit([ask([5, 6, 7], n=2, seed=4)])[0]
+    engine.step()
+    prompt = [9, 8, 7, 20, 21]
+    tops = engine.prompt_tops(prompt, 2)
+    while engine.num_running:
+        engine.step()
+    assert [s.token_ids for s in running] == [s.token_ids for s in expected]
+    table = torch.log_softmax(plain_logits(engine, prompt), -1)
+    assert tops[0] == {}
+    for t, top in enumerate(tops[1:], 1):
+        assert next(iter(top)) == prompt[t]
+        for token, logprob in top.items():
+            assert logprob == pytest.approx(table[t - 1, token].item(), abs=2e-5)
+
+
+def test_prompts_too_many_for_one_forward_are_prefilled_in_parts(engine):
+    asked = [ask([3 + k % 50, *range(5, 20 + k % 3)], seed=k, max_tokens=2) for k in range(1000)]
+    assert sum(len(request.prompt_ids) for request in asked) > transformers_engine.PREFILL_TOKENS
+    in_parts = generate(engine, *asked)
+    for place in (0, 500, 999):
+        alone = generate(engine, asked[place])[0][0]
+        assert in_parts[place][0].token_ids == alone.token_ids
+        assert in_parts[place][0].logprobs == pytest.approx(alone.logprobs, abs=2e-5)
+
+
+def test_engines_in_one_process_do_not_disturb_each_other(engine, tmp_path):
+    expected = generate(engine, ask([5, 6, 7], n=2))[0]
+    mine = engine.admit([ask([5, 6, 7], n=2)])[0]
+    other = TransformersEngine(EngineConfig(dtype="float32", threads=1), write_tiny_model(tmp_path, seed=1))
+    theirs = other.admit([ask([5, 6, 7], n=3, max_tokens=20)])[0]
+    while engine.num_running or other.num_running:
+        engine.step()
+        other.step()
+    assert [s.logprobs for s in mine] == [s.logprobs for s in expected]
+    assert len(theirs[0].token_ids) == 20

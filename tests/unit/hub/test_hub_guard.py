@@ -16,8 +16,9 @@ from starlette.testclient import TestClient
 
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
-from treadle.hub import guard
-from treadle.hub.guard import Access, Guard, may_reset
+from treadle.hub.guard import access_of, may_reset
+from treadle.wire import guard
+from treadle.wire.guard import Guard
 
 TOKEN = "ordinary-token-0123456789"  # noqa: S105 - of a test
 ADMIN = "admin-token-0123456789-ab"
@@ -39,7 +40,7 @@ ROUTES = [Route(path, echo, methods=["GET", "POST"]) for path in ("/", "/batch",
 
 
 def client(env=(), peer=LOOPBACK, base="http://127.0.0.1:8000", **config):
-    access = Access.of(HubConfig(**config), dict(env))
+    access = access_of(HubConfig(**config), dict(env))
     app = Guard(Starlette(routes=ROUTES), access)
     return TestClient(app, base_url=base, client=(peer, 50000), follow_redirects=False)
 
@@ -61,15 +62,15 @@ def test_loopback_without_a_token_is_open_and_pays_no_heed_to_tokens():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.5", "hub.example.org", "::ffff:10.0.0.5"])
 def test_another_host_needs_a_token(host):
     with pytest.raises(ConfigError, match="needs a token") as error:
-        Access.of(HubConfig(host=host), {})
+        access_of(HubConfig(host=host), {})
     assert "--token-file" in error.value.fix
-    assert not Access.of(HubConfig(host=host), {"TREADLE_HUB_TOKEN": TOKEN}).is_open
-    assert not Access.of(HubConfig(host=host), {"TREADLE_HUB_ADMIN_TOKEN": ADMIN}).is_open
+    assert not access_of(HubConfig(host=host), {"TREADLE_HUB_TOKEN": TOKEN}).is_open
+    assert not access_of(HubConfig(host=host), {"TREADLE_HUB_ADMIN_TOKEN": ADMIN}).is_open
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "LOCALHOST", "::ffff:127.0.0.1"])
 def test_loopback_needs_none(host):
-    assert Access.of(HubConfig(host=host), {}).is_open
+    assert access_of(HubConfig(host=host), {}).is_open
 
 
 @pytest.mark.parametrize("token", [TOKEN, ADMIN])
@@ -233,7 +234,7 @@ def test_two_hosts_or_none_are_refused():
 @pytest.mark.parametrize("name", ["http://hub", "hub:8000", "*", "a b", "hub/x"])
 def test_allowed_hosts_that_are_no_names(name):
     with pytest.raises(ConfigError, match="allowed-hosts"):
-        Access.of(HubConfig(allowed_hosts=name), {})
+        access_of(HubConfig(allowed_hosts=name), {})
 
 
 def test_a_name_server_that_does_not_answer_does_not_hold_up_the_start(monkeypatch):
@@ -241,7 +242,7 @@ def test_a_name_server_that_does_not_answer_does_not_hold_up_the_start(monkeypat
     monkeypatch.setattr(guard, "_full_name", lambda: answered.wait(10) and "late.example")
     monkeypatch.setattr(guard, "NAME_LOOKUP_S", 0.05)
     began = time.monotonic()
-    access = Access.of(HubConfig(), {})
+    access = access_of(HubConfig(), {})
     assert time.monotonic() - began < 1.0
     assert "late.example" not in access.hosts
     answered.set()
@@ -266,7 +267,7 @@ async def status_of(headers):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/batch", "headers": headers, "client": ("127.0.0.1", 1)}
-    await Guard(None, Access.of(HubConfig(), {}))(scope, None, send)
+    await Guard(None, access_of(HubConfig(), {}))(scope, None, send)
     return sent[0]["status"]
 
 
@@ -283,8 +284,8 @@ def test_websockets_are_closed_and_lifespan_passes():
         sent.append(message)
 
     async def both():
-        await Guard(app, Access.of(HubConfig(), {}))({"type": "websocket", "headers": []}, receive, send)
-        await Guard(app, Access.of(HubConfig(), {}))({"type": "lifespan"}, receive, send)
+        await Guard(app, access_of(HubConfig(), {}))({"type": "websocket", "headers": []}, receive, send)
+        await Guard(app, access_of(HubConfig(), {}))({"type": "lifespan"}, receive, send)
 
     asyncio.run(both())
     assert reached == ["lifespan"]
@@ -306,7 +307,7 @@ def write(path, text, mode=0o600):
 
 
 def of_file(path, env=()):
-    return Access.of(HubConfig(token_file=path), dict(env))
+    return access_of(HubConfig(token_file=path), dict(env))
 
 
 def test_a_token_file_is_made_once_for_its_owner_only(token_file, caplog):
@@ -352,7 +353,7 @@ def test_a_token_that_is_none_is_refused_without_showing_it(token_file, text):
     assert str(token_file) in str(error.value)
     assert not text.strip() or text not in str(error.value)
     with pytest.raises(ConfigError, match="TREADLE_HUB_TOKEN") as error:
-        Access.of(HubConfig(), {"TREADLE_HUB_TOKEN": text})
+        access_of(HubConfig(), {"TREADLE_HUB_TOKEN": text})
     assert not text.strip() or text not in str(error.value)
 
 
@@ -385,7 +386,7 @@ def test_file_and_variable_must_agree(token_file):
 
 def test_the_admin_token_must_be_another():
     with pytest.raises(ConfigError, match="the same") as error:
-        Access.of(HubConfig(), {"TREADLE_HUB_TOKEN": TOKEN, "TREADLE_HUB_ADMIN_TOKEN": TOKEN})
+        access_of(HubConfig(), {"TREADLE_HUB_TOKEN": TOKEN, "TREADLE_HUB_ADMIN_TOKEN": TOKEN})
     assert TOKEN not in str(error.value)
 
 

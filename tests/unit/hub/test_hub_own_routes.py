@@ -12,7 +12,7 @@ import pytest
 
 from treadle.config.schema import HubConfig
 from treadle.hub.app import app_of
-from treadle.hub.guard import Access
+from treadle.hub.guard import access_of
 from treadle.hub.state import HubState
 from treadle.store import Store
 from treadle.wire import binary
@@ -24,7 +24,7 @@ from treadle.wire.hub import HubStatus, LeaseAnswer
 async def in_this_loop(store: Store, config: HubConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A hub and its client in one event loop, where a test can see calls wait for each other."""
     hub = HubState.build(store, config, asyncio.get_running_loop().time)
-    app = app_of(hub, Access.of(config, {}))
+    app = app_of(hub, access_of(config, {}))
     await hub.porters.start()
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:

@@ -53,6 +53,18 @@ def test_without_shared_memory_the_weights_lie_in_the_run_folder() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "shares", "has_lora"),
+    [("shared_vllm", True, False), ("lora_only", False, True), ("lora_restart", False, True), ("none", False, False),
+     ("reload", False, False), ("delta", False, False)],
+)  # fmt: skip
+def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bool, has_lora: bool) -> None:
+    config = plan_for({"train.weight_bridge_mode": mode, "train.lora_r": 128}).config
+    assert (config.engine.weights_file is not None) == shares
+    assert config.engine.enable_lora == config.train.lora == has_lora
+    assert not has_lora or config.engine.max_lora_rank == 128
+
+
+@pytest.mark.parametrize(
     ("num_cores", "max_age", "threads"), [(8, 1, 4), (2, 1, 1), (1, 1, 1), (3, 2, 1), (8, 0, 8), (1, 0, 1)]
 )
 def test_threads_are_halved_only_when_engine_and_trainer_overlap(num_cores: int, max_age: int, threads: int) -> None:

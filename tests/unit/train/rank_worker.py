@@ -130,8 +130,8 @@ def run_job(job, ranks):
     was_stopped = False
     try:
         train(
-            config, policy, optimizer, feed, OfflineSync() if ranks.leads else FollowingSync(), checkpoints, tracker,
-            restored=restored, check_stop=trouble,
+            config, policy, optimizer, feed, OfflineSync(config) if ranks.leads else FollowingSync(), checkpoints,
+            tracker, restored=restored, check_stop=trouble,
         )  # fmt: skip
     except StopRequested:
         was_stopped = True

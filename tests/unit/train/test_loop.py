@@ -81,8 +81,8 @@ class Scene:
 
     def run(self, restored=FROM_THE_START, check_stop=lambda: None):
         train(
-            self.config, self.policy, self.optimizer, self.feed, OfflineSync(), self.checkpoints, self.tracker,
-            reference=self.reference, restored=restored, check_stop=check_stop,
+            self.config, self.policy, self.optimizer, self.feed, OfflineSync(self.config), self.checkpoints,
+            self.tracker, reference=self.reference, restored=restored, check_stop=check_stop,
         )  # fmt: skip
 
     def weights(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -18,11 +19,10 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.app import build_app
-from treadle.engines.scheduler import Scheduler
-from treadle.engines.transformers_engine import TransformersEngine
+from treadle.engines.surface.app import build_app
+from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, SyncError
-from treadle.sync.shared_memory import SharedMemorySync
+from treadle.sync.single_copy import SingleCopySync
 from treadle.train import durable
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.feed import HubFeed
@@ -60,12 +60,10 @@ def serving(app):
 @pytest.fixture
 def engine_url(folder, tmp_path):
     config = EngineConfig(dtype="float32", threads=1, device="cpu", weights_file=tmp_path / "shared.weights")
-    engine = TransformersEngine(config, folder)
-    scheduler = Scheduler(engine, max_num_seqs=8)
-    with serving(build_app(engine, scheduler, pause_timeout_s=10)) as url:
+    engine = TransformersServer(config, folder)
+    with serving(build_app(engine, config, {})) as url:
         yield url
-    scheduler.stop()
-    scheduler.join()
+    asyncio.run(engine.close())
 
 
 def settings(folder, tmp_path, **changes):
@@ -78,7 +76,7 @@ def settings(folder, tmp_path, **changes):
 
 def publish_steps(config, first, last):
     """What a trainer does to the engine's weights, without a hub: random gradients instead of batches."""
-    sync = SharedMemorySync(config.engine_url)
+    sync = SingleCopySync(config)
     policy = share_policy(sync.fetch_layout(), config)
     optimizer = build_optimizer(policy, config)
     for step in range(first, last + 1):
@@ -90,7 +88,7 @@ def publish_steps(config, first, last):
 
 
 def test_the_engine_says_which_version_its_weights_are(engine_url, folder, tmp_path):
-    sync = SharedMemorySync(engine_url)
+    sync = SingleCopySync(settings(folder, tmp_path, engine_url=engine_url))
     assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (0, False)
     publish_steps(settings(folder, tmp_path, engine_url=engine_url), 1, 4)
     assert (sync.fetch_layout().policy_version, sync.fetch_layout().is_held) == (4, False)
@@ -122,7 +120,7 @@ def test_with_a_checkpoint_a_trainer_goes_on_at_an_engine_that_is_ahead_and_held
     httpx.post(f"{engine_url}/bridge/pause")
     with HubProcess(tmp_path) as hub:
         run_trainer(config.model_copy(update={"atropos_url": hub.url}))  # all its steps are taken: it only publishes
-    layout = SharedMemorySync(engine_url).fetch_layout()
+    layout = SingleCopySync(config).fetch_layout()
     assert (layout.policy_version, layout.is_held) == (2, False)
     served = share_policy(layout, config).live
     assert [name for name in saved if not torch.equal(served[name], saved[name])] == []

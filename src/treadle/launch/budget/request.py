@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from treadle.config.schema import RunConfig
+from treadle.config.engine_choice import has_vllm
+from treadle.config.schema import EngineConfig, RunConfig
 from treadle.errors import ConfigError
 from treadle.launch.budget import calibration
 from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
@@ -86,7 +87,6 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         prompt = calibration.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, train.seq_len - completion))
     if prompt < 1:
         raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
-    utilization = values._gpu_memory_utilization
     has_liger = train.fused_kernels == "liger"
     # A micro holds no more than a step has, even when every completion is as long as it may be. For a GPU full micros
     # are planned all the same: the small tasks that are built in are not what it is bought for.
@@ -123,8 +123,16 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         is_reference_offloaded=train.reference_offload,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=engine.max_model_len,
-        gpu_memory_utilization=getattr(engine, "gpu_memory_utilization", None) if utilization is None else utilization,
+        gpu_memory_utilization=_utilization(engine, values),
     )
+
+
+def _utilization(engine: EngineConfig, values: argparse.Namespace) -> float | None:
+    """The share of the card that vLLM fills with its cache; the transformers engine takes what its requests need."""
+    if values._gpu_memory_utilization is not None:
+        said: float = values._gpu_memory_utilization
+        return said
+    return engine.gpu_memory_utilization if has_vllm(engine) else None
 
 
 def _mode(run: RunConfig, values: argparse.Namespace, *, has_gpu: bool) -> Mode:

@@ -1,0 +1,96 @@
+"""The trainer's settings of how weights reach the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from treadle.config.section import PositiveInt, Seconds, Section, option
+
+LORA_MODES = ("lora_only", "lora_restart")
+RESTART_MODES = ("lora_restart", "none")
+
+
+class SyncOptions(Section):
+    """How new weights reach the engine, and the proof of it."""
+
+    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none", "reload", "delta", "offline"] = (
+        option(
+            "shared_vllm",
+            "memory that engine and trainer share; adapters, loaded while it serves; a restart with an adapter "
+            "(lora_restart) or with all weights (none); from disk all weights (reload) or the changed ones (delta); "
+            "no engine (offline)",
+        )
+    )
+    single_copy: bool = option(
+        False, "shared_vllm: one copy of the weights for both, or an error; without it one is made where that is needed"
+    )
+    use_shared_memory: bool = option(
+        False, "shared_vllm: two copies: the trainer keeps its own and hands over new weights"
+    )
+    vllm_restart_interval: PositiveInt | None = option(
+        None,
+        "publish every so many steps, and the last one; empty: 3 where the engine restarts, else 1 "
+        "(shared_vllm: always 1)",
+    )
+    vllm_config_path: Path | None = option(
+        None, "shared_vllm: read where the weights lie from this file of the engine's instead of asking it; auto: ask"
+    )
+    live_path: Path | None = option(
+        None, "folder of weights on their way to the engine (a memory disk is fastest); empty: live in save_path"
+    )
+    publish_timeout_s: Seconds | None = option(
+        None, "an engine that takes longer ends the run with an error; empty: 180, and 900 where it restarts"
+    )
+    verify_publish: bool = option(True, "prove every publish: fingerprints of the weights, and a canary's logprobs")
+    canary_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
+        None,
+        "nats that trainer and engine may be apart on the canary in the mean, and ten times that on one token; "
+        "empty: 0.0001 in float32, 0.03 in float16, 0.25 in bfloat16",
+    )
+    canary_share: Annotated[float, Field(ge=0, le=1)] = option(
+        0.0025, "share of the run's time that canaries may take; 1: one at every publish"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_and_implied(cls, values: Any) -> Any:
+        """`shared_memory` is what release 0.1.0 said; a mode that publishes adapters trains them."""
+        if not isinstance(values, dict):
+            return values
+        mode = values.get("weight_bridge_mode")
+        if mode == "shared_memory":
+            values = values | {"weight_bridge_mode": "shared_vllm"}
+        if mode in LORA_MODES:
+            values = {"lora": True} | values
+        if values.get("vllm_config_path") == "auto":
+            values = values | {"vllm_config_path": None}
+        return values
+
+    @model_validator(mode="after")
+    def _one_way(self) -> SyncOptions:
+        given = [flag for flag in ("single_copy", "use_shared_memory") if getattr(self, flag)]
+        if len(given) > 1:
+            raise ValueError(
+                "single_copy is one copy of the weights for engine and trainer, use_shared_memory is two: give one of "
+                "the two"
+            )
+        if given and self.weight_bridge_mode != "shared_vllm":
+            raise ValueError(
+                f"{given[0]} is a way of weight_bridge_mode shared_vllm, and the mode is {self.weight_bridge_mode}: "
+                "leave one of them out"
+            )
+        return self
+
+    @property
+    def publish_interval(self) -> int:
+        """Steps from one publish to the next."""
+        if self.weight_bridge_mode in ("shared_vllm", "offline"):
+            return 1
+        return self.vllm_restart_interval or (3 if self.weight_bridge_mode in RESTART_MODES else 1)
+
+    @property
+    def publish_deadline_s(self) -> float:
+        return self.publish_timeout_s or (900.0 if self.weight_bridge_mode in RESTART_MODES else 180.0)

@@ -1,0 +1,134 @@
+"""/lora/*: LoRA adapters while serving; and the same in vLLM's words, /v1/load_lora_adapter."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from treadle.engines.surface.http import NotHere, decode, folder_here, json_answer, route
+from treadle.engines.surface.served import Served
+from treadle.errors import RequestError
+from treadle.wire.bridge import LoadAdapter, LoadedAdapter, UnloadAdapter
+
+MAX_NAME_CHARS = 200
+
+
+class LoadByName(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadByName(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AdapterRoutes:
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._engine = served.engine
+
+    def routes(self) -> list[Route]:
+        changes = {
+            "/lora/load": self.load,
+            "/lora/unload": self.unload,
+            "/v1/load_lora_adapter": self.load_by_name,
+            "/v1/unload_lora_adapter": self.unload_by_name,
+        }
+        ledger = self._served.ledger
+        return [
+            route("/lora/status", self.status, ledger),
+            *(route(path, handler, ledger, method="POST") for path, handler in changes.items()),
+        ]
+
+    async def status(self, _: HttpRequest) -> Response:
+        facts, ledger, active = self._engine.facts, self._served.ledger, self._served.policy_adapter()
+        adapters = self._engine.adapters()
+        return json_answer(
+            {
+                "lora_available": facts.has_lora,
+                "max_lora_rank": facts.max_lora_rank,
+                "active_adapter_path": None if active is None else str(active.path),
+                "active_adapter_name": None if active is None else active.name,
+                "active_adapter_id": None if active is None else ledger.adapter_ids.get(active.name),
+                "load_count": ledger.num_adapter_loads,
+                "available_adapters": [str(adapter.path) for adapter in adapters],
+                "adapters": [msgspec.to_builtins(adapter, enc_hook=str) for adapter in adapters],
+            }
+        )
+
+    async def load(self, http: HttpRequest) -> Response:
+        body, started = await decode(http, LoadAdapter), time.monotonic()
+        path = folder_here(body.adapter_path)
+        name = self._new_name(body.adapter_name or path.name)
+        adapter = await self._engine.load_adapter(name, path, body.policy_version)
+        number = self._served.ledger.adapter_loaded(name)
+        if body.policy_version is not None:
+            self._served.ledger.weights_changed()
+        return json_answer(
+            LoadedAdapter(
+                status="ok",
+                adapter_path=str(adapter.path),
+                adapter_name=name,
+                adapter_id=number,
+                load_count=self._served.ledger.num_adapter_loads,
+                adapter_config=_told_config(path),
+                policy_version=(await self._engine.state()).policy_version,
+                seconds=time.monotonic() - started,
+            )
+        )
+
+    async def unload(self, http: HttpRequest) -> Response:
+        body = await decode(http, UnloadAdapter)
+        active = self._served.policy_adapter()
+        name = body.adapter_name or (active.name if active else None)
+        if name is None:
+            return json_answer({"status": "ok", "previous_adapter": None, "previous_name": None})
+        path = await self._unload(name)
+        return json_answer({"status": "ok", "previous_adapter": str(path), "previous_name": name})
+
+    async def load_by_name(self, http: HttpRequest) -> Response:
+        body = await decode(http, LoadByName)
+        name = self._new_name(body.lora_name)
+        await self._engine.load_adapter(name, folder_here(body.lora_path), None)
+        self._served.ledger.adapter_loaded(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_by_name(self, http: HttpRequest) -> Response:
+        body = await decode(http, UnloadByName)
+        await self._unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _unload(self, name: str) -> Path:
+        known = {adapter.name: adapter for adapter in self._engine.adapters()}
+        if name not in known:
+            raise NotHere(f"there is no adapter '{name}'", fix="GET /lora/status lists what is loaded")
+        await self._engine.unload_adapter(name)
+        self._served.ledger.adapter_ids.pop(name, None)
+        return known[name].path
+
+    def _new_name(self, name: str) -> str:
+        """A name that requests can ask for as their model."""
+        folder = self._engine.facts.folder
+        if not name or len(name) > MAX_NAME_CHARS or name in (self._served.model_name, str(folder), folder.name):
+            raise RequestError(f"an adapter cannot be called '{name[:60]}'", fix="choose another name")
+        return name
+
+
+def _told_config(path: Path) -> dict[str, object]:
+    told: dict[str, Any] = json.loads((path / "adapter_config.json").read_text())
+    return {
+        "r": told.get("r"),
+        "lora_alpha": told.get("lora_alpha"),
+        "target_modules": told.get("target_modules"),
+        "base_model": told.get("base_model_name_or_path"),
+    }

@@ -1,0 +1,138 @@
+"""/bridge/* and /reload_weights: how a trainer holds an engine, gives it new weights, and sees that they arrived."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from treadle.engines.surface.http import NotHere, decode, folder_here, json_answer, route
+from treadle.engines.surface.served import Served
+from treadle.wire.bridge import (
+    AskFingerprints,
+    BridgeInfo,
+    BridgeState,
+    Fingerprints,
+    Pause,
+    ReloadWeights,
+    RestartEngine,
+    Resume,
+    Updated,
+)
+
+NOT_SUPPORTED = {"status": "not_supported"}
+
+
+class BridgeRoutes:
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._engine = served.engine
+
+    def routes(self) -> list[Route]:
+        reads = {
+            "/bridge/info": self.info,
+            "/bridge/state_dict_info": self.state_dict_info,
+            "/bridge/is_paused": self.is_paused,
+            "/bridge/is_sleeping": self.is_sleeping,
+            "/bridge/debug": self.debug,
+        }
+        changes = {
+            "/bridge/pause": self.pause,
+            "/bridge/resume": self.resume,
+            "/bridge/sleep": self.not_supported,
+            "/bridge/wake_up": self.not_supported,
+            "/bridge/fingerprints": self.fingerprints,
+            "/bridge/restart": self.restart,
+            "/reload_weights": self.reload_weights,
+        }
+        ledger = self._served.ledger
+        return [
+            *(route(path, handler, ledger) for path, handler in reads.items()),
+            *(route(path, handler, ledger, method="POST") for path, handler in changes.items()),
+        ]
+
+    async def pause(self, http: HttpRequest) -> Response:
+        body = await decode(http, Pause)
+        await self._engine.hold(body.mode, self._served.pause_timeout_s)
+        return await self._state("paused")
+
+    async def resume(self, http: HttpRequest) -> Response:
+        body = await decode(http, Resume)
+        await self._engine.release(body.policy_version)
+        if body.policy_version is not None:
+            self._served.ledger.weights_changed()
+        return await self._state("resumed")
+
+    async def is_paused(self, _: HttpRequest) -> Response:
+        return json_answer({"is_paused": (await self._engine.state()).is_held})
+
+    async def is_sleeping(self, _: HttpRequest) -> Response:
+        return json_answer({"is_sleeping": False})
+
+    async def not_supported(self, _: HttpRequest) -> Response:
+        """Weights are never moved off the device: a trainer may hold them, or stand on them."""
+        return json_answer(NOT_SUPPORTED)
+
+    async def info(self, _: HttpRequest) -> Response:
+        facts, state = self._engine.facts, await self._engine.state()
+        return json_answer(
+            BridgeInfo(
+                enabled=True,
+                shared_weights=await self._engine.layout() is not None,
+                update_count=state.policy_version,
+                last_update_time=self._served.ledger.last_update_time,
+                model_name=str(facts.folder),
+                device=facts.device,
+                engine=facts.kind,
+                engine_version=facts.version,
+                dtype=facts.dtype,
+                is_paused=state.is_held,
+                has_lora=facts.has_lora,
+                max_lora_rank=facts.max_lora_rank,
+            )
+        )
+
+    async def state_dict_info(self, _: HttpRequest) -> Response:
+        layout = await self._engine.layout()
+        if layout is None:
+            raise NotHere("this engine was started without --weights-file")
+        state = await self._engine.state()
+        now = {"policy_version": state.policy_version, "is_held": state.is_held}
+        return json_answer(msgspec.structs.replace(layout, **now))
+
+    async def fingerprints(self, http: HttpRequest) -> Response:
+        body = await decode(http, AskFingerprints)
+        found = await self._engine.fingerprints(body.policy_version)
+        return json_answer(Fingerprints(policy_version=body.policy_version, fingerprints=dict(found)))
+
+    async def reload_weights(self, http: HttpRequest) -> Response:
+        body, started = await decode(http, ReloadWeights), time.monotonic()
+        version = body.policy_version
+        if version is None:
+            version = (await self._engine.state()).policy_version + 1
+        await self._engine.reload(folder_here(body.path), version)
+        return await self._updated(started)
+
+    async def restart(self, http: HttpRequest) -> Response:
+        body, started = await decode(http, RestartEngine), time.monotonic()
+        adapter = None if body.adapter_path is None else folder_here(body.adapter_path)
+        await self._engine.restart(folder_here(body.model_path), adapter, body.policy_version)
+        return await self._updated(started)
+
+    async def debug(self, _: HttpRequest) -> Response:
+        adapters = [msgspec.to_builtins(adapter, enc_hook=str) for adapter in self._engine.adapters()]
+        facts = msgspec.to_builtins(self._engine.facts, enc_hook=str)
+        state = msgspec.to_builtins(await self._engine.state())
+        return json_answer({"facts": facts, "state": state, "adapters": adapters})
+
+    async def _state(self, status: str) -> Response:
+        state = await self._engine.state()
+        return json_answer(BridgeState(status=status, policy_version=state.policy_version))
+
+    async def _updated(self, started: float) -> Response:
+        self._served.ledger.weights_changed()
+        version = (await self._engine.state()).policy_version
+        return json_answer(Updated(status="ok", policy_version=version, seconds=time.monotonic() - started))

@@ -1,0 +1,138 @@
+"""A model's text: its tokenizer and chat template, and completions as text while they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from treadle.errors import ModelError, RequestError
+
+UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
+
+
+class Text:
+    """`Text.load(folder).encode("Say 7")` -> token ids."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+        # Some were saved with the padding and truncation of their training; a prompt wants neither.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._folder = folder
+
+    @classmethod
+    def load(cls, folder: Path) -> Text:
+        file = folder / "tokenizer.json"
+        try:
+            found = Tokenizer.from_file(str(file)) if file.is_file() else _pretrained(folder).backend_tokenizer
+        except Exception as error:  # the library raises plain Exception for a missing and for a broken file
+            raise ModelError(f"cannot load the tokenizer in {folder}: {error}", fix="check --model") from None
+        return cls(found, folder)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def token(self, token_id: int) -> str:
+        """One token by itself, special ones too: for answers that list tokens as text."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's own chat template writes it."""
+        if self._chat.chat_template is None:
+            raise RequestError(f"{self._folder.name} has no chat template", fix="send text to /v1/completions")
+        if tools and "tools" not in str(self._chat.chat_template):
+            raise RequestError(
+                f"the chat template of {self._folder.name} knows no tools", fix="write them into a message"
+            )
+        try:
+            text = self._chat.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(options or {}),
+            )
+        except Exception as error:  # templates raise what they like; all mean: these messages cannot be written
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _chat(self) -> Any:
+        """transformers' own, which runs templates; loaded when the first conversation comes."""
+        return _pretrained(self._folder)
+
+
+def _pretrained(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class Written:
+    """The text of one completion while it grows, cut where a stop string begins.
+
+    `add(token)` says whether a stop string was found. `news()` is the text that is new since the last call; the end of
+    it is kept back as long as it may still become a stop string.
+    """
+
+    def __init__(self, text: Text, stop: Sequence[str]) -> None:
+        self.text = ""
+        self._tokenizer = text
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._recent: list[int] = []  # few tokens: what the last ones read as depends on those just before them
+        self._num_read = 0  # of the recent ones: in `text` already
+        self._read = ""
+        self._num_told = 0
+
+    def add(self, token_id: int) -> bool:
+        self._recent.append(token_id)
+        now = self._tokenizer.decode(self._recent)
+        return False if now.endswith(UNFINISHED) else self._take(now)
+
+    def finish(self) -> None:
+        """No token comes any more: a character that was never completed is shown as the decoder shows it."""
+        if self._num_read < len(self._recent):
+            self._take(self._tokenizer.decode(self._recent))
+
+    def news(self, *, is_finished: bool) -> str:
+        end = len(self.text) - (0 if is_finished else self._num_doubtful())
+        new = self.text[self._num_told : end]
+        self._num_told = max(end, self._num_told)
+        return new
+
+    def _take(self, now: str) -> bool:
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += now[len(self._read) :]
+        new = self._recent[self._num_read :]
+        self._read = self._tokenizer.decode(new)
+        if self._read:
+            self._recent = new
+        else:  # special tokens only: what comes next follows the text before them
+            self._read = now
+        self._num_read = len(self._recent)
+        cuts = [at for word in self._stop if (at := self.text.find(word, start)) >= 0]
+        if cuts:
+            self.text = self.text[: min(cuts)]
+        return bool(cuts)
+
+    def _num_doubtful(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
+            end = self.text[-length:]
+            if any(word.startswith(end) for word in self._stop):
+                return length
+        return 0

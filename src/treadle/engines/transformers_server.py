@@ -1,0 +1,172 @@
+"""The transformers engine behind the port: the surface's coroutines on one side, the generation thread on the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import transformers
+from safetensors import SafetensorError
+
+from treadle.config import EngineConfig
+from treadle.engines.models import resolve_model
+from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request
+from treadle.engines.reload import read_weights, write_weights
+from treadle.engines.scheduler import Scheduler
+from treadle.engines.transformers_engine import TransformersEngine
+from treadle.errors import EngineError, RequestError
+from treadle.sync.fingerprint import fingerprint
+from treadle.sync.layout import Layout
+
+T = TypeVar("T")
+
+
+class TransformersServer:
+    """`TransformersServer(config, folder)` loads the model and serves until `close`."""
+
+    def __init__(self, config: EngineConfig, folder: Path, *, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._config = config
+        self._scheduler = Scheduler(TransformersEngine(config, folder), config.max_num_seqs, on_failure=on_failure)
+        self._changing = asyncio.Lock()  # one change of weights or adapters at a time
+
+    @property
+    def facts(self) -> EngineFacts:
+        engine = self._engine
+        return EngineFacts(
+            kind="transformers",
+            version=transformers.__version__,
+            folder=engine.folder,
+            device=str(engine.device),
+            dtype=str(engine.model.dtype).removeprefix("torch."),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.model.config.vocab_size,
+            eos_ids=engine.eos_ids,
+            logprobs_mode=self._config.logprobs_mode,
+            max_num_seqs=self._config.max_num_seqs,
+            has_lora=self._config.enable_lora,
+            max_lora_rank=self._config.max_lora_rank if self._config.enable_lora else None,
+        )
+
+    @property
+    def _engine(self) -> TransformersEngine:
+        return self._scheduler.engine
+
+    async def state(self) -> EngineState:
+        scheduler = self._scheduler
+        return EngineState(
+            policy_version=scheduler.policy_version,
+            is_held=scheduler.is_held,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            generated_tokens=scheduler.generated_tokens,
+            generating_s=scheduler.generating_s,
+            failure=scheduler.failure,
+        )
+
+    async def generate(self, request: Request) -> Generation:
+        return await asyncio.wrap_future(self._scheduler.submit(request))  # cancelled with us
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        news: asyncio.Queue[list[Delta] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(deltas: list[Delta] | None) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, deltas)
+
+        def end(done: Future[Generation]) -> None:
+            if not done.cancelled():
+                tell(None)
+
+        future = self._scheduler.submit(request, tell)
+        future.add_done_callback(end)
+        try:
+            while (deltas := await news.get()) is not None:
+                for delta in deltas:
+                    yield delta
+            future.result()  # an error, if it ended in one
+        finally:
+            future.cancel()
+
+    async def hold(self, mode: HoldMode, timeout_s: float) -> None:
+        await asyncio.to_thread(self._scheduler.hold, mode, timeout_s)
+
+    async def release(self, policy_version: int | None) -> None:
+        await asyncio.to_thread(self._scheduler.release, policy_version)
+
+    async def layout(self) -> Layout | None:
+        return self._engine.layout
+
+    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
+        def read() -> dict[str, str]:
+            return {name: fingerprint(weight, policy_version) for name, weight in self._engine.weights.items()}
+
+        return await self._between_tokens(read)
+
+    async def reload(self, folder: Path, policy_version: int) -> None:
+        def write() -> None:
+            write_weights(found, self._engine.named_weights)
+            self._scheduler.weights_changed(policy_version)
+
+        async with self._changing:
+            found = await asyncio.to_thread(read_weights, folder, self._engine.named_weights)
+            await self._between_tokens(write)
+
+    async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
+        def begin_anew() -> None:
+            try:
+                anew = TransformersEngine(self._config, folder, self._engine.text)
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the libraries' own: no such model
+                raise RequestError(f"{folder} cannot be loaded: {error}", fix="save the model again") from None
+            self._scheduler.replace_engine(anew, policy_version)
+
+        async with self._changing:
+            resolve_model(str(folder))  # refuses what is no model, or not safe to load
+            await self._between_tokens(begin_anew)
+            if adapter is not None:
+                await self._load(adapter.name, adapter, policy_version)
+
+    async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        if not self._config.enable_lora:
+            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+        async with self._changing:
+            known = self._scheduler.adapters.get(name)
+            if known is not None:
+                if (known.path, known.policy_version) == (path, policy_version):
+                    return known  # a call that is repeated
+                raise RequestError(
+                    f"the adapter '{name}' is loaded already, from {known.path}", fix="choose a new name"
+                )
+            return await self._load(name, path, policy_version)
+
+    async def unload_adapter(self, name: str) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._scheduler.remove_adapter, name, self._config.pause_timeout_s)
+            await self._between_tokens(lambda: self._scheduler.forget_adapter(name))
+
+    def adapters(self) -> list[Adapter]:
+        return list(self._scheduler.adapters.values())
+
+    async def close(self) -> None:
+        self._scheduler.stop()
+        await asyncio.to_thread(self._scheduler.join)
+
+    async def _load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        from treadle.engines.lora import check_adapter, read_adapter
+
+        files = await asyncio.to_thread(read_adapter, path)
+        check_adapter(files, self._engine.model, self._engine.folder, self._config.max_lora_rank)
+        adapter = Adapter(name, path, files.rank, policy_version)
+
+        def add() -> None:
+            self._engine.adapters.add(name, files)
+            self._scheduler.add_adapter(adapter)
+
+        await self._between_tokens(add)
+        return adapter
+
+    async def _between_tokens(self, work: Callable[[], T]) -> T:
+        """Whoever asked may leave; what was begun is finished, so that nothing stays half done."""
+        return await asyncio.shield(asyncio.wrap_future(self._scheduler.between_tokens(work)))

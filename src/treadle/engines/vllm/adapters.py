@@ -1,0 +1,115 @@
+"""Which LoRA adapters are loaded, which of them serves the policy, and which can go. Pure.
+
+vLLM gets a new name for every load: it keeps what it computed, and what it read, by name, and would go on serving the
+old adapter under a name that is used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from treadle.engines.port import Adapter
+from treadle.errors import RequestError
+
+
+@dataclass
+class _Entry:
+    adapter: Adapter
+    served_name: str  # in vLLM
+    uses: int = 0  # requests that run with it
+    is_retired: bool = False  # it was unloaded, and goes when the last of them has finished
+
+
+class AdapterBook:
+    def __init__(self) -> None:
+        self._loads = 0
+        self._entries: list[_Entry] = []
+        self.serving: Adapter | None = None  # what requests that name no adapter get; None: the base model
+
+    def new_name(self, name: str) -> str:
+        """A name that vLLM has not heard yet."""
+        self._loads += 1
+        return f"{name}@{self._loads}"
+
+    def add(self, adapter: Adapter, served_name: str) -> None:
+        """With a policy version, it serves the policy from here on; its predecessor can still be asked for by name."""
+        self._entries.append(_Entry(adapter, served_name))
+        if adapter.policy_version is not None:
+            self.serving = adapter
+
+    def known(self, name: str, path: Path, policy_version: int | None) -> Adapter | None:
+        """The very adapter, if it is loaded: a call that is repeated, because its answer was lost, changes nothing."""
+        for adapter in self.listed():
+            if adapter.name == name:
+                if (adapter.path, adapter.policy_version) == (path, policy_version):
+                    return adapter
+                raise RequestError(
+                    f"the adapter '{name}' is loaded already, from {adapter.path}", fix="choose a new name"
+                )
+        return None
+
+    def remove(self, name: str) -> None:
+        entry = self._find(name)
+        entry.is_retired = True
+        if entry.adapter is self.serving:
+            self.serving = None
+
+    def borrow(self, name: str | None) -> tuple[Adapter, str] | None:
+        """The adapter for a request, and vLLM's name for it; to be given back. None: the base model."""
+        if name is None and self.serving is None:
+            return None
+        entry = self._find(name if name is not None else self.serving.name if self.serving else "")
+        entry.uses += 1
+        return entry.adapter, entry.served_name
+
+    def give_back(self, served_name: str) -> bool:
+        """Whether that was the last use of an adapter that can go now."""
+        for entry in self._entries:
+            if entry.served_name == served_name:
+                entry.uses -= 1
+                return entry.is_retired and not entry.uses
+        return False  # the server was restarted meanwhile, and with it the book
+
+    def take_unused(self) -> list[str]:
+        """vLLM's names of the adapters that nobody will ask for again; they are forgotten here."""
+        unused = [entry for entry in self._entries if entry.is_retired and not entry.uses]
+        self._entries = [entry for entry in self._entries if entry not in unused]
+        return [entry.served_name for entry in unused]
+
+    def listed(self) -> list[Adapter]:
+        return [entry.adapter for entry in self._entries if not entry.is_retired]
+
+    def _find(self, name: str) -> _Entry:
+        for entry in self._entries:
+            if entry.adapter.name == name and not entry.is_retired:
+                return entry
+        known = [adapter.name for adapter in self.listed()]
+        raise RequestError(f"no adapter '{name}' is loaded", fix=f"loaded: {', '.join(known) or 'none'}")
+
+
+class AdapterCheck:
+    """Whether a saved adapter fits the model that is served. vLLM would take one that does not, and die of it later."""
+
+    def __init__(self, folder: Path, max_rank: int) -> None:
+        self._folder = folder
+        self._max_rank = max_rank
+
+    def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        from treadle.engines.lora import check_adapter, read_adapter
+
+        path = path.expanduser().resolve()  # vLLM has another working folder, perhaps
+        files = read_adapter(path)
+        check_adapter(files, self._model, self._folder, self._max_rank)
+        return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
+
+    @cached_property
+    def _model(self) -> Any:
+        """Its names and shapes, without weights."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self._folder))

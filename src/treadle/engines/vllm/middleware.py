@@ -1,0 +1,109 @@
+"""Inside vLLM's API process: routes that we do not use are closed, and three of ours are added.
+
+    POST /treadle/hold     {"mode": "keep"}    no token is sampled from here on
+    POST /treadle/release  {"has_new_weights": true, ...}   go on; with new weights, what was cached is dropped first
+    POST /treadle/rpc      {"method": ..., "kwargs": {...}}      one of our worker's methods (worker.py)
+
+vLLM is asked through its engine client's own methods only (but see _pause). Every call needs the key, also those that
+vLLM would let pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+PASSED_ON = {
+    ("GET", "/health"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+}
+WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_settle"}
+_TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful
+
+
+class TreadleRoutes:
+    """ASGI middleware, named to vLLM by --middleware."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self._own = {"/treadle/hold": _hold, "/treadle/release": _release, "/treadle/rpc": _rpc}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a web socket
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        route = (scope["method"], scope["path"])
+        if not hmac.compare_digest(given, self._expected):
+            await _error(401, "this server answers only the engine that started it")(scope, receive, send)
+        elif route in PASSED_ON:
+            await self._app(scope, receive, send)
+        elif route[0] == "POST" and route[1] in self._own:
+            answer = await self._answer(self._own[route[1]], scope, receive)
+            await answer(scope, receive, send)
+        else:
+            await _error(404, "this route is closed")(scope, receive, send)
+
+    async def _answer(self, handler: _Handler, scope: Scope, receive: Receive) -> Response:
+        try:
+            body = json.loads(await Request(scope, receive).body() or b"{}")
+            return JSONResponse(await handler(scope["app"].state.engine_client, body))
+        except Exception as error:  # vLLM's errors have no common base; the engine's client must hear of each
+            return _error(500, f"{type(error).__name__}: {error}")
+
+
+_Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
+
+
+async def _hold(client: Any, body: dict[str, Any]) -> str:
+    await _pause(client, body["mode"])
+    # What was sampled before is on its way to clients now, and must not seem to come after the hold.
+    for _ in range(_TURNS_TO_FLUSH):
+        await asyncio.sleep(0)
+    return "held"
+
+
+async def _pause(client: Any, mode: str) -> None:
+    """vLLM's own method sleeps 20 ms after the work is done, for the flush that _hold sees to in less than one."""
+    core = getattr(client, "engine_core", None)
+    at_once = getattr(core, "pause_scheduler_async", None)
+    if at_once is None:
+        await client.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await at_once(mode=mode, clear_cache=False)
+
+
+async def _release(client: Any, body: dict[str, Any]) -> str:
+    if body["has_new_weights"]:
+        # Requests that were frozen are computed again from their tokens, under the new weights.
+        await client.reset_prefix_cache(reset_running_requests=True)
+    if not body["stay_held"]:
+        await client.resume_generation()
+    return "released"
+
+
+async def _rpc(client: Any, body: dict[str, Any]) -> Any:
+    if body["method"] not in WORKER_METHODS:
+        raise ValueError(f"{body['method']} is none of our worker's methods")
+    return await client.collective_rpc(body["method"], kwargs=body["kwargs"])
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)

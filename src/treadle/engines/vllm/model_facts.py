@@ -1,0 +1,53 @@
+"""What a model's folder says about it, read without loading it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treadle.errors import ModelError
+from treadle.sync.layout import BYTES_PER_ELEMENT
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    folder: Path
+    dtype: str  # the checkpoint's own
+    vocab_size: int
+    max_positions: int | None
+    eos_ids: frozenset[int]
+
+
+def read_model_facts(folder: Path) -> ModelFacts:
+    config = _read(folder / "config.json")
+    generation = _read(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in BYTES_PER_ELEMENT:
+        raise ModelError(f"{folder}'s weights are {dtype}", fix=f"name a number format: {sorted(BYTES_PER_ELEMENT)}")
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ModelError(f"{folder}/config.json names no vocab_size", fix="only models of text alone are served")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    return ModelFacts(
+        folder=folder,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        max_positions=None if _has_rope_scaling(config) else config.get("max_position_embeddings"),
+        eos_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+    )
+
+
+def _has_rope_scaling(config: dict[str, Any]) -> bool:
+    """Then the longest text is more than max_position_embeddings says, and only the model's own code knows how much."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope.get("rope_type", rope.get("type", "default")) != "default"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", fix="fetch or save the model again") from None
+    return settings

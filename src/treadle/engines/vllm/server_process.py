@@ -1,0 +1,150 @@
+"""vLLM's server as a child of ours: started, waited for, listened to, ended. It cannot outlive us (guard.py)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from treadle.engines.vllm import guard
+from treadle.engines.vllm.command import MODEL_NAME, Place, ServerCommand
+from treadle.errors import EngineError
+from treadle.log import get_logger
+
+log = get_logger("engine")
+
+NUM_TAIL_LINES = 20
+STOP_S = guard.GRACE_S + 10.0
+PROBE_TIMEOUT_S = 120.0
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# What in its log means what to do; the first that is found counts.
+_REMEDIES = (
+    (r"address already in use", "another program took the port in between: start again"),
+    (r"unrecognized arguments|invalid choice", "check --vllm-args"),
+    (
+        r"Available memory on node|CPU_KVCACHE_SPACE",
+        "free some memory, or lower --kv-cache-gib; it is reserved at the start",
+    ),
+    (
+        r"KV cache is needed|No available memory for the cache|estimated maximum model length",
+        "lower --max-model-len, or raise --gpu-memory-utilization (on a CPU: --kv-cache-gib)",
+    ),
+    (
+        r"out of memory|Free memory on device|Cannot allocate memory",
+        "stop what else uses the GPU's memory, or lower --gpu-memory-utilization, --max-num-seqs or --max-model-len",
+    ),
+)
+
+
+class ServerProcess:
+    """One life of the server."""
+
+    def __init__(self, command: ServerCommand, place: Place) -> None:
+        self.place = place
+        self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
+        self._first_error = ""  # the ones after it are its consequences
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(guard.__file__)), str(place.scratch), *command.argv],
+            env=dict(command.env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+        )
+        assert self._process.stdout is not None  # noqa: S101 (it is a pipe)
+        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._listener.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.place.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.place.api_key}"}
+
+    def death(self) -> str | None:
+        """None while it lives; else how it ended and its last words."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._listener.join(timeout=2)  # what it said last
+        cause = f" ({self._first_error})" if self._first_error else ""
+        return f"vLLM ended with exit code {code}{cause}; the end of its log:\n{self._last_words()}"
+
+    def wait_until_it_generates(self, timeout_s: float) -> None:
+        """Healthy, and a first token was really sampled: what its kernels cannot do shows only then."""
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
+            while not self._answers(client):
+                death = self.death()
+                if death is not None:
+                    raise EngineError(death, fix=remedy([self._first_error, *self._tail]))
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._last_words()}",
+                        fix="raise --start-timeout-s, or see what it waits for",
+                    )
+                time.sleep(0.1)
+            self._sample_one_token(client)
+
+    def stop(self) -> None:
+        """End it and everything it started; returns when it is gone."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # the guard's sign to end it
+        try:
+            self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            log.error("vllm_guard_stuck", pid=self._process.pid)
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self, client: httpx.Client) -> bool:
+        try:
+            return client.get("/health").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _sample_one_token(self, client: httpx.Client) -> None:
+        body = {"model": MODEL_NAME, "prompt": [0], "max_tokens": 1, "logprobs": 0, "cache_salt": "probe"}
+        try:
+            answer = client.post("/v1/completions", json=body, timeout=PROBE_TIMEOUT_S)
+            complaint = "" if answer.status_code == httpx.codes.OK else answer.text[:500]
+        except httpx.TransportError as error:
+            complaint = repr(error)
+        if complaint:
+            cause = self._first_error or complaint
+            raise EngineError(f"vLLM started, but cannot generate: {cause}", fix=remedy([cause, *self._tail]))
+
+    def _last_words(self) -> str:
+        return "\n".join(f"  | {line}" for line in self._tail) or "  | (nothing)"
+
+    def _listen(self, stream: IO[bytes]) -> None:
+        for raw in stream:
+            line = _COLOURS.sub("", raw.decode("utf-8", errors="replace")).rstrip()
+            if line:
+                self._tail.append(line)
+                if not self._first_error and (error := _ERROR.search(line)):
+                    self._first_error = error[0]
+                sys.stderr.write(f"vllm | {line}\n")
+
+
+def remedy(tail: list[str]) -> str:
+    """What a user can do about a server that did not start.
+
+    >>> remedy(["OSError: [Errno 98] Address already in use"])
+    'another program took the port in between: start again'
+    """
+    text = "\n".join(tail)
+    for pattern, fix in _REMEDIES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return fix
+    return "its log, above, says why"

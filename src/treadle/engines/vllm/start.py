@@ -1,0 +1,85 @@
+"""Find vLLM, start its server for a model, and put the engine's port in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import treadle
+from treadle.config import EngineConfig
+from treadle.engines.default_model import cache_folder
+from treadle.engines.port import Engine, EngineFacts
+from treadle.engines.vllm.command import Place, dtype_of, lora_rank, max_model_len, server_command
+from treadle.engines.vllm.engine import VllmEngine
+from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm
+from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
+from treadle.engines.vllm.server_process import ServerProcess
+from treadle.log import get_logger
+
+log = get_logger("engine")
+
+
+def start_vllm(config: EngineConfig, folder: Path) -> Engine:
+    """An engine that serves the model in `folder`; returns when it is ready to generate."""
+    vllm = find_vllm(config.vllm_python)
+    if not vllm.is_tested:
+        tested = "{}.{} to {}.{}".format(*OLDEST_TESTED, *NEWEST_TESTED)
+        log.warning("vllm_version_untested", version=vllm.version, tested=tested)
+
+    async def start_again(folder: Path) -> tuple[ServerProcess, EngineFacts]:
+        return await asyncio.to_thread(_start_server, config, vllm, folder)
+
+    server, facts = _start_server(config, vllm, folder)
+    return VllmEngine(
+        server,
+        facts,
+        start_again,
+        drain_timeout_s=config.pause_timeout_s,
+    )
+
+
+def _start_server(config: EngineConfig, vllm: Installation, folder: Path) -> tuple[ServerProcess, EngineFacts]:
+    started = time.monotonic()
+    model = read_model_facts(folder)
+    place = _take_place(config)
+    server = ServerProcess(server_command(config, model, vllm, place, os.environ), place)
+    try:
+        server.wait_until_it_generates(config.start_timeout_s)
+    except BaseException:
+        server.stop()
+        raise
+    log.info("vllm_started", version=vllm.version, model=str(folder), seconds=time.monotonic() - started)
+    return server, _facts(config, vllm, model)
+
+
+def _facts(config: EngineConfig, vllm: Installation, model: ModelFacts) -> EngineFacts:
+    return EngineFacts(
+        kind="vllm",
+        version=vllm.version,
+        folder=model.folder,
+        device="cpu" if vllm.is_cpu else "cuda" if config.device == "auto" else config.device,
+        dtype=dtype_of(config, model),
+        max_model_len=max_model_len(config, model),
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_ids,
+        logprobs_mode=config.logprobs_mode,
+        max_num_seqs=config.max_num_seqs,
+        has_lora=config.enable_lora,
+        max_lora_rank=lora_rank(config.max_lora_rank) if config.enable_lora else None,
+    )
+
+
+def _take_place(config: EngineConfig) -> Place:
+    scratch = Path(tempfile.mkdtemp(prefix="treadle-vllm-"))  # short: a socket's path has room for 107 characters
+    if config.vllm_python:
+        (scratch / "path").mkdir()
+        (scratch / "path" / "treadle").symlink_to(Path(treadle.__file__).parent)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Place(port=port, api_key=secrets.token_urlsafe(32), scratch=scratch, cache=cache_folder() / "vllm")

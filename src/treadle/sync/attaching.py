@@ -1,0 +1,61 @@
+"""What every mode asks when it meets the engine: is it the model and the number format that are to be trained?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from treadle.config import TrainConfig
+from treadle.errors import ConfigError
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.live_folder import LiveFolder
+from treadle.sync.receipt import Attached
+from treadle.wire.bridge import BridgeInfo
+
+
+def attach_own_weights(config: TrainConfig, engine: EngineLink) -> Attached:
+    """For modes in which the trainer has weights of its own: the engine says what it serves, and in which format."""
+    info = engine.wait_for("/bridge/info", BridgeInfo)
+    refuse_other_dtype(config, info.dtype)
+    return Attached(folder=choose_folder(config, Path(info.model_name)), dtype=info.dtype)
+
+
+def attach_adapters(config: TrainConfig, engine: EngineLink) -> Attached:
+    """The same for modes that publish adapters."""
+    attached = attach_own_weights(config, engine)
+    info = engine.get("/bridge/info", BridgeInfo)
+    if not info.has_lora:
+        raise ConfigError(
+            f"the engine at {engine.url} takes no adapters, which --weight-bridge-mode {config.weight_bridge_mode} "
+            "publishes",
+            fix="start it with --enable-lora, or choose --weight-bridge-mode reload",
+        )
+    if info.max_lora_rank is not None and config.lora_r > info.max_lora_rank:
+        raise ConfigError(
+            f"adapters of rank {config.lora_r} are over the engine's largest, {info.max_lora_rank}",
+            fix=f"start the engine with --max-lora-rank {config.lora_r}, or set --lora-r {info.max_lora_rank}",
+        )
+    return attached
+
+
+def choose_folder(config: TrainConfig, served: Path) -> Path:
+    """The model that training begins with. The engine decides; a different wish is a mistake, except that an engine
+    which a run of this save_path restarted serves what that run trained."""
+    wished = Path(config.model)
+    was_restarted = LiveFolder(config).holds(served)
+    if wished.is_dir():
+        if not was_restarted and wished.resolve() != served.resolve():
+            raise ConfigError(f"the engine serves {served}, not {wished}", fix="give both the same --model")
+        return wished
+    if was_restarted:
+        raise ConfigError(
+            f"the engine serves {served}, which is trained already",
+            fix="give --model the folder that training began with",
+        )
+    if not served.is_dir():
+        raise ConfigError(f"there is no folder {served}, which the engine serves", fix="give --model a folder")
+    return served
+
+
+def refuse_other_dtype(config: TrainConfig, served: str) -> None:
+    if config.dtype not in ("auto", served):
+        raise ConfigError(f"the engine's weights are {served}, not {config.dtype}", fix="set --dtype at the engine")

@@ -1,0 +1,124 @@
+"""Speaking with the engine: every call has a deadline, and ends in its answer or in an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from treadle.errors import SyncError
+from treadle.wire.serving import is_loopback
+
+TOKEN_VARIABLE = "TREADLE_ENGINE_TOKEN"  # noqa: S105  (the name of a variable)
+LOADING_S = 900.0  # a large model from a cold disk
+LOOK_S = 5.0  # for questions that an engine answers at once
+_STILL_LOADING = 503
+_MAX_QUOTED = 500
+
+T = TypeVar("T")
+
+
+class EngineLink:
+    """One HTTP client for all calls of a sync mode.
+
+    >>> engine = EngineLink("http://127.0.0.1:9001", timeout_s=180.0)  # doctest: +SKIP
+    >>> engine.post("/bridge/pause", Pause(mode="keep"), BridgeState)  # doctest: +SKIP
+    BridgeState(status='paused', policy_version=4)
+    """
+
+    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, LOOK_S)),
+            trust_env=not is_loopback(self.url),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+        )
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        return is_loopback(self.url)
+
+    def post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
+        """Ask for something that may take as long as a publish may."""
+        content = msgspec.json.encode(body)
+        return self._ask("POST", path, answer, content=content, timeout_s=self._timeout_s)
+
+    def get(self, path: str, answer: type[T]) -> T:
+        """Ask for something that is known at once."""
+        return self._ask("GET", path, answer, content=None, timeout_s=min(self._timeout_s, LOOK_S))
+
+    def wait_for(self, path: str, answer: type[T], wait_s: float = LOADING_S) -> T:
+        """The same of an engine that may still be loading its model."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                response = self._client.get(path, timeout=LOOK_S)
+                reason = f"it says: {_quoted(response)}"
+            except httpx.TransportError as error:
+                response, reason = None, str(error) or type(error).__name__
+            if response is not None and response.status_code != _STILL_LOADING:
+                return self._read("GET", path, response, answer)
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"the engine at {self.url} is not there after {wait_s:.0f} s: {reason}",
+                    fix="start one, or check --engine-url",
+                )
+            time.sleep(0.2)
+
+    def _ask(self, method: str, path: str, answer: type[T], *, content: bytes | None, timeout_s: float) -> T:
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        try:
+            response = self._client.request(
+                method, path, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=LOOK_S)
+            )
+        except httpx.TimeoutException:
+            raise SyncError(
+                f"the engine at {self.url} did not answer {method} {path} within {timeout_s:.0f} s",
+                fix="its log says what it is doing; if it only needs longer, give --publish-timeout-s more",
+            ) from None
+        except httpx.TransportError as error:
+            raise SyncError(
+                f"the engine at {self.url} ended during {method} {path}: {str(error) or type(error).__name__}",
+                fix="its log says why; start it again, then continue with treadle run --resume",
+            ) from None
+        return self._read(method, path, response, answer)
+
+    def _read(self, method: str, path: str, response: httpx.Response, answer: type[T]) -> T:
+        if response.status_code in (401, 403):
+            raise SyncError(
+                f"the engine at {self.url} refused {method} {path}: {_quoted(response)}",
+                fix=f"put its token into {TOKEN_VARIABLE}",
+            )
+        if response.status_code == 404:
+            raise SyncError(
+                f"the engine at {self.url} does not do {method} {path}: {_quoted(response)}",
+                fix="start it for this --weight-bridge-mode (docs/weights.md says how), or choose another mode",
+            )
+        if response.status_code != 200:
+            raise SyncError(
+                f"the engine at {self.url} failed in {method} {path} ({response.status_code}): {_quoted(response)}",
+                fix="its log says why",
+            )
+        try:
+            return msgspec.json.decode(response.content, type=answer)
+        except msgspec.MsgspecError as error:
+            raise SyncError(
+                f"the engine at {self.url} answered {method} {path} with something else than was asked for: {error}",
+                fix="use an engine of the same release",
+            ) from None
+
+
+def _quoted(response: httpx.Response) -> str:
+    """What an answer says, whether it is our {"error": ...} or somebody else's page."""
+    try:
+        said = msgspec.json.decode(response.content)
+        text = str(said.get("error") or said.get("detail") or said) if isinstance(said, dict) else str(said)
+    except msgspec.MsgspecError:
+        text = response.text
+    return text[:_MAX_QUOTED] or "nothing"

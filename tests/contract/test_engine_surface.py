@@ -1,0 +1,646 @@
+"""The engine's HTTP surface, as clients see it: the same for every engine.
+
+Another engine is put to the same tests by a module that takes these functions over and has a `surface` fixture of its
+own: `from tests.contract.test_engine_surface import *`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.processes import free_port, running, wait_until_healthy
+from tests.tiny_model import write_tiny_model
+from treadle.engines.text import Text
+from treadle.sync.fingerprint import fingerprint
+
+PROMPT = [20, 21, 22, 23, 30]
+LONG = 200  # tokens: enough that a test can do something in the middle
+
+
+@dataclass(frozen=True)
+class Surface:
+    """An engine that serves `folder` in fp32 on a CPU, with --enable-lora and --max-lora-rank 16."""
+
+    url: str
+    folder: Path
+    model_name: str
+    tolerance: float = 1e-4  # of logprobs against a plain forward
+
+    @property
+    def text(self):
+        return Text.load(self.folder)
+
+    def post(self, route, timeout=60, **body):
+        return httpx.post(self.url + route, json=body, timeout=timeout)
+
+    def get(self, route):
+        return httpx.get(self.url + route, timeout=60)
+
+    def generate(self, **fields):
+        body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 12, "logprobs": 0, "ignore_eos": True, **fields}
+        answer = self.post("/generate", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, **fields):
+        """Lines of a streamed answer, as they come."""
+        body = {"prompt": {"prompt_token_ids": PROMPT}, "ignore_eos": True, "stream": True, **fields}
+        with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=60) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                yield json.loads(line)
+
+    def version(self):
+        return self.get("/health").json()["policy_version"]
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def surface(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    model = write_tiny_model(folder / "model")
+    port, log = free_port(), folder / "engine.log"
+    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--enable-lora"]
+    flags += ["--max-lora-rank", "16", "--engine", "transformers", "--device", "cpu"]
+    with running("engine", *flags, log=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(f"{url}/health", process, log)
+        yield Surface(url, model, str(model))
+
+
+def plain_logprobs(folder, token_ids, adapter=None):
+    """[position, token]: what a plain forward of the saved model says about what follows each position."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([token_ids])).logits[0], -1)
+
+
+def sampled_logprobs(answer, i=0):
+    return [next(iter(position[0].values())) for position in answer["logprobs"][i]]
+
+
+def check_against_plain(surface, answer, folder=None, adapter=None):
+    for i, token_ids in enumerate(answer["token_ids"]):
+        table = plain_logprobs(folder or surface.folder, PROMPT + token_ids, adapter)
+        expected = [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(token_ids)]
+        assert sampled_logprobs(answer, i) == pytest.approx(expected, abs=surface.tolerance)
+
+
+# POST /generate
+
+
+def test_generate_gives_tokens_logprobs_text_and_the_version_of_each_completion(surface):
+    answer = surface.generate(n=3, seed=7)
+    assert [len(ids) for ids in answer["token_ids"]] == [12, 12, 12]
+    assert answer["finish_reasons"] == ["length"] * 3
+    assert answer["prompt_token_ids"] == PROMPT
+    assert answer["text"] == [surface.text.decode(ids) for ids in answer["token_ids"]]
+    assert answer["policy_versions"] == [[answer["policy_version"]]] * 3
+    assert len({tuple(ids) for ids in answer["token_ids"]}) == 3
+    check_against_plain(surface, answer)
+    assert surface.generate(n=3, seed=7)["token_ids"] == answer["token_ids"]
+
+
+def test_logprobs_list_the_sampled_token_first_and_then_the_likeliest(surface):
+    answer = surface.generate(logprobs=3, max_tokens=5, seed=1)
+    table = plain_logprobs(surface.folder, PROMPT + answer["token_ids"][0])
+    for t, (token, position) in enumerate(zip(answer["token_ids"][0], answer["logprobs"][0], strict=True)):
+        (entry,) = position
+        assert next(iter(entry)) == str(token)
+        likeliest = table[len(PROMPT) - 1 + t].topk(3)
+        for other, logprob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
+            assert entry[str(other)] == pytest.approx(logprob, abs=surface.tolerance)
+        assert len(entry) == 3 + (token not in likeliest.indices.tolist())
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(surface):
+    answer = surface.generate(temperature=0.5, top_k=4, seed=2, max_tokens=8)
+    table = plain_logprobs(surface.folder, PROMPT + answer["token_ids"][0])
+    for t, (token, logprob) in enumerate(zip(answer["token_ids"][0], sampled_logprobs(answer), strict=True)):
+        row = table[len(PROMPT) - 1 + t] / 0.5
+        kept = torch.where(row >= row.topk(4).values[-1], row, -torch.inf)
+        assert logprob == pytest.approx(torch.log_softmax(kept, -1)[token].item(), abs=2 * surface.tolerance)
+
+
+def test_prompt_logprobs_are_those_of_a_plain_forward(surface):
+    answer = surface.generate(prompt_logprobs=2, temperature=0.0, max_tokens=1)
+    told = answer["prompt_logprobs"]
+    assert told[0] is None
+    assert len(told) == len(PROMPT)
+    table = plain_logprobs(surface.folder, PROMPT)
+    for t, entry in enumerate(told[1:], 1):
+        assert entry[str(PROMPT[t])] == pytest.approx(table[t - 1, PROMPT[t]].item(), abs=surface.tolerance)
+        likeliest = table[t - 1].topk(2)
+        assert [entry[str(i)] for i in likeliest.indices.tolist()] == pytest.approx(
+            likeliest.values.tolist(), abs=surface.tolerance
+        )
+
+
+def test_a_streamed_answer_adds_up_to_the_whole_one_in_its_last_line(surface):
+    *lines, last = surface.stream(n=2, seed=5, max_tokens=10, logprobs=0)
+    assert last["token_ids"] == surface.generate(n=2, seed=5, max_tokens=10)["token_ids"]
+    for i in range(2):
+        mine = [line for line in lines if line["index"] == i]
+        assert len(mine) > 1, "it came in one piece"
+        assert [token for line in mine for token in line["token_ids"]] == last["token_ids"][i]
+        assert "".join(line["text"] for line in mine) == last["text"][i]
+        assert [entry for line in mine for entry in line["logprobs"]] == last["logprobs"][i]
+        assert [line.get("finish_reason") for line in mine if "finish_reason" in line] == ["length"]
+        assert {line["policy_version"] for line in mine} == {last["policy_version"]}
+
+
+def test_a_stop_string_ends_a_completion_and_never_shows_in_what_is_streamed(surface):
+    whole = surface.generate(temperature=0.0, max_tokens=20)["text"][0]
+    word = whole[7:12]
+    before = whole[: whole.index(word)]
+    cut = surface.generate(temperature=0.0, max_tokens=20, stop=[word, "never there"])
+    assert (cut["text"], cut["finish_reasons"]) == ([before], ["stop"])
+    *lines, last = surface.stream(temperature=0.0, max_tokens=20, stop=word)
+    assert "".join(line["text"] for line in lines) == before == last["text"][0]
+
+
+def test_text_prompts_are_tokenized_by_the_models_own_tokenizer(surface):
+    answer = surface.generate(prompt="Say 7", max_tokens=3)
+    assert answer["prompt"] == "Say 7"
+    assert answer["prompt_token_ids"] == surface.text.encode("Say 7")
+    stopped = surface.generate(max_tokens=12, temperature=0.0, stop_token_ids=[answer["token_ids"][0][0]])
+    assert len(stopped["token_ids"][0]) <= 12
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "hi", "max_tokens": 10_000}, "max-model-len"),
+        ({"prompt": {"prompt_token_ids": [99999999]}}, "prompt_token_ids"),
+        ({"prompt": "hi", "temprature": 1.0}, "temprature"),
+        ({"prompt": "hi", "n": 0}, "n and max_tokens"),
+        ({"prompt": "hi", "n": 100000}, "max-num-seqs"),
+        ({"prompt": ""}, "not empty"),
+        ({"prompt": "hi", "top_p": 0}, "out of range"),
+        ({"prompt": "hi", "stop": [""]}, "stop takes"),
+        ({"prompt": "hi", "logprobs": 1000}, "0 to 20"),
+        ({"prompt": "hi", "adapter": "nobody"}, "nobody"),
+    ],
+)
+def test_a_bad_request_is_answered_with_what_is_wrong(surface, body, words):
+    answer = surface.post("/generate", **body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]
+
+
+def test_a_body_that_is_no_json_and_a_route_that_is_not_there(surface):
+    assert httpx.post(f"{surface.url}/generate", content=b"{nonsense").status_code == 400
+    assert httpx.post(f"{surface.url}/generate", data={"a": "b"}).status_code == 400
+    assert surface.get("/nothing").status_code == 404
+    assert "error" in surface.get("/generate").json()
+
+
+def test_a_client_that_leaves_frees_its_place(surface):
+    with pytest.raises(httpx.ReadTimeout):
+        surface.post("/generate", timeout=0.15, prompt={"prompt_token_ids": PROMPT}, max_tokens=LONG, n=32,
+                     ignore_eos=True)  # fmt: skip
+    lines = surface.stream(max_tokens=LONG, n=2)
+    next(lines)
+    lines.close()
+    deadline = time.monotonic() + 10
+    while (health := surface.get("/health").json())["num_running"] + health["num_waiting"]:
+        assert time.monotonic() < deadline, f"still there: {health}"
+        time.sleep(0.01)
+
+
+# OpenAI's client
+
+
+def test_openai_chat(surface):
+    answer = surface.client().chat.completions.create(
+        model=surface.model_name,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "7"}]}],
+        n=2,
+        max_completion_tokens=6,
+        seed=3,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    told = answer.model_dump()
+    assert told["prompt_token_ids"] == surface.text.encode_chat([{"role": "user", "content": "Say 7"}])
+    assert answer.usage.completion_tokens == 12
+    assert answer.object == "chat.completion"
+    for choice, raw in zip(answer.choices, told["choices"], strict=True):
+        assert choice.message.role == "assistant"
+        assert choice.message.content == surface.text.decode(raw["token_ids"])
+        assert choice.finish_reason == "length"
+        assert [entry.token for entry in choice.logprobs.content] == [surface.text.token(t) for t in raw["token_ids"]]
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+        assert raw["policy_versions"] == [told["policy_version"]]
+
+
+def test_openai_chat_streamed(surface):
+    asked = {
+        "model": surface.model_name,
+        "messages": [{"role": "user", "content": "Say 7"}],
+        "max_tokens": 8,
+        "seed": 3,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = surface.client().chat.completions.create(**asked).choices[0].message.content
+    chunks = list(
+        surface.client().chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 8
+    raw = surface.post("/v1/chat/completions", messages=asked["messages"], max_tokens=2, stream=True).text
+    assert raw.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"),
+    [("Say 7", 1), (["Say 7", "Say 8"], 2), (PROMPT, 1), ([PROMPT, PROMPT[:2]], 2)],
+    ids=["text", "texts", "token ids", "lists of token ids"],
+)
+def test_openai_completions_take_every_kind_of_prompt(surface, prompt, num_prompts):
+    answer = surface.client().completions.create(
+        model=surface.model_name, prompt=prompt, n=2, max_tokens=4, seed=1, logprobs=2, extra_body={"ignore_eos": True}
+    )
+    assert [choice.index for choice in answer.choices] == list(range(2 * num_prompts))
+    for choice in answer.choices:
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == 4
+        assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs)
+    assert answer.usage.completion_tokens == 8 * num_prompts
+    streamed = surface.client().completions.create(
+        model=surface.model_name, prompt=prompt, n=2, max_tokens=4, seed=1, stream=True, extra_body={"ignore_eos": True}
+    )
+    texts = [""] * (2 * num_prompts)
+    for chunk in streamed:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in answer.choices]
+
+
+def test_openai_errors_have_openais_shape(surface):
+    with pytest.raises(openai.BadRequestError) as error:
+        surface.client().completions.create(model=surface.model_name, prompt="hi", max_tokens=100_000)
+    assert "max-model-len" in error.value.body["message"]
+    assert error.value.body["type"] == "invalid_request_error"
+    assert error.value.body["code"] == 400
+    with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
+        surface.client().completions.create(model="nobody", prompt="hi")
+    for field in ({"echo": True}, {"frequency_penalty": 1.0}, {"nonsense": 1}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(field)).split("_")[-1][:6]):
+            surface.client().completions.create(model=surface.model_name, prompt="hi", extra_body=field)
+
+
+def test_openai_tools_need_a_template_that_takes_them(surface):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with pytest.raises(openai.BadRequestError, match="knows no tools"):
+        surface.client().chat.completions.create(
+            model=surface.model_name, messages=[{"role": "user", "content": "hi"}], tools=tools
+        )
+
+
+# Health and metrics
+
+
+def test_health_tells_what_is_served_and_really_generates_when_asked_to(surface):
+    health = surface.get("/health").json()
+    assert health["status"] == "ok"
+    assert health["model"] == str(surface.folder)
+    assert surface.get("/health_generate").json()["status"] == "ok"
+
+
+def test_metrics_are_prometheus_text(surface):
+    surface.generate(max_tokens=5)
+    found = {family.name: family for family in text_string_to_metric_families(surface.get("/metrics").text)}
+    assert found["engine_up"].samples[0].value == 1
+    assert found["engine_generated_tokens"].samples[0].value >= 5
+    routes = {sample.labels["route"] for sample in found["engine_http_requests"].samples}
+    assert "/generate" in routes
+
+
+def test_list_endpoints_names_every_route(surface):
+    listed = {entry["path"] for entry in surface.get("/bridge/list_endpoints").json()["endpoints"]}
+    assert {"/generate", "/v1/models", "/bridge/pause", "/lora/load", "/reload_weights", "/metrics"} <= listed
+    assert surface.post("/bridge/sleep").json() == {"status": "not_supported"}
+    assert surface.get("/bridge/is_sleeping").json() == {"is_sleeping": False}
+    assert surface.get("/bridge/debug").json()["facts"]["folder"] == str(surface.folder)
+
+
+# Holds and versions
+
+
+def paused(surface, mode):
+    answer = surface.post("/bridge/pause", mode=mode)
+    assert answer.json()["status"] == "paused", answer.text
+
+
+def test_a_hold_freezes_what_runs_and_it_goes_on_under_the_next_version(surface):
+    before = surface.version()
+    lines = surface.stream(max_tokens=LONG, temperature=0.0, logprobs=0)
+    got = [next(lines)]
+    paused(surface, "keep")
+    assert surface.get("/bridge/is_paused").json() == {"is_paused": True}
+    assert surface.get("/health").json()["status"] == "paused"
+    assert surface.get("/health").json()["num_running"] == 1
+    resumed = surface.post("/bridge/resume", policy_version=before + 1).json()
+    assert resumed == {"status": "resumed", "policy_version": before + 1}
+    *rest, last = lines
+    got += rest
+    assert last["policy_versions"] == [[before, before + 1]]
+    assert last["policy_version"] == before
+    assert {line["policy_version"] for line in got} == {before, before + 1}
+    assert len(last["token_ids"][0]) == LONG
+    check_against_plain(surface, last)  # the weights are the same: so must every logprob be
+
+
+def test_no_token_is_sampled_while_held(surface):
+    with ThreadPoolExecutor(1) as pool:
+        paused(surface, "keep")
+        asked = pool.submit(surface.generate, max_tokens=2)
+        deadline = time.monotonic() + 10
+        while surface.get("/health").json()["num_waiting"] + surface.get("/health").json()["num_running"] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        tokens = surface.get("/health").json()["generated_tokens"]
+        time.sleep(0.3)
+        assert not asked.done()
+        assert surface.get("/health").json()["generated_tokens"] == tokens
+        surface.post("/bridge/resume")
+        assert asked.result(30)["num_tokens"] == 2
+
+
+def test_a_hold_that_waits_lets_what_runs_finish_under_its_version(surface):
+    before = surface.version()
+    with ThreadPoolExecutor(1) as pool:
+        lines = surface.stream(max_tokens=LONG)
+        next(lines)
+        reading = pool.submit(list, lines)
+        paused(surface, "wait")
+        surface.post("/bridge/resume", policy_version=before + 1)
+        assert reading.result(30)[-1]["policy_versions"] == [[before]]
+    assert surface.generate()["policy_versions"] == [[before + 1]]
+
+
+def test_a_hold_that_aborts_answers_with_what_there_is(surface):
+    lines = surface.stream(max_tokens=LONG, n=2)
+    next(lines)
+    paused(surface, "abort")
+    *_, last = lines
+    surface.post("/bridge/resume")
+    assert last["finish_reasons"] == ["abort", "abort"]
+    assert all(1 <= len(ids) < LONG for ids in last["token_ids"])
+
+
+def test_a_version_is_taken_only_while_held(surface):
+    before = surface.version()
+    answer = surface.post("/bridge/resume", policy_version=before + 5)
+    assert answer.status_code == 503
+    assert "pause" in answer.json()["error"]
+    assert surface.version() == before
+
+
+def test_bridge_info_tells_version_and_engine(surface):
+    info = surface.get("/bridge/info").json()
+    assert info["update_count"] == surface.version()
+    assert (info["enabled"], info["is_paused"], info["has_lora"], info["dtype"]) == (True, False, True, "float32")
+
+
+# Weights
+
+
+def fingerprints(surface, version):
+    return surface.post("/bridge/fingerprints", policy_version=version).json()["fingerprints"]
+
+
+def expected_fingerprints(file, version):
+    return {name: fingerprint(tensor, version) for name, tensor in load_file(file).items()}
+
+
+def test_fingerprints_are_those_of_the_weights_under_the_names_that_a_trainer_knows(surface):
+    for version in (0, 3):
+        assert fingerprints(surface, version) == expected_fingerprints(surface.folder / "model.safetensors", version)
+
+
+@pytest.fixture
+def as_before(surface):
+    """Whatever a test loads, the next one finds the first weights."""
+    yield
+    assert surface.post("/reload_weights", path=str(surface.folder)).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory, surface):
+    """The same model with other numbers in it."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    model = AutoModelForCausalLM.from_pretrained(surface.folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    for file in surface.folder.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_reloaded_weights_are_served_and_what_runs_goes_on_under_them(surface, other_weights, as_before):
+    before = surface.version()
+    lines = surface.stream(max_tokens=LONG, logprobs=0, seed=1)
+    next(lines)
+    answer = surface.post("/reload_weights", path=str(other_weights), policy_version=before + 3)
+    assert answer.json()["policy_version"] == before + 3, answer.text
+    *_, last = lines
+    assert last["policy_versions"] == [[before, before + 3]]
+    assert fingerprints(surface, 0) == expected_fingerprints(other_weights / "model.safetensors", 0)
+    check_against_plain(surface, surface.generate(seed=4), other_weights)
+    # The last tokens of what ran: sampled from the new weights, with nothing left of what the old ones had computed.
+    tokens = last["token_ids"][0]
+    table = plain_logprobs(other_weights, PROMPT + tokens)
+    expected = [table[len(PROMPT) - 1 + t, tokens[t]].item() for t in range(LONG - 5, LONG)]
+    assert sampled_logprobs(last)[-5:] == pytest.approx(expected, abs=surface.tolerance)
+
+
+def test_some_weights_may_be_reloaded_alone(surface, other_weights, tmp_path, as_before):
+    name = "model.layers.1.mlp.down_proj.weight"
+    changed = load_file(other_weights / "model.safetensors")[name]
+    save_file({name: changed}, tmp_path / "delta.safetensors")
+    expected = fingerprints(surface, 0) | {name: fingerprint(changed, 0)}
+    before = surface.version()
+    assert surface.post("/reload_weights", path=str(tmp_path)).json()["policy_version"] == before + 1
+    assert fingerprints(surface, 0) == expected
+
+
+def test_weights_that_do_not_fit_change_nothing(surface, tmp_path):
+    before, served = surface.version(), fingerprints(surface, 0)
+    good = load_file(surface.folder / "model.safetensors")
+    for name, tensor, words in (
+        ("model.layers.0.nothing.weight", torch.zeros(2), "model.layers.0.nothing.weight"),
+        ("model.norm.weight", torch.zeros(2), "model.norm.weight"),
+    ):
+        save_file({**{n: t + 1 for n, t in good.items()}, name: tensor}, tmp_path / "model.safetensors")
+        answer = surface.post("/reload_weights", path=str(tmp_path))
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert surface.post("/reload_weights", path=str(tmp_path)).status_code == 400
+    (tmp_path / "model.safetensors").unlink()
+    assert surface.post("/reload_weights", path=str(tmp_path)).status_code == 400
+    assert surface.post("/reload_weights", path=str(tmp_path / "away")).status_code == 404
+    assert (surface.version(), fingerprints(surface, 0)) == (before, served)
+
+
+def test_a_restart_serves_a_saved_model_and_requests_wait_for_it(surface, other_weights):
+    before = surface.version()
+    stop = threading.Event()
+
+    def ask_until_stopped():
+        answers = []
+        while not stop.is_set():
+            answers.append(surface.generate(max_tokens=4))
+        return answers
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_until_stopped)
+        try:
+            answer = surface.post(
+                "/bridge/restart", timeout=300, model_path=str(other_weights), policy_version=before + 1
+            )
+        finally:
+            stop.set()
+        assert answer.json()["policy_version"] == before + 1, answer.text
+        assert len(asking.result(60)) >= 1, "a request failed meanwhile"
+    check_against_plain(surface, surface.generate(seed=4), other_weights)
+    assert surface.post("/bridge/restart", model_path=str(other_weights / "no"), policy_version=9).status_code == 404
+    back = surface.post("/bridge/restart", timeout=300, model_path=str(surface.folder), policy_version=before + 2)
+    assert back.json()["status"] == "ok"
+    check_against_plain(surface, surface.generate(seed=4))
+
+
+# Adapters
+
+
+def write_adapter(model_folder, folder, *, seed, rank=4, targets=("q_proj", "v_proj")):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def no_adapters_left(surface):
+    yield
+    for adapter in surface.get("/lora/status").json()["adapters"]:
+        surface.post("/lora/unload", adapter_name=adapter["name"])
+
+
+def test_a_newer_policy_adapter_serves_whoever_names_none(surface, tmp_path, no_adapters_left):
+    before = surface.version()
+    adapters = [write_adapter(surface.folder, tmp_path / f"v{i}", seed=i) for i in (1, 2)]
+    with ThreadPoolExecutor(1) as pool:
+        lines = surface.stream(max_tokens=LONG, logprobs=0)
+        next(lines)
+        reading = pool.submit(list, lines)
+        for i, adapter in enumerate(adapters, 1):
+            answer = surface.post("/lora/load", adapter_path=str(adapter), policy_version=before + i)
+            assert answer.json()["status"] == "ok", answer.text
+            assert answer.json()["adapter_config"]["r"] == 4
+            assert answer.json()["policy_version"] == before + i
+        finished = reading.result(60)[-1]
+    assert finished["policy_versions"] == [[before]], "it finishes under its own version"
+    check_against_plain(surface, finished)
+    answer = surface.generate(seed=1)
+    assert answer["policy_versions"] == [[before + 2]]
+    check_against_plain(surface, answer, adapter=adapters[1])
+    named = surface.generate(seed=1, adapter="v1")
+    assert named["policy_versions"] == [[before + 1]]
+    check_against_plain(surface, named, adapter=adapters[0])
+    status = surface.get("/lora/status").json()
+    assert (status["lora_available"], status["active_adapter_name"]) == (True, "v2")
+    assert {a["name"]: a["rank"] for a in status["adapters"]} == {"v1": 4, "v2": 4}
+    models = [model.id for model in surface.client().models.list()]
+    assert models == [surface.model_name, "v1", "v2"]
+    by_name = surface.client().completions.create(
+        model="v1", prompt=PROMPT, max_tokens=12, seed=1, extra_body={"ignore_eos": True, "return_token_ids": True}
+    )
+    assert by_name.model_dump()["choices"][0]["token_ids"] == named["token_ids"][0]
+    assert fingerprints(surface, 0) == expected_fingerprints(surface.folder / "model.safetensors", 0)
+
+
+def test_unloading_goes_back_to_the_model_itself(surface, tmp_path, no_adapters_left):
+    base = surface.generate(temperature=0.0)["token_ids"]
+    adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=3, rank=8)
+    surface.post("/lora/load", adapter_path=str(adapter), adapter_name="p", policy_version=surface.version() + 1)
+    check_against_plain(surface, surface.generate(seed=1), adapter=adapter)
+    assert surface.post("/lora/unload").json()["previous_name"] == "p"
+    answer = surface.generate(temperature=0.0)
+    assert answer["token_ids"] == base
+    check_against_plain(surface, answer)
+    assert surface.post("/lora/unload", adapter_name="p").status_code == 404
+    assert surface.post("/lora/unload").json()["previous_name"] is None
+
+
+def test_adapters_come_and_go_in_vllms_words_too(surface, tmp_path, no_adapters_left):
+    adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=4)
+    assert surface.post("/v1/load_lora_adapter", lora_name="hand", lora_path=str(adapter)).status_code == 200
+    check_against_plain(surface, surface.generate(seed=1))  # loaded by hand: only who names it gets it
+    check_against_plain(surface, surface.generate(seed=1, adapter="hand"), adapter=adapter)
+    assert surface.post("/v1/unload_lora_adapter", lora_name="hand").status_code == 200
+    assert surface.post("/v1/unload_lora_adapter", lora_name="hand").status_code == 404
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_changes(surface, tmp_path, no_adapters_left):
+    before = surface.version()
+    too_large = write_adapter(surface.folder, tmp_path / "large", seed=1, rank=32)
+    stranger = write_tiny_model(tmp_path / "stranger", hidden_size=64)
+    foreign = write_adapter(stranger, tmp_path / "foreign", seed=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, status, words in (
+        (too_large, 400, "--max-lora-rank 32"),
+        (foreign, 400, "was made for"),
+        (empty, 400, "adapter_config.json"),
+        (tmp_path / "away", 404, "no folder"),
+    ):
+        answer = surface.post("/lora/load", adapter_path=str(path), policy_version=before + 1)
+        assert answer.status_code == status, answer.text
+        assert words in answer.json()["error"]
+    assert surface.get("/lora/status").json()["adapters"] == []
+    assert surface.version() == before
+    check_against_plain(surface, surface.generate(seed=1))
+
+
+def test_a_name_belongs_to_one_adapter(surface, tmp_path, no_adapters_left):
+    first = write_adapter(surface.folder, tmp_path / "first", seed=1)
+    second = write_adapter(surface.folder, tmp_path / "second", seed=2)
+    for _ in range(2):  # the same call again is no error: its answer may have been lost
+        assert surface.post("/lora/load", adapter_path=str(first), adapter_name="x").status_code == 200
+    answer = surface.post("/lora/load", adapter_path=str(second), adapter_name="x")
+    assert answer.status_code == 400
+    assert "new name" in answer.json()["error"]

@@ -1,0 +1,83 @@
+"""Who may call an engine, and which engine is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig
+from treadle.engines.server import choose_engine
+from treadle.engines.surface.app import access_of, app_of
+from treadle.engines.transformers_server import TransformersServer
+from treadle.errors import ConfigError
+
+TOKEN = "engine-token-0123456789"  # noqa: S105 - of a test
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return EngineConfig(model=str(folder), dtype="float32", threads=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(config):
+    made = TransformersServer(config, Path(config.model))
+    yield made
+    asyncio.run(made.close())
+
+
+def client(engine, config, env, base="http://127.0.0.1:9001"):
+    return TestClient(app_of(engine, config, access_of(config, env)), base_url=base, client=("10.1.2.3", 5000))
+
+
+def test_an_address_that_others_can_reach_needs_a_token(config):
+    open_to_all = config.model_copy(update={"host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match=r"engine .* needs a token") as error:
+        access_of(open_to_all, {})
+    assert "TREADLE_ENGINE_TOKEN" in error.value.fix
+    assert not access_of(open_to_all, {"TREADLE_ENGINE_TOKEN": TOKEN}).is_open
+
+
+def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
+    surface = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
+    assert surface.get("/health").status_code == 200
+    for method, path in (("GET", "/v1/models"), ("POST", "/generate"), ("POST", "/bridge/pause"), ("GET", "/metrics")):
+        assert surface.request(method, path).status_code == 401
+        assert surface.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    known = {"Authorization": f"Bearer {TOKEN}"}
+    assert surface.get("/v1/models", headers=known).status_code == 200
+    answer = surface.post("/generate", headers=known, json={"prompt": "hi", "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+def test_a_token_file_is_made_when_it_is_not_there(config, tmp_path):
+    file = tmp_path / "token"
+    access = access_of(config.model_copy(update={"token_file": file}), {})
+    assert access.holds(file.read_text().strip().encode())[0]
+
+
+def test_a_name_that_is_not_this_machines_is_refused(engine, config):
+    answer = client(engine, config, {}, base="http://evil.example").get("/health")
+    assert answer.status_code == 403
+    assert "engine is not known as" in answer.json()["detail"]
+    allowed = config.model_copy(update={"allowed_hosts": "gpu7"})
+    assert client(engine, allowed, {}, base="http://gpu7:9001").get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("named", "python", "expected"),
+    [("transformers", "", "transformers"), ("vllm", "", "vllm"), ("auto", "/opt/vllm/bin/python", "vllm")],
+)
+def test_the_engine_that_is_named_is_chosen(config, named, python, expected):
+    assert choose_engine(config.model_copy(update={"engine": named, "vllm_python": python})) == expected
+
+
+def test_without_a_name_vllm_is_chosen_where_it_is_installed(config):
+    is_installed = importlib.util.find_spec("vllm") is not None
+    assert choose_engine(config) == ("vllm" if is_installed else "transformers")

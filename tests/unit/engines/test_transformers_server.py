@@ -1,0 +1,210 @@
+"""The transformers engine behind the port: restarts, adapters that share the model, and an engine that died."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig
+from treadle.engines.port import Request
+from treadle.engines.sampling import SamplingParams
+from treadle.engines.surface.app import build_app
+from treadle.engines.transformers_server import TransformersServer
+from treadle.errors import EngineError, RequestError
+from treadle.sync.fingerprint import fingerprint
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return EngineConfig(model=str(folder), dtype="float32", threads=1, device="cpu", max_num_seqs=8, enable_lora=True)
+
+
+@pytest.fixture
+def server(config, folder):
+    made = TransformersServer(config, folder)
+    yield made
+    asyncio.run(made.close())
+
+
+def ask(seed=0, max_tokens=10, **more):
+    return Request(PROMPT, 1, max_tokens, SamplingParams(), seed, ignore_eos=True, **more)
+
+
+def write_adapter(folder, path, seed, targets=("q_proj", "down_proj")):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(path)
+    return path
+
+
+def check(generation, folder, adapter=None):
+    (s,) = generation.completions
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        table = torch.log_softmax(model(torch.tensor([PROMPT + s.token_ids])).logits[0], -1)
+    expected = [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(s.token_ids)]
+    assert s.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, folder, tmp_path):
+    trained = write_tiny_model(tmp_path / "trained", seed=9)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (trained / file).unlink()  # a trainer need not save them again
+    adapter = write_adapter(trained, tmp_path / "step_4", 1)
+
+    async def story():
+        running = asyncio.ensure_future(server.generate(ask(max_tokens=200)))
+        await asyncio.sleep(0.05)
+        await server.restart(trained, adapter, 4)
+        assert (await server.state()).policy_version == 4
+        check(await server.generate(ask()), trained, adapter)
+        assert (await running).completions[0].policy_versions == [0, 4]
+        await server.unload_adapter("step_4")
+        check(await server.generate(ask()), trained)
+
+    asyncio.run(story())
+    assert server.facts.folder == trained
+
+
+def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "model.safetensors").write_bytes(b"torn")
+
+    async def story():
+        before = await server.fingerprints(0)
+        with pytest.raises(RequestError, match="cannot be loaded"):
+            await server.restart(broken, None, 3)
+        assert await server.fingerprints(0) == before
+        check(await server.generate(ask()), folder)
+        assert (await server.state()).policy_version == 0
+
+    asyncio.run(story())
+
+
+def test_requests_for_different_adapters_take_turns_and_nobody_is_overtaken(server, folder, tmp_path):
+    adapters = {name: write_adapter(folder, tmp_path / name, i) for i, name in enumerate(("a", "b"))}
+
+    async def story():
+        for name, path in adapters.items():
+            assert (await server.load_adapter(name, path, None)).rank == 4
+        names = ["a", None, "b", "a", "b", None]
+        asked = [asyncio.ensure_future(server.generate(ask(i, adapter=name))) for i, name in enumerate(names)]
+        for name, generation in zip(names, await asyncio.gather(*asked), strict=True):
+            check(generation, folder, adapters.get(name))
+
+    asyncio.run(story())
+
+
+def test_many_swaps_of_the_policys_adapter_under_load(server, folder, tmp_path):
+    paths = [write_adapter(folder, tmp_path / f"v{i}", i) for i in range(3)]
+
+    async def story():
+        answers, is_over = [], asyncio.Event()
+
+        async def client(seed):
+            while not is_over.is_set():
+                answers.append(await server.generate(ask(seed, max_tokens=6)))
+
+        clients = [asyncio.ensure_future(client(seed)) for seed in range(4)]
+        for version in range(1, 21):
+            await server.load_adapter(f"v{version}", paths[version % 3], version)
+            if version > 2:
+                await server.unload_adapter(f"v{version - 2}")
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert [a.name for a in server.adapters()] == ["v19", "v20"]
+        return answers
+
+    answers = asyncio.run(story())
+    versions = {generation.completions[0].policy_versions[0] for generation in answers}
+    assert len(versions) > 5
+    for generation in answers[:: max(1, len(answers) // 25)]:
+        (version,) = generation.completions[0].policy_versions
+        check(generation, folder, paths[version % 3] if version else None)
+
+
+def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, folder, tmp_path):
+    path = write_adapter(folder, tmp_path / "a", 1)
+
+    async def story():
+        before = await server.fingerprints(0)
+        await server.load_adapter("a", path, 1)
+        await server.generate(ask())
+        assert await server.fingerprints(0) == before
+        other = write_tiny_model(tmp_path / "other", seed=4)
+        await server.reload(other, 2)  # under an adapter, by the names that the model had before
+        own = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        assert await server.fingerprints(0) == {n: fingerprint(p, 0) for n, p in own.named_parameters()}
+        check(await server.generate(ask()), other, path)
+
+    asyncio.run(story())
+
+
+def test_without_the_flag_no_adapter_is_taken(config, folder, tmp_path):
+    server = TransformersServer(config.model_copy(update={"enable_lora": False}), folder)
+
+    async def story():
+        with pytest.raises(EngineError, match="takes no adapters") as error:
+            await server.load_adapter("a", tmp_path, 1)
+        assert error.value.fix == "start it with --enable-lora"
+        await server.close()
+
+    asyncio.run(story())
+
+
+def test_a_dead_engine_is_not_healthy(server, config):
+    def broken(*_, **__):
+        raise RuntimeError("out of memory")
+
+    server._engine.admit = broken
+    surface = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
+    answer = surface.post("/generate", json={"prompt": "hi", "max_tokens": 4})
+    assert (answer.status_code, "RuntimeError" in answer.json()["error"]) == (503, True)
+    health = surface.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "failed: RuntimeError")
+    assert surface.get("/health_generate").status_code == 503
+    assert "engine_up 0" in surface.get("/metrics").text
+    assert surface.post("/bridge/pause").status_code == 503
+    assert surface.post("/v1/completions", json={"prompt": "hi"}).json()["error"]["type"] == "server_error"
+
+
+def test_an_adapter_of_other_layers_does_not_compute_before_it_is_asked_for(server, folder, tmp_path):
+    """Layers that get their first adapter only now are new to the model; they must not be in use already."""
+    attention = write_adapter(folder, tmp_path / "attention", 1)
+    wide = write_adapter(folder, tmp_path / "wide", 2, targets=["o_proj", "gate_proj", "q_proj"])
+
+    async def story():
+        await server.load_adapter("attention", attention, None)
+        await server.load_adapter("wide", wide, None)
+        check(await server.generate(ask()), folder)
+        check(await server.generate(ask(adapter="attention")), folder, attention)
+        check(await server.generate(ask(adapter="wide")), folder, wide)
+        await server.unload_adapter("wide")
+        await server.unload_adapter("attention")
+        await server.load_adapter("again", wide, None)
+        check(await server.generate(ask()), folder)
+        check(await server.generate(ask(adapter="again")), folder, wide)
+
+    asyncio.run(story())

@@ -1,0 +1,186 @@
+"""The command line and environment that vLLM's server is started with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from treadle.config import EngineConfig
+from treadle.engines.vllm.command import LORA_RANKS, Place, lora_rank, server_command
+from treadle.engines.vllm.installation import Installation
+from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
+from treadle.engines.vllm.server_process import remedy
+from treadle.errors import ConfigError, ModelError
+
+CPU = Installation(python="/env/bin/python", version="0.32.0", is_cpu=True, has_flashinfer=False)
+GPU = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)
+PLACE = Place(port=4321, api_key="secret", scratch=Path("/tmp/scratch"), cache=Path("/cache"))
+MODEL = ModelFacts(Path("/models/m"), dtype="float32", vocab_size=100, max_positions=512, eos_ids=frozenset({1}))
+
+
+def command(vllm=CPU, inherited=None, **settings):
+    return server_command(EngineConfig(**settings), MODEL, vllm, PLACE, inherited or {})
+
+
+def flag(argv, name):
+    return argv[argv.index(name) + 1]
+
+
+def test_the_stock_server_is_started_on_loopback_with_our_parts_in_it():
+    argv = command().argv
+    assert argv[:3] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    assert (flag(argv, "--host"), flag(argv, "--port")) == ("127.0.0.1", "4321")
+    for name in ("--middleware", "--worker-extension-cls"):
+        module, _, attribute = flag(argv, name).rpartition(".")
+        assert module.startswith("treadle.engines.vllm.")
+        source = Path(__file__).parents[3] / "src" / (module.replace(".", "/") + ".py")
+        assert f"class {attribute}" in source.read_text()
+
+
+def test_the_key_is_in_the_environment_and_on_no_command_line():
+    started = command()
+    assert started.env["VLLM_API_KEY"] == "secret"
+    assert "secret" not in " ".join(started.argv)
+
+
+def test_settings_become_flags():
+    argv = command(max_num_seqs=7, max_model_len=99, logprobs_mode="raw_logprobs", dtype="bfloat16").argv
+    assert flag(argv, "--max-num-seqs") == "7"
+    assert flag(argv, "--max-model-len") == "99"
+    assert flag(argv, "--logprobs-mode") == "raw_logprobs"
+    assert flag(argv, "--dtype") == "bfloat16"
+
+
+def test_auto_is_the_checkpoints_own_number_format_and_the_model_bounds_the_length():
+    argv = command(dtype="auto", max_model_len=4096).argv
+    assert flag(argv, "--dtype") == "float32"
+    assert flag(argv, "--max-model-len") == "512"
+
+
+def test_a_models_own_sampling_defaults_are_switched_off():
+    assert flag(command().argv, "--generation-config") == "vllm"
+
+
+def test_eager_is_the_default_on_a_cpu_only_and_vllms_own_flags_win():
+    assert "--enforce-eager" in command().argv
+    assert "--enforce-eager" not in command(vllm=GPU).argv
+    assert "--enforce-eager" in command(vllm=GPU, enforce_eager=True).argv
+    own = command(vllm_args="-O3 --block-size 32").argv
+    assert "--enforce-eager" not in own
+    assert own[-3:] == ("-O3", "--block-size", "32")
+
+
+def test_memory_is_a_share_of_a_gpu_and_gibibytes_of_a_cpu():
+    assert flag(command(vllm=GPU, gpu_memory_utilization=0.3).argv, "--gpu-memory-utilization") == "0.3"
+    assert "--gpu-memory-utilization" not in command().argv
+    assert command(kv_cache_gib=2).env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+def test_adapters_need_flags_and_a_variable():
+    started = command(enable_lora=True, max_lora_rank=24)
+    assert "--enable-lora" in started.argv
+    assert flag(started.argv, "--max-lora-rank") == "32"
+    assert int(flag(started.argv, "--max-cpu-loras")) >= int(flag(started.argv, "--max-loras"))
+    assert started.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in command().argv
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in command().env
+
+
+@pytest.mark.parametrize("wanted", [1, 8, 9, 300, 512])
+def test_a_rank_is_rounded_up_to_one_vllm_has(wanted):
+    assert lora_rank(wanted) in LORA_RANKS
+    assert lora_rank(wanted) >= wanted
+
+
+def test_a_rank_above_all_is_refused():
+    with pytest.raises(ConfigError, match="rank 512 at most"):
+        lora_rank(513)
+
+
+def test_the_weights_file_reaches_our_loader():
+    argv = command(weights_file=Path("/dev/shm/w")).argv
+    shared = json.loads(flag(argv, "--model-loader-extra-config"))
+    assert shared == {"weights_file": "/dev/shm/w", "model_folder": "/models/m"}
+    assert "--model-loader-extra-config" not in command().argv
+
+
+def test_a_users_environment_stays_except_for_what_must_be_ours():
+    inherited = {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/h",
+    }
+    env = command(inherited=inherited).env
+    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert env["HOME"] == "/h"
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert env["VLLM_RPC_BASE_PATH"] == "/tmp/scratch"
+    assert env["VLLM_CACHE_ROOT"] == "/cache"
+
+
+def test_the_sampler_of_flashinfer_is_off_where_it_is_not_installed():
+    assert command().env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in command(vllm=GPU).env
+
+
+def test_a_device_is_one_of_those_this_process_may_see():
+    seen = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    assert command(vllm=GPU, device="cuda:1", inherited=seen).env["CUDA_VISIBLE_DEVICES"] == "6"
+    assert command(vllm=GPU, device="cuda:1").env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert command(vllm=GPU, inherited=seen).env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    with pytest.raises(ConfigError, match="4,6"):
+        command(vllm=GPU, device="cuda:2", inherited=seen)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "settings", "reason"),
+    [
+        (GPU, {"device": "cpu"}, "a build for GPUs"),
+        (CPU, {"device": "cuda"}, "a build for CPUs"),
+        (CPU, {"device": "mps"}, "cpu or cuda"),
+        (GPU, {"weights_file": Path("w"), "tensor_parallel_size": 2}, "split over GPUs"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_started(vllm, settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        command(vllm=vllm, **settings)
+
+
+def test_versions_outside_the_tested_ones_are_known():
+    tested = {"0.23.1": False, "0.24.0": True, "0.26.0+cu130": True, "0.32.0": True, "0.33.0": False, "1.0": False}
+    for version, is_tested in tested.items():
+        assert Installation("python", version, False, False).is_tested is is_tested, version
+
+
+def test_a_models_folder_tells_its_facts(tmp_path):
+    config = {"torch_dtype": "bfloat16", "vocab_size": 7, "max_position_embeddings": 64, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = read_model_facts(tmp_path)
+    assert (facts.dtype, facts.vocab_size, facts.max_positions, facts.eos_ids) == ("bfloat16", 7, 64, frozenset({2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "llama3"}}))
+    facts = read_model_facts(tmp_path)
+    assert facts.eos_ids == {2, 5}
+    assert facts.max_positions is None
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_model_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", "--gpu-memory-utilization"),
+        ("ValueError: Available memory on node 0 (0.56/23.54 GiB) on kv cache allocation", "--kv-cache-gib"),
+        ("ValueError: 4.0 GiB KV cache is needed, which is larger than", "--max-model-len"),
+        ("api_server.py: error: unrecognized arguments: --blok", "--vllm-args"),
+        ("OSError: [Errno 98] Address already in use", "start again"),
+        ("something else", "log"),
+    ],
+)
+def test_a_server_that_did_not_start_gets_a_remedy(line, words):
+    assert words in remedy(["INFO loading", line])

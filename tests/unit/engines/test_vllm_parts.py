@@ -1,0 +1,188 @@
+"""The parts of the vLLM engine that need no vLLM: the guard of its processes, its wire, the book of adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from treadle.engines.port import Adapter, Request
+from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm import guard
+from treadle.engines.vllm.adapters import AdapterBook
+from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, decode_answer
+from treadle.errors import RequestError
+
+# A server with a child of its own, which says who both are and would sleep for ever.
+SERVER = """
+import subprocess, sys, os, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def guarded(scratch):
+    scratch.mkdir()
+    return [sys.executable, "-I", guard.__file__, str(scratch), sys.executable, "-c", SERVER]
+
+
+def wait_until(condition, deadline_s=10.0):
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    """A zombie that nobody has collected is gone too."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids):
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_the_whole_group_ends_when_the_engine_says_so(tmp_path):
+    process = subprocess.Popen(guarded(tmp_path / "scratch"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    process.stdin.close()
+    process.wait(timeout=10)
+    wait_until_gone(pids)
+
+
+def test_the_whole_group_and_its_folder_go_when_the_engine_was_killed(tmp_path):
+    argv = guarded(tmp_path / "scratch")
+    owner = f"import subprocess, sys, time; p = subprocess.Popen({argv!r}, stdin=subprocess.PIPE); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait(timeout=10)
+    wait_until_gone(pids)
+    wait_until(lambda: not (tmp_path / "scratch").exists())
+
+
+def test_what_a_dead_server_left_running_ends_and_its_exit_code_is_told(tmp_path):
+    process = subprocess.Popen(guarded(tmp_path / "scratch"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pids = [int(word) for word in process.stdout.readline().split()]
+    os.kill(pids[0], signal.SIGKILL)
+    assert process.wait(timeout=10) == 128 + signal.SIGKILL
+    wait_until_gone(pids)
+
+
+def request(**changes):
+    given = {"prompt_ids": [5, 6], "n": 2, "max_tokens": 4, "sampling": SamplingParams()} | changes
+    return Request(**given)
+
+
+def body(asked):
+    return completions_body(asked, model="policy", eos_ids=frozenset({1}), cache_salt="v3", stream=False)
+
+
+def test_every_sampling_field_is_said():
+    said = body(
+        request(sampling=SamplingParams(0.5, 0.9, 7, 0.1), stop=("x",), stop_ids=frozenset({9}), seed=2**64 - 1)
+    )
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.0, "n": 2}
+    assert said.items() >= expected.items()
+    assert said["stop"] == ["x"]
+    assert said["stop_token_ids"] == [1, 9]
+    assert 0 <= said["seed"] < 2**63
+    assert said["cache_salt"] == "v3"
+    assert body(request(ignore_eos=True, stop_ids=frozenset({9})))["stop_token_ids"] == [9]
+
+
+def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
+    asked = request(n=3, sampling=SamplingParams(temperature=0))
+    assert body(asked)["n"] == 1
+    answer = decode_answer(
+        b'{"choices": [{"index": 0, "text": "ab", "token_ids": [7, 8], "finish_reason": "length",'
+        b' "logprobs": {"token_logprobs": [-0.5, -1], "top_logprobs": [{"token_id:7": -0.5}, {"token_id:8": -1}]}}]}'
+    )
+    generation = as_generation(answer, asked, [4], 0.1)
+    assert [c.token_ids for c in generation.completions] == [[7, 8]] * 3
+    assert [c.policy_versions for c in generation.completions] == [[4]] * 3
+    assert [d.index for d in as_deltas(answer, asked, 4)] == [0, 1, 2]
+
+
+def test_an_answer_is_read_by_index_with_tops_and_prompt_logprobs():
+    choice = {
+        "index": 1,
+        "text": "b",
+        "token_ids": [8],
+        "finish_reason": "stop",
+        "logprobs": {"token_logprobs": [-2.0], "top_logprobs": [{"token_id:8": -2.0, "token_id:3": -0.1}]},
+    }
+    first = choice | {"index": 0, "text": "a", "prompt_logprobs": [None, {"6": {"logprob": -3.0, "rank": 2}}]}
+    answer = decode_answer(json.dumps({"choices": [choice, first]}))
+    generation = as_generation(answer, request(num_top=1, num_prompt_top=0), [0, 1], 0.1)
+    assert [c.text for c in generation.completions] == ["a", "b"]
+    assert generation.completions[0].tops == [{3: -0.1}]  # the likeliest, not the sampled one
+    assert generation.prompt_tops == [{}, {6: -3.0}]
+    assert generation.completions[1].policy_versions == [0, 1]
+    assert as_generation(answer, request(), [0], 0.1).completions[0].tops == []
+
+
+def adapter(name, version):
+    return Adapter(name=name, path=Path("/a") / name, rank=4, policy_version=version)
+
+
+def test_a_new_policy_serves_everybody_and_an_unloaded_one_goes_when_nobody_uses_it():
+    book = AdapterBook()
+    first, second = book.new_name("v1"), book.new_name("v2")
+    assert book.borrow(None) is None
+    book.add(adapter("v1", 1), first)
+    used, served = book.borrow(None)
+    assert (used.policy_version, served) == (1, first)
+    book.add(adapter("v2", 2), second)
+    assert [a.name for a in book.listed()] == ["v1", "v2"]
+    assert book.borrow(None)[1] == second
+    book.remove("v1")
+    assert [a.name for a in book.listed()] == ["v2"]
+    assert book.take_unused() == []
+    assert book.give_back(first) is True
+    assert book.take_unused() == [first]
+
+
+def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
+    book = AdapterBook()
+    first = book.new_name("mine")
+    book.add(adapter("mine", None), first)
+    assert book.borrow(None) is None  # loaded by hand, it serves only those who name it
+    book.remove("mine")
+    second = book.new_name("mine")
+    book.add(adapter("mine", None), second)
+    assert first != second
+    assert book.take_unused() == [first]
+    assert book.borrow("mine")[1] == second
+
+
+def test_a_repeated_load_changes_nothing_and_another_of_the_name_is_refused():
+    book = AdapterBook()
+    book.add(adapter("mine", 1), book.new_name("mine"))
+    assert book.known("mine", Path("/a/mine"), 1) == adapter("mine", 1)
+    assert book.known("other", Path("/a/other"), 1) is None
+    with pytest.raises(RequestError, match="choose a new name"):
+        book.known("mine", Path("/a/other"), 1)
+
+
+def test_unloading_what_serves_gives_the_base_model_back():
+    book = AdapterBook()
+    name = book.new_name("v1")
+    book.add(adapter("v1", 1), name)
+    book.remove("v1")
+    assert book.serving is None
+    assert book.take_unused() == [name]
+    with pytest.raises(RequestError, match="no adapter 'v1'"):
+        book.remove("v1")

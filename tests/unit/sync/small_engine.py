@@ -1,0 +1,204 @@
+"""A real engine in a few lines: it loads weights with torch and computes with them; and it can be made to fail.
+
+Everything that a trainer asks of an engine about weights, as wire/bridge.py says it, over HTTP in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+import uvicorn
+from peft import PeftModel
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.processes import free_port
+from treadle.sync.fingerprint import fingerprint
+from treadle.sync.weights_file import share_parameters
+from treadle.wire.bridge import BridgeInfo, BridgeState, Fingerprints, LoadedAdapter, Updated
+
+
+@dataclass
+class Faults:
+    """What an engine can do wrong, each of which has been met in the wild."""
+
+    skips: str = ""  # the end of a weight's name that is never loaded
+    halves: str = ""  # of this weight only the first half is loaded
+    swaps: tuple[str, str] | None = None  # two weights that are loaded into each other's place
+    keeps_cache: bool = False  # answers from what it computed under earlier weights
+    recasts: torch.dtype | None = None  # loads into another number format
+    ignores_adapters: bool = False
+    version_error: int = 0
+    hangs_in: str = ""
+    fails_in: str = ""
+
+
+@dataclass
+class SmallEngine:
+    folder: Path
+    dtype: torch.dtype = torch.float32
+    weights_file: Path | None = None
+    has_lora: bool = True
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self):
+        self.version, self.is_paused = 0, False
+        self.calls, self.tokens, self.names_used, self.adapters = [], [], [], {}
+        self._cache = {}
+        self._load(self.folder)
+
+    def _load(self, folder):
+        self.folder = folder
+        self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype).eval()
+        self.layout = self.weights_file and share_parameters(self.base, self.weights_file, str(folder))
+        self.served = self.base
+
+    def _serve_version(self, version):
+        self.version = version + self.faults.version_error
+        if not self.faults.keeps_cache:
+            self._cache.clear()
+
+    def info(self, _):
+        return BridgeInfo(
+            enabled=True, shared_weights=self.layout is not None, update_count=self.version, last_update_time=None,
+            model_name=str(self.folder), device="cpu", engine="transformers", engine_version="0",
+            dtype=str(self.base.dtype).removeprefix("torch."), is_paused=self.is_paused, has_lora=self.has_lora,
+            max_lora_rank=16,
+        )  # fmt: skip
+
+    def state_dict_info(self, _):
+        return msgspec.structs.replace(self.layout, policy_version=self.version, is_held=self.is_paused)
+
+    def pause(self, _):
+        self.is_paused = True
+        return BridgeState(status="paused", policy_version=self.version)
+
+    def resume(self, body):
+        self.is_paused = False
+        self._serve_version(body["policy_version"])
+        return BridgeState(status="resumed", policy_version=self.version)
+
+    def fingerprints(self, body):
+        version = body["policy_version"]
+        found = {name: fingerprint(p, version) for name, p in self.base.named_parameters()}
+        return Fingerprints(policy_version=self.version, fingerprints=found)
+
+    @torch.no_grad()
+    def reload_weights(self, body):
+        if self.faults.recasts:
+            self.base = self.served = self.base.to(self.faults.recasts)
+        own = dict(self.base.named_parameters())
+        swaps = self.faults.swaps or ()
+        for saved_as, weight in load_file(next(Path(body["path"]).glob("*.safetensors"))).items():
+            name = swaps[1 - swaps.index(saved_as)] if saved_as in swaps else saved_as
+            if self.faults.skips and name.endswith(self.faults.skips):
+                continue
+            rows = len(weight) // 2 if name == self.faults.halves else len(weight)
+            own[name][:rows].copy_(weight[:rows])
+        self._serve_version(body["policy_version"])
+        return Updated(status="ok", policy_version=self.version, seconds=0.0)
+
+    def restart(self, body):
+        time.sleep(self.faults.hangs_in == "loading" and 0.5)
+        self._load(Path(body["model_path"]))
+        if body.get("adapter_path"):
+            self.served = self._with_adapter(body["adapter_path"])
+        self._serve_version(body["policy_version"])
+        return Updated(status="ok", policy_version=self.version, seconds=0.0)
+
+    def lora_load(self, body):
+        assert Path(body["adapter_path"]).is_absolute()
+        assert body["adapter_name"] not in self.names_used, "a name that was used before"
+        if not self.faults.ignores_adapters:
+            self.served = self._with_adapter(body["adapter_path"])
+        self.names_used.append(body["adapter_name"])
+        self.adapters[body["adapter_name"]] = body["policy_version"]
+        self._serve_version(body["policy_version"])
+        return LoadedAdapter(
+            status="ok", adapter_path=body["adapter_path"], adapter_name=body["adapter_name"], seconds=0.0,
+            adapter_id=len(self.adapters), load_count=len(self.names_used), adapter_config={},
+            policy_version=self.version,
+        )  # fmt: skip
+
+    def lora_status(self, _):
+        return {"adapters": [{"name": name, "policy_version": v} for name, v in self.adapters.items()]}
+
+    def lora_unload(self, body):
+        return {"status": "ok", "previous_name": self.adapters.pop(body["adapter_name"])}
+
+    def _with_adapter(self, path):
+        return PeftModel.from_pretrained(copy.deepcopy(self.base), path).merge_and_unload()
+
+    @torch.no_grad()
+    def generate(self, body):
+        ids = body["prompt"]["prompt_token_ids"]
+        key = tuple(ids)
+        if key not in self._cache:
+            self._cache[key] = torch.log_softmax(self.served(torch.tensor([ids])).logits[0].float(), -1)
+        table = self._cache[key]
+        token = int(table[-1].argmax())
+        answer = {
+            "token_ids": [[token]], "policy_version": self.version,
+            "logprobs": [[[{str(token): float(table[-1, token])}]]],
+        }  # fmt: skip
+        if body.get("prompt_logprobs") is not None:
+            entries = [{str(t): float(table[place, t])} for place, t in enumerate(ids[1:])]
+            answer["prompt_logprobs"] = [None, *entries]
+        return answer
+
+    def app(self):
+        def route(path, method, do):
+            async def handle(request):
+                self.calls.append(path)
+                self.tokens.append(request.headers.get("authorization"))
+                body = msgspec.json.decode(await request.body() or b"{}")
+                if path == self.faults.fails_in:
+                    return Response(b'{"error": "the card is gone"}', 500)
+                while path == self.faults.hangs_in:
+                    await asyncio.sleep(0.02)
+                return Response(msgspec.json.encode(await asyncio.to_thread(do, body)), media_type="application/json")
+
+            return Route(path, handle, methods=[method])
+
+        return Starlette(
+            routes=[
+                route("/bridge/info", "GET", self.info),
+                route("/bridge/state_dict_info", "GET", self.state_dict_info),
+                route("/bridge/pause", "POST", self.pause),
+                route("/bridge/resume", "POST", self.resume),
+                route("/bridge/fingerprints", "POST", self.fingerprints),
+                route("/bridge/restart", "POST", self.restart),
+                route("/reload_weights", "POST", self.reload_weights),
+                route("/lora/load", "POST", self.lora_load),
+                route("/lora/status", "GET", self.lora_status),
+                route("/lora/unload", "POST", self.lora_unload),
+                route("/generate", "POST", self.generate),
+            ]
+        )
+
+
+@contextmanager
+def serving(engine: SmallEngine):
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(engine.app(), port=port, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        engine.faults.hangs_in = ""
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,52 @@
+"""Fingerprints: equal for equal bytes, and different for anything that can go wrong with a weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from treadle.sync.fingerprint import BLOCK_WORDS, PARTS, fingerprint, whole_fingerprint
+
+WORD = 8 // 2  # bf16 numbers in a 64-bit word
+BLOCK = BLOCK_WORDS * WORD
+
+
+def weight(num, seed=0):
+    return torch.randn(num, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("num", [1, 3, 4, 7, BLOCK - 1, BLOCK, BLOCK + 1, 40 * BLOCK, 40 * BLOCK + 5])
+def test_equal_bytes_have_equal_fingerprints_wherever_they_lie(num):
+    own = weight(num)
+    shifted = torch.empty(num + 1, dtype=torch.bfloat16)[1:]  # words begin in the middle of a word of memory
+    shifted.copy_(own)
+    for version in (0, 5, 16):
+        assert fingerprint(own, version) == fingerprint(shifted, version) == fingerprint(own.clone(), version)
+    assert whole_fingerprint(own) == whole_fingerprint(shifted)
+
+
+def test_a_change_anywhere_shows_at_once_in_a_small_weight_and_within_sixteen_versions_in_a_large_one():
+    for num in (1, 7, BLOCK, 2 * BLOCK, 40 * BLOCK + 5):
+        own = weight(num)
+        for place in {0, num // 3, num // 2, num - 1}:
+            changed = own.clone()
+            changed[place] += 0.5
+            differs = [fingerprint(own, v) != fingerprint(changed, v) for v in range(PARTS)]
+            assert any(differs)
+            assert num > 2 * BLOCK or all(differs)
+            assert whole_fingerprint(own) != whole_fingerprint(changed)
+
+
+def test_a_weight_that_was_not_loaded_or_moved_shows_at_every_version():
+    own = weight(40 * BLOCK + 5)
+    half = torch.cat([own[: 20 * BLOCK], weight(20 * BLOCK + 5, seed=1)])
+    for version in range(PARTS):
+        found = {fingerprint(w, version) for w in (own, weight(len(own), seed=1), own.roll(BLOCK), own.flip(0), half)}
+        assert len(found) == 5
+
+
+def test_shapes_do_not_count_and_number_formats_do():
+    own = weight(64)
+    assert fingerprint(own.view(8, 8), 0) == fingerprint(own, 0)
+    assert fingerprint(own.float(), 0) != fingerprint(own, 0)
+    assert fingerprint(own.view(8, 8).t(), 0) != fingerprint(own, 0)

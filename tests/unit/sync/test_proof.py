@@ -1,0 +1,279 @@
+"""Engines that do something wrong at a publish: each is caught, and the error says what and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import write_tiny_model
+from tests.unit.sync.small_engine import Faults, SmallEngine, serving
+from tests.unit.sync.test_modes import Trainer
+from treadle.errors import ConfigError, SyncError
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.owner import Owner, this_process
+from treadle.sync.proof import explain
+from treadle.sync.weights_file import share_parameters
+from treadle.wire.bridge import BridgeInfo
+
+GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+RELOAD = {"weight_bridge_mode": "reload"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings", "words"),
+    [
+        (Faults(skips="layers.1.self_attn.o_proj.weight"), RELOAD,
+         r"1 of 20 weights differ, model\.layers\.1\.self_attn\.o_proj\.weight: skipped or half written"),
+        (Faults(halves="model.norm.weight"), RELOAD, r"1 of 20 weights differ, model\.norm\.weight: skipped or half"),
+        (Faults(swaps=(GATE, UP)), RELOAD,
+         r"layers\.1\.mlp\.gate_proj\.weight and .*up_proj\.weight have changed places"),
+        (Faults(skips="weight"), RELOAD, r"of 20 weights differ, .*: the engine has other weights than were published"),
+        (Faults(recasts=torch.bfloat16), RELOAD, r"the engine's weights are bfloat16, the trainer's float32"),
+        (Faults(version_error=1), RELOAD, r"says that it serves version 2 after a publish of 1"),
+        (Faults(version_error=1), {}, r"says that it serves version 2 after a publish of 1"),
+        (Faults(fails_in="/reload_weights"), RELOAD, r"failed in POST /reload_weights \(500\): the card is gone"),
+        (Faults(version_error=-1), {"weight_bridge_mode": "lora_only"}, r"serves version 0 after a publish of 1"),
+    ],
+    ids=["skipped", "half written", "swapped halves", "not loaded", "dtype", "version", "version, one copy", "fails",
+         "adapter not served"],
+)  # fmt: skip
+def test_a_publish_that_went_wrong_is_caught_and_named(folder, tmp_path, faults, settings, words):
+    engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, **settings)
+        trainer.publish(0)
+        trainer.step(1)
+        engine.faults = faults
+        with pytest.raises(SyncError, match=words) as error:
+            trainer.publish(1)
+    print(error.value)
+    assert error.value.fix
+
+
+def publish_with_canaries(trainer, engine, faults):
+    trainer.publish(0)
+    engine.faults = faults
+    trainer.run(first=1, last=4)
+
+
+@pytest.mark.parametrize(
+    "settings", [RELOAD, {}, {"weight_bridge_mode": "lora_only"}], ids=["reload", "one copy", "lora"]
+)
+def test_an_engine_that_answers_from_a_stale_cache_is_caught_by_the_canary(folder, tmp_path, settings):
+    engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, canary_share=1, **settings)
+        with pytest.raises(SyncError, match="from what it cached under earlier weights") as error:
+            publish_with_canaries(trainer, engine, Faults(keeps_cache=True))
+    print(error.value)
+    assert "after the publish of version" in str(error.value)
+
+
+def test_an_adapter_that_does_not_answer_is_caught_by_the_canary(folder, tmp_path):
+    engine = SmallEngine(folder)
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, canary_share=1, weight_bridge_mode="lora_only")
+        with pytest.raises(SyncError, match="the engine did not load this adapter") as error:
+            publish_with_canaries(trainer, engine, Faults(ignores_adapters=True))
+    print(error.value)
+
+
+def test_canaries_take_no_more_of_the_time_than_their_share_and_the_last_publish_has_one(folder, tmp_path):
+    def canaries(share):
+        with serving(SmallEngine(folder)) as url:
+            trainer = Trainer(folder, tmp_path, url, **RELOAD, canary_share=share)
+            trainer.run()
+        return [receipt.verified.canary_mean is not None for receipt in trainer.receipts]
+
+    assert canaries(1e-4) == [True, False, False, False, False, False, True]
+    assert all(canaries(1))
+
+
+def test_a_tolerance_can_be_given_and_the_proof_switched_off(folder, tmp_path):
+    for settings in ({"canary_tolerance": 100.0}, {"verify_publish": False}):
+        engine = SmallEngine(folder)
+        with serving(engine) as url:
+            trainer = Trainer(folder, tmp_path, url, canary_share=1, weight_bridge_mode="lora_only", **settings)
+            publish_with_canaries(trainer, engine, Faults(keeps_cache=True))
+            assert ("/generate" in engine.calls) == ("canary_tolerance" in settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        ("/bridge/pause", {}), ("/bridge/resume", {}), ("/bridge/fingerprints", {}), ("/reload_weights", RELOAD),
+        ("/lora/load", {"weight_bridge_mode": "lora_only"}), ("/generate", RELOAD),
+    ],
+)  # fmt: skip
+def test_an_engine_that_hangs_ends_in_an_error_at_the_deadline(folder, tmp_path, path, settings):
+    engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, publish_timeout_s=0.5, **settings)
+        engine.faults = Faults(hangs_in=path)
+        started = time.monotonic()
+        with pytest.raises(SyncError, match=f"did not answer POST {path} within") as error:
+            trainer.publish(0)
+        assert time.monotonic() - started < 5
+    assert "--publish-timeout-s" in error.value.fix
+
+
+def test_a_restart_that_hangs_is_raised_by_the_publish_after_it(folder, tmp_path):
+    engine = SmallEngine(folder)
+    with serving(engine) as url:
+        trainer = Trainer(
+            folder, tmp_path, url, publish_timeout_s=0.5, weight_bridge_mode="none", vllm_restart_interval=1
+        )
+        trainer.publish(0)
+        engine.faults = Faults(hangs_in="/bridge/restart")
+        trainer.step(1)
+        trainer.publish(1)  # pending
+        trainer.step(2)
+        with pytest.raises(SyncError, match="did not answer POST /bridge/restart"):
+            trainer.publish(2)
+
+
+ENGINE_THAT_ENDS = """
+import sys, uvicorn, os
+from pathlib import Path
+from tests.unit.sync.small_engine import SmallEngine
+engine = SmallEngine(Path(sys.argv[1]), weights_file=Path(sys.argv[2]))
+uvicorn.run(engine.app(), port=int(sys.argv[3]), log_level="critical")
+"""
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_publish_is_named_at_once(folder, tmp_path):
+    from tests.e2e.processes import environment, free_port
+
+    port = free_port()
+    command = [sys.executable, "-c", ENGINE_THAT_ENDS, str(folder), str(tmp_path / "shared.weights"), str(port)]
+    process = subprocess.Popen(command, env=environment(PYTHONPATH="."))
+    try:
+        trainer = Trainer(folder, tmp_path, f"http://127.0.0.1:{port}")
+        trainer.publish(0)
+        trainer.step(1)
+        write = trainer.policy._write
+
+        def write_and_kill():  # it is held, the weights are written, and then it is gone
+            write()
+            process.kill()
+            process.wait()
+
+        trainer.policy.on_publish(write_and_kill)
+        started = time.monotonic()
+        with pytest.raises(SyncError, match="ended during POST /bridge/resume") as error:
+            trainer.publish(1)
+        print(error.value)
+        assert time.monotonic() - started < 10
+        assert "treadle run --resume" in error.value.fix
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_engine_that_was_restarted_is_noticed_before_anything_is_written(folder, tmp_path):
+    engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url)
+        trainer.run(last=2)
+        engine.weights_file = tmp_path / "other.weights"
+        engine._load(folder)
+        engine.version = 0
+        trainer.step(3)
+        with pytest.raises(SyncError, match="serves version 0, where 2 was published last: it was restarted"):
+            trainer.publish(3)
+
+
+def test_an_engine_that_serves_other_memory_than_is_written_is_caught_by_fingerprints(folder, tmp_path):
+    engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url)
+        trainer.run(last=2)
+        engine.weights_file = tmp_path / "other.weights"
+        engine._load(folder)  # and it says nothing
+        trainer.step(3)
+        with pytest.raises(SyncError, match="the engine has other weights than were published"):
+            trainer.publish(3)
+
+
+def test_a_bridge_file_of_an_earlier_process_is_refused(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layout = share_parameters(model, tmp_path / "shared.weights", str(folder))
+    file = tmp_path / "vllm_bridge_config.json"
+
+    def refusal(owner):
+        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(layout, owner=owner)))
+        with pytest.raises(SyncError, match=f"left by process {owner.pid}, which has ended") as error:
+            Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file)
+        assert "delete the file" in error.value.fix
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    refusal(Owner(pid=ended.pid, started=1))
+    refusal(Owner(pid=os.getpid(), started=this_process().started - 1))  # its number was given to another process
+    file.write_bytes(msgspec.json.encode(layout))
+    assert Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file).policy.vocab_size > 0
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="does not say where weights lie"):
+        Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=tmp_path / "none.json")
+
+
+def test_an_engine_that_is_not_there_is_waited_for_and_then_named():
+    link = EngineLink("http://127.0.0.1:9", timeout_s=1.0)
+    with pytest.raises(SyncError, match="not there after 0 s") as error:
+        link.wait_for("/bridge/info", BridgeInfo, wait_s=0.3)
+    assert "--engine-url" in error.value.fix
+
+
+def test_a_frozen_engine_ends_in_an_error_too(folder, tmp_path):
+    """Not a handler that waits: a process that does nothing at all any more, as after a lost GPU."""
+    from tests.e2e.processes import environment, free_port
+
+    port = free_port()
+    command = [sys.executable, "-c", ENGINE_THAT_ENDS, str(folder), str(tmp_path / "shared.weights"), str(port)]
+    process = subprocess.Popen(command, env=environment(PYTHONPATH="."))
+    try:
+        trainer = Trainer(folder, tmp_path, f"http://127.0.0.1:{port}", publish_timeout_s=1.0)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(SyncError, match="did not answer POST /bridge/pause within 1 s"):
+            trainer.publish(0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_differs_is_explained_by_what_it_looks_like():
+    own = {"a": "1", "b": "2", "c": "3", "d": "4"}
+    same = {"own_dtype": "bfloat16", "engine_dtype": "bfloat16"}
+    assert "has no d: it serves another model" in explain(own, {"a": "1", "b": "2", "c": "3"}, **same)[0]
+    assert "which the trainer does not know" in explain(own, own | {"e": "5"}, **same)[0]
+    assert explain(own, own | {"c": "x"}, **same)[0].startswith("1 of 4 weights differ, c: skipped")
+    assert explain(own, own | {"b": "x", "c": "y"}, **same)[0].startswith("2 of 4 weights differ, b, c: skipped")
+    assert (
+        "4 of 4 weights differ, a, b, c and 1 more: the engine has other weights"
+        in explain(own, dict.fromkeys(own, "x"), **same)[0]
+    )
+    recast = explain(own, dict.fromkeys(own, "x"), own_dtype="float32", engine_dtype="bfloat16")
+    assert recast[1] == "give engine and trainer the same --dtype"
+
+
+def test_a_token_is_sent_with_every_call(folder, tmp_path, monkeypatch):
+    engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
+    monkeypatch.setenv("TREADLE_ENGINE_TOKEN", "secret")
+    with serving(engine) as url:
+        Trainer(folder, tmp_path, url).publish(0)
+    assert set(engine.tokens) == {"Bearer secret"}
