@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
 from pathlib import Path
 
 from treadle.config import EngineConfig
+from treadle.config.engine_choice import has_vllm
 from treadle.engines.models import resolve_model
 from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
@@ -53,7 +53,7 @@ def run_engine(config: EngineConfig) -> None:
 
 def start_engine(config: EngineConfig, folder: Path) -> Engine:
     """The engine that the settings name; `auto` takes vLLM where it is installed."""
-    if choose_engine(config) == "vllm":
+    if has_vllm(config):
         from treadle.engines.vllm.start import start_vllm
 
         return start_vllm(config, folder)
@@ -61,13 +61,6 @@ def start_engine(config: EngineConfig, folder: Path) -> Engine:
     from treadle.engines.transformers_server import TransformersServer
 
     return TransformersServer(config, folder, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def choose_engine(config: EngineConfig) -> str:
-    """Either "vllm" or "transformers"; a Python that was named for vLLM says that it is wanted."""
-    if config.engine != "auto":
-        return config.engine
-    return "vllm" if config.vllm_python or importlib.util.find_spec("vllm") is not None else "transformers"
 
 
 class _Ending:

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines.server import choose_engine
+from treadle.config.engine_choice import has_vllm
 from treadle.engines.surface.app import access_of, app_of
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError
@@ -71,13 +71,13 @@ def test_a_name_that_is_not_this_machines_is_refused(engine, config):
 
 
 @pytest.mark.parametrize(
-    ("named", "python", "expected"),
-    [("transformers", "", "transformers"), ("vllm", "", "vllm"), ("auto", "/opt/vllm/bin/python", "vllm")],
+    ("named", "python", "is_vllm"),
+    [("transformers", "", False), ("vllm", "", True), ("auto", "/opt/vllm/bin/python", True)],
 )
-def test_the_engine_that_is_named_is_chosen(config, named, python, expected):
-    assert choose_engine(config.model_copy(update={"engine": named, "vllm_python": python})) == expected
+def test_the_engine_that_is_named_is_chosen(config, named, python, is_vllm):
+    assert has_vllm(config.model_copy(update={"engine": named, "vllm_python": python})) == is_vllm
 
 
 def test_without_a_name_vllm_is_chosen_where_it_is_installed(config):
     is_installed = importlib.util.find_spec("vllm") is not None
-    assert choose_engine(config) == ("vllm" if is_installed else "transformers")
+    assert has_vllm(config) == is_installed
