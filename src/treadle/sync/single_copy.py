@@ -60,6 +60,7 @@ class SingleCopySync:
         started = time.monotonic()
         state = self._engine.post("/bridge/pause", Pause(mode="keep"), BridgeState)
         if self._served not in (None, state.policy_version):
+            self._engine.post("/bridge/resume", Resume(), BridgeState)  # nothing was written: it is not ours to hold
             raise SyncError(
                 f"the engine at {self._engine.url} serves version {state.policy_version}, where {self._served} was "
                 "published last: it was restarted, or another trainer publishes to it",

@@ -19,6 +19,7 @@ WORKER_EXTENSION = "treadle.engines.vllm.worker.TreadleWorker"
 LOAD_FORMAT = "treadle"  # loader.py
 MODEL_NAME = "policy"  # what the base model is asked for by
 
+MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
 MAX_LORAS = 2  # side by side in one batch: the adapter that serves, and its predecessor while that finishes
 MAX_CPU_LORAS = 4
@@ -58,7 +59,7 @@ def server_command(
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *_weights_flags(config, model),
         *_lora_flags(config),
-        *_hardware_flags(config, vllm, own),
+        *_hardware_flags(config, vllm, own, max_model_len(config, model)),
         *own,
     ]
     return ServerCommand(tuple(argv), _environment(config, vllm, place, inherited))
@@ -119,7 +120,7 @@ def _lora_flags(config: EngineConfig) -> list[str]:
     ]
 
 
-def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str]) -> list[str]:
+def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str], longest: int) -> list[str]:
     flags = ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if not vllm.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
@@ -127,6 +128,10 @@ def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str]) ->
     # On a CPU torch.compile makes start-up a minute and a half longer and generation a tenth faster.
     if config.enforce_eager or (vllm.is_cpu and not chosen_already):
         flags.append("--enforce-eager")
+    if vllm.is_cpu:
+        # On a CPU a seeded request whose prompt is computed in two parts ends vLLM (0.32: its generator has no offset).
+        whole = max(longest, MAX_BATCHED_TOKENS)
+        flags += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
     return flags
 
 

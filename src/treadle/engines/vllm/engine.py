@@ -14,6 +14,7 @@ which no order of arrival can fix; requests of a wave are generated like all oth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -121,8 +122,7 @@ class VllmEngine:
         async def release_when_held() -> None:
             if policy_version is not None and self._door.is_set():
                 raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
-            if not self._door.is_set():
-                await self._release(policy_version)
+            await self._release(policy_version)
 
         await self._change(release_when_held())
 
@@ -237,9 +237,15 @@ class VllmEngine:
             await self._pause("keep" if mode == "wait" else mode, timeout_s)
         except EngineError:
             if was_open:
-                self._door.set()
+                await self._open_again()
             raise
         self._meter.stop()
+
+    async def _open_again(self) -> None:
+        """After a hold that failed: vLLM may have been frozen all the same, or be about to."""
+        with contextlib.suppress(EngineError):
+            await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
+        self._door.set()
 
     async def _pause(self, mode: HoldMode, timeout_s: float) -> None:
         await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)
@@ -248,6 +254,8 @@ class VllmEngine:
             if time.monotonic() > deadline:
                 raise EngineError(f"{self._meter.in_vllm} completions did not end within {timeout_s:.0f} s")
             await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)  # one was on its way there
+        if self._facts.device != "cpu":
+            await self._client.rpc("treadle_settle")
 
     async def _release(self, policy_version: int | None, *, stay_held: bool = False) -> None:
         is_new = policy_version is not None

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from treadle.engines.vllm import loader  # noqa: F401 (registers the load format in this process)
 from treadle.engines.vllm.loader import SHARED_LAYOUT
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.cuda_ipc import locate_parameters
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
 from treadle.sync.layout import Layout
@@ -47,7 +46,7 @@ class TreadleWorker:
 
     @_refusals_as_answers
     def treadle_layout(self) -> Answer:
-        """Where the weights lie that a trainer may write: in a shared file, or on the GPU. None: in neither."""
+        """Where the weights lie that a trainer may write: in a shared file, or on the GPU. None: not shared."""
         fused = _fused_layout(self)
         if fused is None:
             return None
@@ -88,14 +87,9 @@ class TreadleWorker:
 
 
 def _fused_layout(worker: TreadleWorker) -> Layout | None:
-    """Where vLLM's own parameters lie."""
-    model = worker.get_model()
-    shared: Layout | None = getattr(model, SHARED_LAYOUT, None)
-    parameters = {name: p.data for name, p in model.named_parameters()}
-    if shared is not None or not all(p.is_cuda for p in parameters.values()):
-        return shared
-    dtype = str(worker.model_config.dtype).removeprefix("torch.")
-    return locate_parameters(parameters, str(worker.model_config.model), dtype)
+    """Where vLLM's own parameters lie, as the loader left them for a trainer."""
+    shared: Layout | None = getattr(worker.get_model(), SHARED_LAYOUT, None)
+    return shared
 
 
 def _weights(worker: TreadleWorker) -> dict[str, Tensor]:
