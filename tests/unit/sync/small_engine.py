@@ -86,7 +86,8 @@ class SmallEngine:
 
     def resume(self, body):
         self.is_paused = False
-        self._serve_version(body["policy_version"])
+        if body.get("policy_version") is not None:
+            self._serve_version(body["policy_version"])
         return BridgeState(status="resumed", policy_version=self.version)
 
     def fingerprints(self, body):

@@ -194,6 +194,7 @@ def test_an_engine_that_was_restarted_is_noticed_before_anything_is_written(fold
         trainer.step(3)
         with pytest.raises(SyncError, match="serves version 0, where 2 was published last: it was restarted"):
             trainer.publish(3)
+        assert not engine.is_paused  # it goes on for whom it belongs to
 
 
 def test_an_engine_that_serves_other_memory_than_is_written_is_caught_by_fingerprints(folder, tmp_path):
