@@ -183,7 +183,9 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
     served(engine.release(2))
     restored = served(engine.generate(request(n=2, seed=1)))
     assert [c.token_ids for c in restored.completions] == [c.token_ids for c in before.completions]
-    assert [c.logprobs for c in restored.completions] == [c.logprobs for c in before.completions]
+    for after, original in zip(restored.completions, before.completions, strict=True):
+        # Not to the bit: which of the two is prefilled beside the other differs from call to call.
+        assert after.logprobs == pytest.approx(original.logprobs, abs=1e-4)
     assert [c.policy_versions for c in restored.completions] == [[2], [2]]
 
 
@@ -286,8 +288,8 @@ def test_a_reload_of_some_weights_changes_those(served, other_tiny_model, tiny_m
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight of the shape \[7\]"),
-        ({"model.norm.wait": torch.zeros(7)}, "model.norm.wait, which the engine's model does not have"),
+        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight in .* is \[7\]"),
+        ({"model.norm.wait": torch.zeros(7)}, "model.norm.wait, which this model does not have"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_is_written(served, tmp_path, saved, words):
@@ -334,6 +336,10 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapte
     engine = served.engine
     answers = []
 
+    def version_of(generation):
+        (version,) = generation.completions[0].policy_versions
+        return version
+
     async def keep_asking(stop):
         while not stop.is_set():
             answers.append(await engine.generate(request(max_tokens=12)))
@@ -342,22 +348,19 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapte
         stop = asyncio.Event()
         load = [asyncio.ensure_future(keep_asking(stop)) for _ in range(4)]
         for number in range(NUM_SWAPS):
-            seen = len(answers)
             await engine.load_adapter(f"policy-{number}", adapters[number % 2], 100 + number)
             if number:
                 await engine.unload_adapter(f"policy-{number - 1}")
-            while len(answers) < seen + 4:
+            while not any(version_of(answer) == 100 + number for answer in answers):
                 await asyncio.sleep(0.005)
         stop.set()
         await asyncio.gather(*load)
 
     served(swap())
-    versions = [g.completions[0].policy_versions for g in answers]
-    assert all(len(v) == 1 for v in versions)
-    assert {v[0] for v in versions} >= set(range(100, 100 + NUM_SWAPS))
+    assert {version_of(answer) for answer in answers} >= set(range(100, 100 + NUM_SWAPS))
     reference = [load(tiny_model, folder) for folder in adapters[:2]]
     for generation in answers[:: len(answers) // 12]:
-        version = generation.completions[0].policy_versions[0]
+        version = version_of(generation)
         if version >= 100:
             assert mean_difference(reference[version % 2], PROMPT, generation.completions) < 1e-4
     assert [a.policy_version for a in engine.adapters()] == [100 + NUM_SWAPS - 1]

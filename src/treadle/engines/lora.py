@@ -99,9 +99,16 @@ class Adapters:
     def add(self, name: str, files: AdapterFiles) -> None:
         """Load it beside the others; what the model computes does not change before `use`."""
         key = _key(name)
-        inject_adapter_in_model(files.config, self._model, adapter_name=key)
-        outcome = set_peft_model_state_dict(self._model, dict(files.tensors), adapter_name=key)
         self._is_wrapped = True
+        try:
+            inject_adapter_in_model(files.config, self._model, adapter_name=key)
+            outcome = set_peft_model_state_dict(self._model, dict(files.tensors), adapter_name=key)
+        except (RuntimeError, ValueError, KeyError) as error:  # PEFT has turned to it already
+            self.remove(name)
+            self.use(self._used)
+            raise RequestError(
+                f"{files.path} cannot be loaded: {error}", fix="its tensors must be as its configuration says"
+            ) from None
         self._model.eval().requires_grad_(False)
         self.use(self._used)  # PEFT turns to an adapter as soon as it is there
         if outcome.unexpected_keys:  # check_adapter has seen every name; a layer of another kind is left

@@ -9,12 +9,13 @@ Everything is asynchronous: the surface serves thousands of requests at once fro
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from treadle.engines.sampling import SamplingParams
+from treadle.errors import RequestError
 from treadle.sync.layout import Layout
 from treadle.wire.generate import Wave
 
@@ -115,6 +116,14 @@ class Adapter:
     policy_version: int | None  # of the policy it is; None: loaded by hand
 
 
+def find_loaded(adapters: Iterable[Adapter], name: str, path: Path, policy_version: int | None) -> Adapter | None:
+    """The very adapter, if it is loaded: a call that is repeated, because its answer was lost, changes nothing."""
+    known = next((adapter for adapter in adapters if adapter.name == name), None)
+    if known is not None and (known.path, known.policy_version) != (path, policy_version):
+        raise RequestError(f"the adapter '{name}' is loaded already, from {known.path}", fix="choose a new name")
+    return known
+
+
 class Engine(Protocol):
     """All methods raise EngineError (it cannot be done now) or RequestError (the request itself is wrong)."""
 
@@ -148,5 +157,9 @@ class Engine(Protocol):
     async def unload_adapter(self, name: str) -> None: ...
 
     def adapters(self) -> list[Adapter]: ...
+
+    @property
+    def serving_adapter(self) -> Adapter | None:
+        """What requests that name none are served by; None: the model itself."""
 
     async def close(self) -> None: ...

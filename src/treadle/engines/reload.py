@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from treadle.errors import RequestError
 
 
-def read_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def read_weights(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in `folder`, each of which has its place in `weights`; any that has none is refused by name."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -39,6 +39,6 @@ def read_weights(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str,
 
 
 @torch.no_grad()
-def write_weights(found: Mapping[str, Tensor], weights: Mapping[str, nn.Parameter]) -> None:
+def write_weights(found: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     for name, tensor in found.items():
         weights[name].copy_(tensor)

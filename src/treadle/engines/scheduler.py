@@ -82,6 +82,11 @@ class Scheduler:
     def is_held(self) -> bool:
         return self._hold is not None
 
+    @property
+    def policy_adapter(self) -> Adapter | None:
+        """What serves requests that name none."""
+        return None if self._policy_adapter is None else self.adapters.get(self._policy_adapter)
+
     # Called from any thread
 
     def submit(self, request: Request, tell: Tell | None = None) -> Future[Generation]:
@@ -123,6 +128,8 @@ class Scheduler:
                 self._changed.notify_all()
                 raise EngineError(f"{len(self._running)} requests were still running after {timeout_s:.0f} s")
             self._refuse_when_dead()
+            if self._hold is None:
+                raise EngineError("another call let the engine go while this one waited", fix="pause it again")
         self.engine.settle()
 
     def release(self, policy_version: int | None) -> None:
@@ -175,6 +182,12 @@ class Scheduler:
         self.adapters.clear()
         self._policy_adapter = self._active_adapter = None
         self.weights_changed(policy_version)
+
+    def go_on_with(self, adapter: str) -> None:
+        """What runs is computed with this adapter from here on."""
+        for job in self._running:
+            job.adapter = adapter
+        self._use(adapter)
 
     def forget_adapter(self, name: str) -> None:
         """After `remove_adapter`: nothing runs with it."""
@@ -266,7 +279,7 @@ class Scheduler:
         for job in admitted:
             if job.request.num_prompt_top is not None:
                 job.prompt_tops = self.engine.prompt_tops(job.request.prompt_ids, job.request.num_prompt_top)
-        at_once = [job for job in admitted if job.request.max_tokens == 1 and job.request.wave is None]
+        at_once = [job for job in admitted if job.takes_no_row]
         for jobs, begin in (
             (at_once, self.engine.answer_at_once),
             ([job for job in admitted if job not in at_once], self.engine.admit),

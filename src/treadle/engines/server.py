@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from treadle.config import EngineConfig
@@ -20,6 +22,8 @@ from treadle.wire.http_limits import HttpLimits
 from treadle.wire.serving import serve_until_stopped, take_port
 
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
+LOOK_S = 2.0
+RESTART_GRACE_S = 20.0
 log = get_logger("engine")
 
 
@@ -39,12 +43,12 @@ def run_engine(config: EngineConfig) -> None:
             seconds=time.monotonic() - started,
         )
         log.info("listening", host=config.host, port=config.port)
-        ending = _Ending(engine)
-        app = app_of(engine, config, access, at_end=ending.finish)
+        life = EngineLife(engine)
+        app = app_of(engine, config, access, life=life)
         limits = HttpLimits(max_connections=MAX_CONNECTIONS)
-        serve_until_stopped(app, listener, on_stop=ending.begin, limits=limits)
-        if ending.failure is not None:
-            raise EngineError(f"generation failed ({ending.failure})", fix="the traceback is above")
+        serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
+        if life.failure is not None:
+            raise EngineError(f"generation failed ({life.failure})", fix="the traceback is above")
     finally:
         listener.close()
         if config.weights_file is not None:
@@ -60,25 +64,51 @@ def start_engine(config: EngineConfig, folder: Path) -> Engine:
     require("train", "torch", "transformers")
     from treadle.engines.transformers_server import TransformersServer
 
-    return TransformersServer(config, folder, on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return TransformersServer(config, folder, on_failure=_end_process)
 
 
-class _Ending:
-    """Closes an engine once, however often it is told to."""
+def _end_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    def __init__(self, engine: Engine) -> None:
+
+class EngineLife:
+    """From the first request to the last: watches the engine, and closes it once, however often it is told to.
+
+    An engine that stays dead ends the process. Whoever started it sees that at once; a surface that goes on answering
+    503 is noticed by nobody. The time until then is for POST /bridge/restart.
+    """
+
+    def __init__(
+        self, engine: Engine, *, grace_s: float = RESTART_GRACE_S, on_death: Callable[[], None] = _end_process
+    ) -> None:
         self._engine = engine
-        self._task: asyncio.Task[None] | None = None
+        self._grace_s = grace_s
+        self._on_death = on_death
+        self._closing: asyncio.Task[None] | None = None
         self.failure: str | None = None
 
-    def begin(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._close())
+    @contextlib.asynccontextmanager
+    async def __call__(self) -> AsyncIterator[None]:
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            self.end()
+            if self._closing is not None:
+                await self._closing
 
-    async def finish(self) -> None:
-        self.begin()
-        if self._task is not None:
-            await self._task
+    def end(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def _watch(self) -> None:
+        failed_since: float | None = None
+        while failed_since is None or time.monotonic() - failed_since < self._grace_s:
+            await asyncio.sleep(LOOK_S)
+            has_failed = (await self._engine.state()).failure is not None
+            failed_since = (failed_since or time.monotonic()) if has_failed else None
+        self._on_death()
 
     async def _close(self) -> None:
         self.failure = (await self._engine.state()).failure

@@ -6,20 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import transformers
 from safetensors import SafetensorError
 
 from treadle.config import EngineConfig
 from treadle.engines.models import resolve_model
-from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request
+from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request, find_loaded
 from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.layout import Layout
+
+if TYPE_CHECKING:
+    from treadle.engines.lora import AdapterFiles
 
 T = TypeVar("T")
 
@@ -115,31 +118,36 @@ class TransformersServer:
             await self._between_tokens(write)
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
-        def begin_anew() -> None:
-            try:
-                anew = TransformersEngine(self._config, folder, self._engine.text)
-            except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the libraries' own: no such model
-                raise RequestError(f"{folder} cannot be loaded: {error}", fix="save the model again") from None
-            self._scheduler.replace_engine(anew, policy_version)
-
+        if adapter is not None:
+            self._refuse_adapters()
         async with self._changing:
             resolve_model(str(folder))  # refuses what is no model, or not safe to load
-            await self._between_tokens(begin_anew)
-            if adapter is not None:
-                await self._load(adapter.name, adapter, policy_version)
+            files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
+            await self._between_tokens(lambda: self._begin_anew(folder, files, policy_version))
+
+    def _begin_anew(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
+        """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""
+        try:
+            anew = TransformersEngine(self._config, folder, self._engine.text)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the libraries' own: no such model
+            raise RequestError(f"{folder} cannot be loaded: {error}", fix="save the model again") from None
+        if files is None:
+            self._scheduler.replace_engine(anew, policy_version)
+            return
+        from treadle.engines.lora import check_adapter
+
+        check_adapter(files, anew.model, folder, self._config.max_lora_rank)
+        name = files.path.name
+        anew.adapters.add(name, files)
+        self._scheduler.replace_engine(anew, policy_version)
+        self._scheduler.add_adapter(Adapter(name, files.path, files.rank, policy_version))
+        self._scheduler.go_on_with(name)
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        if not self._config.enable_lora:
-            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+        self._refuse_adapters()
         async with self._changing:
-            known = self._scheduler.adapters.get(name)
-            if known is not None:
-                if (known.path, known.policy_version) == (path, policy_version):
-                    return known  # a call that is repeated
-                raise RequestError(
-                    f"the adapter '{name}' is loaded already, from {known.path}", fix="choose a new name"
-                )
-            return await self._load(name, path, policy_version)
+            known = find_loaded(self.adapters(), name, path, policy_version)
+            return known or await self._load(name, path, policy_version)
 
     async def unload_adapter(self, name: str) -> None:
         async with self._changing:
@@ -149,9 +157,17 @@ class TransformersServer:
     def adapters(self) -> list[Adapter]:
         return list(self._scheduler.adapters.values())
 
+    @property
+    def serving_adapter(self) -> Adapter | None:
+        return self._scheduler.policy_adapter
+
     async def close(self) -> None:
         self._scheduler.stop()
         await asyncio.to_thread(self._scheduler.join)
+
+    def _refuse_adapters(self) -> None:
+        if not self._config.enable_lora:
+            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
 
     async def _load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         from treadle.engines.lora import check_adapter, read_adapter
@@ -170,3 +186,9 @@ class TransformersServer:
     async def _between_tokens(self, work: Callable[[], T]) -> T:
         """Whoever asked may leave; what was begun is finished, so that nothing stays half done."""
         return await asyncio.shield(asyncio.wrap_future(self._scheduler.between_tokens(work)))
+
+
+def _read_adapter(path: Path) -> AdapterFiles:
+    from treadle.engines.lora import read_adapter  # PEFT takes a while to load, and few engines need it
+
+    return read_adapter(path)

@@ -36,6 +36,11 @@ class Job:
     adapter: str | None = None  # fixed when it is admitted
 
     @property
+    def takes_no_row(self) -> bool:
+        """One token, off the prompt's last state: it joins no batch."""
+        return self.request.max_tokens == 1 and self.request.wave is None
+
+    @property
     def is_done(self) -> bool:
         return all(s.finish_reason for s in self.sequences)
 
@@ -89,11 +94,14 @@ class WaitingLine:
         """The next jobs with together at most `room` completions; within a wave by index, so that arrival order does
         not decide the batch. The first that may not join those before it ends the search: nobody is overtaken.
         """
-        if not room:
-            return []
-        chosen: list[Job] = []
+        # Those that need no room wait for none: a trainer's canary must not stand behind hundreds of rollouts.
+        chosen = [job for job in self._jobs if job.takes_no_row and may_join(job, [])]
+        if chosen:
+            chosen = [job for job in chosen if may_join(job, chosen[:1])]
         present = Counter(job.request.wave.id for job in self._jobs if job.request.wave is not None)
-        for job in self._in_order():
+        for job in self._in_order() if room else []:
+            if job in chosen:
+                continue
             if job.request.wave is not None and not self._is_complete(job, job.request.wave, present):
                 continue
             if job.request.n > room or not may_join(job, chosen):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import sys
 import traceback
 from typing import Any
@@ -17,8 +16,8 @@ import msgspec
 
 from treadle.hub.door import Admitted, Order, admit
 from treadle.hub.refusals import Refused
+from treadle.wire.frames import LENGTH, read_exactly, read_length
 
-LENGTH = struct.Struct("<Q")
 EMPTY = LENGTH.pack(0)
 
 
@@ -53,25 +52,13 @@ def main(fd: int) -> None:
         line.sendall(EMPTY)
         with contextlib.suppress(EOFError):  # the hub is gone
             while True:
-                (order_bytes,), (body_bytes,) = LENGTH.unpack(_read(line, 8)), LENGTH.unpack(_read(line, 8))
-                order = ORDERS.decode(_read(line, order_bytes))
-                body = _read(line, body_bytes)
+                order_bytes, body_bytes = read_length(line), read_length(line)
+                order = ORDERS.decode(read_exactly(line, order_bytes))
+                body = read_exactly(line, body_bytes)
                 line.sendall(EMPTY)
                 verdict = msgspec.msgpack.encode(judge(body, order))
                 line.sendall(LENGTH.pack(len(verdict)))
                 line.sendall(verdict)
-
-
-def _read(line: socket.socket, num_bytes: int) -> bytearray:
-    """Straight into the place where it is decoded: a body may have tens of megabytes."""
-    content = bytearray(num_bytes)
-    rest = memoryview(content)
-    while rest:
-        num_read = line.recv_into(rest)
-        if num_read == 0:
-            raise EOFError
-        rest = rest[num_read:]
-    return content
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from collections import deque
 import msgspec
 
 from treadle.hub.door import Admitted, Order
-from treadle.hub.porter import LENGTH, VERDICTS, Verdict, judge
+from treadle.hub.porter import VERDICTS, Verdict, judge
 from treadle.hub.refusals import Refused
 from treadle.log import get_logger
+from treadle.wire.frames import LENGTH
 
 INLINE_BYTES = 16 * 1024  # smaller than this, the way to a porter and back costs more than the reading
 IN_HAND = 2  # orders a porter has at once: one that it reads, and the next

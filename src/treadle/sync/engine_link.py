@@ -10,9 +10,9 @@ import httpx
 import msgspec
 
 from treadle.errors import SyncError
+from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.serving import is_loopback
 
-TOKEN_VARIABLE = "TREADLE_ENGINE_TOKEN"  # noqa: S105  (the name of a variable)
 LOADING_S = 900.0  # a large model from a cold disk
 LOOK_S = 5.0  # for questions that an engine answers at once
 _STILL_LOADING = 503

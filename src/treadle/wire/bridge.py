@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+TOKEN_VARIABLE = "TREADLE_ENGINE_TOKEN"  # noqa: S105 - a variable's name
+
 
 class Pause(msgspec.Struct, kw_only=True):
     """POST /bridge/pause. "keep" freezes running requests between two tokens, "wait" lets them finish first."""

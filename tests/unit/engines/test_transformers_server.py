@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
+from treadle.engines.server import LOOK_S, EngineLife
 from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import EngineError, RequestError
@@ -58,12 +60,16 @@ def write_adapter(folder, path, seed, targets=("q_proj", "down_proj")):
 
 def check(generation, folder, adapter=None):
     (s,) = generation.completions
+    assert s.logprobs == pytest.approx(plain_logprobs(s, folder, adapter), abs=1e-4)
+
+
+def plain_logprobs(s, folder, adapter=None):
+    """Of a completion's tokens, by the model's own code."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         table = torch.log_softmax(model(torch.tensor([PROMPT + s.token_ids])).logits[0], -1)
-    expected = [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(s.token_ids)]
-    assert s.logprobs == pytest.approx(expected, abs=1e-4)
+    return [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(s.token_ids)]
 
 
 def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, folder, tmp_path):
@@ -78,12 +84,80 @@ def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, 
         await server.restart(trained, adapter, 4)
         assert (await server.state()).policy_version == 4
         check(await server.generate(ask()), trained, adapter)
-        assert (await running).completions[0].policy_versions == [0, 4]
+        (went_on,) = (await running).completions
+        assert went_on.policy_versions == [0, 4]
+        # What ran goes on with the adapter too, not with the bare model: its last tokens are surely of after.
+        assert went_on.logprobs[-20:] == pytest.approx(plain_logprobs(went_on, trained, adapter)[-20:], abs=1e-4)
         await server.unload_adapter("step_4")
         check(await server.generate(ask()), trained)
 
     asyncio.run(story())
     assert server.facts.folder == trained
+
+
+def write_liar(folder, path):
+    """An adapter whose tensors have another rank than it says."""
+    write_adapter(folder, path, 5)
+    told = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(told | {"r": 2}))
+    return path
+
+
+def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_goes_on(server, folder, tmp_path):
+    good, liar = write_adapter(folder, tmp_path / "good", 1), write_liar(folder, tmp_path / "liar")
+
+    async def story():
+        await server.load_adapter("good", good, 1)
+        with pytest.raises(RequestError, match="liar cannot be loaded"):
+            await server.load_adapter("liar", liar, 2)
+        assert (await server.state()).policy_version == 1
+        assert server.serving_adapter.name == "good"
+        assert [adapter.name for adapter in server.adapters()] == ["good"]
+        check(await server.generate(ask()), folder, good)
+
+    asyncio.run(story())
+
+
+def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, folder, tmp_path):
+    trained = write_tiny_model(tmp_path / "trained", seed=9)
+    liar = write_liar(folder, tmp_path / "liar")
+
+    async def story():
+        with pytest.raises(RequestError, match="liar cannot be loaded"):
+            await server.restart(trained, liar, 3)
+        assert (await server.state()).policy_version == 0
+        assert server.facts.folder == folder
+        check(await server.generate(ask()), folder)
+
+    asyncio.run(story())
+
+
+def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(server):
+    async def story():
+        many = [asyncio.ensure_future(server.generate(ask(seed, max_tokens=200))) for seed in range(16)]
+        while (await server.state()).num_running < 8:
+            await asyncio.sleep(0.01)
+        await server.generate(ask(max_tokens=1))
+        assert not any(task.done() for task in many)
+        await asyncio.gather(*many)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(server):
+    ended = []
+
+    async def story():
+        async with EngineLife(server, grace_s=0.0, on_death=lambda: ended.append("process"))():
+            await asyncio.sleep(2.5 * LOOK_S)
+            assert ended == []
+            server._scheduler.engine.admit = None  # as a bug in it would
+            with pytest.raises(EngineError, match="generation failed"):
+                await server.generate(ask())
+            await asyncio.sleep(2.5 * LOOK_S)
+        assert ended == ["process"]
+
+    asyncio.run(story())
 
 
 def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path):

@@ -51,7 +51,7 @@ class AdapterRoutes:
         ]
 
     async def status(self, _: HttpRequest) -> Response:
-        facts, ledger, active = self._engine.facts, self._served.ledger, self._served.policy_adapter()
+        facts, ledger, active = self._engine.facts, self._served.ledger, self._engine.serving_adapter
         adapters = self._engine.adapters()
         return json_answer(
             {
@@ -89,7 +89,7 @@ class AdapterRoutes:
 
     async def unload(self, http: HttpRequest) -> Response:
         body = await decode(http, UnloadAdapter)
-        active = self._served.policy_adapter()
+        active = self._engine.serving_adapter
         name = body.adapter_name or (active.name if active else None)
         if name is None:
             return json_answer({"status": "ok", "previous_adapter": None, "previous_name": None})

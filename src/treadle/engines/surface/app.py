@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,9 +22,8 @@ from treadle.engines.surface.metrics import metrics_route
 from treadle.engines.surface.openai_routes import openai_routes
 from treadle.engines.surface.served import Served
 from treadle.engines.text import Text
+from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.guard import Access, Guard, Rules
-
-TOKEN_VARIABLE = "TREADLE_ENGINE_TOKEN"  # noqa: S105 - a variable's name
 
 
 def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> Guard:
@@ -44,19 +44,25 @@ def access_of(config: EngineConfig, env: Mapping[str, str]) -> Access:
     return Access.of(rules, env)
 
 
-async def _nothing() -> None:
-    """The end of an application whose engine somebody else closes."""
+@contextlib.asynccontextmanager
+async def _no_life() -> AsyncIterator[None]:
+    """Of an application whose engine is somebody else's."""
+    yield
 
 
 def app_of(
-    engine: Engine, config: EngineConfig, access: Access, *, at_end: Callable[[], Awaitable[None]] = _nothing
+    engine: Engine,
+    config: EngineConfig,
+    access: Access,
+    *,
+    life: Callable[[], AbstractAsyncContextManager[None]] = _no_life,
 ) -> Guard:
-    """`at_end` is awaited when the application ends."""
+    """`life` is entered when the application begins to serve, and left when it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await at_end()
+        async with life():
+            yield
 
     served = Served(
         engine=engine,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -71,22 +72,7 @@ def generate_routes(served: Served) -> list[Route]:
 
 
 def _ask(body: GenerateRequest) -> Ask:
-    return Ask(
-        n=body.n,
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        stop=body.stop,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        wave=body.wave,
-        adapter=body.adapter,
-    )
+    return Ask(**{field.name: getattr(body, field.name) for field in fields(Ask)})  # they have the same names
 
 
 async def _lines(served: Served, body: GenerateRequest, request: Request) -> AsyncIterator[bytes]:

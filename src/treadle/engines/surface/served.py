@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from treadle.engines.port import Adapter, Engine
+from treadle.engines.port import Engine
 from treadle.engines.text import Text
 from treadle.wire.exposition import Histogram
 
@@ -47,8 +47,3 @@ class Served:
     model_name: str  # as it was asked for at the start
     pause_timeout_s: float
     ledger: Ledger = field(default_factory=Ledger)
-
-    def policy_adapter(self) -> Adapter | None:
-        """The one that serves requests which name none: the newest version of the policy."""
-        versions = [(a.policy_version, a) for a in self.engine.adapters() if a.policy_version is not None]
-        return max(versions, key=lambda pair: pair[0])[1] if versions else None

@@ -7,11 +7,10 @@ old adapter under a name that is used again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from treadle.engines.port import Adapter
+from treadle.engines.port import Adapter, find_loaded
+from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import RequestError
 
 
@@ -42,14 +41,7 @@ class AdapterBook:
 
     def known(self, name: str, path: Path, policy_version: int | None) -> Adapter | None:
         """The very adapter, if it is loaded: a call that is repeated, because its answer was lost, changes nothing."""
-        for adapter in self.listed():
-            if adapter.name == name:
-                if (adapter.path, adapter.policy_version) == (path, policy_version):
-                    return adapter
-                raise RequestError(
-                    f"the adapter '{name}' is loaded already, from {adapter.path}", fix="choose a new name"
-                )
-        return None
+        return find_loaded(self.listed(), name, path, policy_version)
 
     def remove(self, name: str) -> None:
         entry = self._find(name)
@@ -102,14 +94,5 @@ class AdapterCheck:
 
         path = path.expanduser().resolve()  # vLLM has another working folder, perhaps
         files = read_adapter(path)
-        check_adapter(files, self._model, self._folder, self._max_rank)
+        check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
-
-    @cached_property
-    def _model(self) -> Any:
-        """Its names and shapes, without weights."""
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self._folder))

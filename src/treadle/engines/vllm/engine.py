@@ -72,6 +72,7 @@ class VllmEngine:
         self._changes: set[asyncio.Task[None]] = set()
         self._is_restarting = False
         self._is_closed = False
+        self._damage: str | None = None  # why its weights can be no version's; a restart mends it
         self._meter = Meter()
         self._check = self._check_for(facts.folder)
 
@@ -86,7 +87,7 @@ class VllmEngine:
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
     async def state(self) -> EngineState:
-        failure = None if self._is_restarting else await self._client.failure()
+        failure = None if self._is_restarting else self._damage or await self._client.failure()
         return EngineState(
             policy_version=self.policy_version,
             is_held=not self._door.is_set(),
@@ -130,8 +131,7 @@ class VllmEngine:
         plain = await self._client.rpc("treadle_layout")
         if plain is None:
             return None
-        layout = msgspec.convert(plain, Layout)
-        return msgspec.structs.replace(layout, policy_version=self.policy_version, is_held=not self._door.is_set())
+        return msgspec.convert(plain, Layout)
 
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
         found: Mapping[str, str] = await self._client.rpc("treadle_fingerprints", policy_version=policy_version)
@@ -163,6 +163,10 @@ class VllmEngine:
 
     def adapters(self) -> list[Adapter]:
         return self._book.listed()
+
+    @property
+    def serving_adapter(self) -> Adapter | None:
+        return self._book.serving
 
     async def close(self) -> None:
         self._is_closed = True
@@ -282,9 +286,12 @@ class VllmEngine:
             await self._hold("keep", self._drain_timeout_s)
         try:
             loaded = await self._client.rpc("treadle_load_weights", folder=str(folder))
-        except EngineError:  # nothing was written
+        except RequestError:  # refused before anything was written
             if not was_held:
                 await self._release(None)
+            raise
+        except EngineError as error:
+            self._damage = f"weights of {folder} were taken over in part, or may yet be: {error.message}"
             raise
         log.info("reloaded", folder=str(folder), version=policy_version, **loaded)
         await self._release(policy_version, stay_held=was_held)
@@ -294,10 +301,10 @@ class VllmEngine:
         try:
             await self._drain()
             await self._replace_server(folder)
-            self._book = AdapterBook()
-            self._serve_version(policy_version)
+            self._book, self._damage = AdapterBook(), None
             if adapter is not None:
                 await self._load(adapter)
+            self._serve_version(policy_version)
         finally:
             self._is_restarting = False
             self._door.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,16 @@ def read_model_facts(folder: Path) -> ModelFacts:
         max_positions=None if _has_rope_scaling(config) else config.get("max_position_embeddings"),
         eos_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
     )
+
+
+@functools.cache
+def empty_model(folder: Path) -> Any:
+    """The model as transformers builds it, its names and shapes without weights."""
+    import torch  # slow to load; asked for by few
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
 
 def _has_rope_scaling(config: dict[str, Any]) -> bool:

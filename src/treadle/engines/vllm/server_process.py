@@ -132,7 +132,7 @@ class ServerProcess:
             line = _COLOURS.sub("", raw.decode("utf-8", errors="replace")).rstrip()
             if line:
                 self._tail.append(line)
-                if not self._first_error and (error := _ERROR.search(line)):
+                if not self._first_error and " WARNING " not in line and (error := _ERROR.search(line)):
                     self._first_error = error[0]
                 sys.stderr.write(f"vllm | {line}\n")
 

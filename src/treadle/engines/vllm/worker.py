@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.vllm import loader  # noqa: F401 (registers the load format in this process)
 from treadle.engines.vllm.loader import SHARED_LAYOUT
+from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
@@ -58,25 +59,14 @@ class TreadleWorker:
         return {name: fingerprint(weight, policy_version) for name, weight in _weights(self).items()}
 
     @_refusals_as_answers
-    @torch.no_grad()
     def treadle_load_weights(self, *, folder: str) -> Answer:
         """Take the safetensors of a folder, in place. All names and shapes are checked before anything is written."""
         started = time.monotonic()
         weights = _weights(self)
-        tied = _tied_names(self)
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise SyncError(f"{folder} holds no *.safetensors weights", fix="save the model with save_pretrained")
-        for file in files:
-            _refuse_misfits(file, weights, tied)
-        num_loaded = 0
-        for file in files:
-            with safe_open(file, framework="pt") as saved:
-                for name in saved.keys():  # noqa: SIM118 (it is no dictionary)
-                    if name in weights:
-                        weights[name].copy_(saved.get_tensor(name))
-                        num_loaded += 1
-        return {"num_loaded": num_loaded, "seconds": time.monotonic() - started}
+        weights |= {name: weights[first] for name, first in _further_names(self).items()}
+        found = read_weights(Path(folder), weights)
+        write_weights(found, weights)
+        return {"num_loaded": len(found), "seconds": time.monotonic() - started}
 
     @_refusals_as_answers
     def treadle_settle(self) -> Answer:
@@ -113,36 +103,11 @@ def _slices(worker: TreadleWorker) -> tuple[Slice, ...]:
 @functools.cache
 def _wanted(folder: str) -> dict[str, Shape]:
     """Names and shapes of the Hugging Face model that a trainer would build."""
-    return {name: tuple(p.shape) for name, p in _empty_model(folder).named_parameters()}
+    return {name: tuple(p.shape) for name, p in empty_model(Path(folder)).named_parameters()}
 
 
-def _tied_names(worker: TreadleWorker) -> set[str]:
-    """Names that a checkpoint may carry besides: second names of tied parameters."""
-    model = _empty_model(str(worker.model_config.model))
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
-
-
-@functools.cache
-def _empty_model(folder: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        return model
-
-
-def _refuse_misfits(file: Path, weights: dict[str, Tensor], tied: set[str]) -> None:
-    try:
-        with safe_open(file, framework="pt") as saved:
-            shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors raises its own error, made in Rust, and OSError
-        raise SyncError(f"{file} cannot be read: {error}", fix="save the weights again") from None
-    for name, shape in shapes.items():
-        if name not in weights and name not in tied:
-            raise SyncError(f"{file} holds {name}, which the engine's model does not have", fix="save the same model")
-        if name in weights and shape != tuple(weights[name].shape):
-            raise SyncError(
-                f"{file} holds {name} of the shape {list(shape)}, the engine's is {list(weights[name].shape)}",
-                fix="save the same model",
-            )
+def _further_names(worker: TreadleWorker) -> dict[str, str]:
+    """Second names of tied parameters, which a checkpoint may use, and their first ones."""
+    model = empty_model(Path(worker.model_config.model))
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n != first[id(p)]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ import msgspec
 
 from treadle.envs.rewards.base import RewardInput
 from treadle.envs.rewards.outcome import CallResult
+from treadle.wire.frames import LENGTH
 
 IN_WORKER = "TREADLE_REWARD_WORKER"  # set in the environment of a worker
-LENGTH = struct.Struct("<Q")  # before every frame
 
 
 class Setup(msgspec.Struct, tag="setup"):

@@ -20,10 +20,11 @@ import msgspec
 
 from treadle.envs.rewards.base import Reward
 from treadle.envs.rewards.calls import describe, judge
-from treadle.envs.rewards.messages import IN_WORKER, INPUTS, LENGTH, ORDERS, Answer, Load, Loaded, Order, Setup, frame
+from treadle.envs.rewards.messages import IN_WORKER, INPUTS, ORDERS, Answer, Load, Loaded, Order, Setup, frame
 from treadle.envs.rewards.outcome import CallResult
 from treadle.envs.rewards.registry import registry
 from treadle.errors import TreadleError
+from treadle.wire.frames import read_exactly, read_length
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 IS_LINUX = sys.platform == "linux"
@@ -82,21 +83,9 @@ def _listen(line: socket.socket, orders: queue.SimpleQueue[Order]) -> None:
     """Take orders until the pool is gone; then end everything here, whatever the main thread is at."""
     try:
         while True:
-            (length,) = LENGTH.unpack(_read(line, LENGTH.size))
-            orders.put(ORDERS.decode(_read(line, length)))
+            orders.put(ORDERS.decode(read_exactly(line, read_length(line))))
     finally:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # our own group: the worker and what its rewards started
-
-
-def _read(line: socket.socket, num_bytes: int) -> bytearray:
-    content = bytearray(num_bytes)
-    rest = memoryview(content)
-    while rest:
-        num_read = line.recv_into(rest)
-        if num_read == 0:
-            raise EOFError
-        rest = rest[num_read:]
-    return content
 
 
 def end_with(parent: int) -> None:
