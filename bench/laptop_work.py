@@ -12,8 +12,8 @@ import torch
 from laptop_meter import Group
 from transformers import AutoModelForCausalLM
 
-from treadle.config.schema import EnvConfig
-from treadle.envs.arithmetic import Arithmetic
+from treadle.config.env import EnvConfig
+from treadle.envs.tasks.arithmetic import Arithmetic
 from treadle.envs.tokens import ChatTokenizer
 
 SHORTEST, LONGEST = 8, 32  # tokens of a completion, every length as likely: 20 in the mean

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 name=$1 proof=$2
 venv=.venv-$name constraints=constraints-$name.txt
-make_venv "$venv" .ready "${*:3}" "$constraints"
+make_venv "$venv" .ready "${*:3}" pyproject.toml "$constraints"
 # Most of its libraries are never imported here: compiling all of them would take a third of the time.
 "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --constraint "$constraints" "${@:3}"
 "$venv/bin/python" -c "$proof"

@@ -18,12 +18,13 @@ from treadle.errors import TreadleError, as_user_error
 if TYPE_CHECKING:
     from treadle.config.flags import FlagParser
 
+ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
     "plan": "say how much memory a run would take, whether it fits, and what would make it fit",
     "hub": "serve the rollout API (also installed as run-api)",
     "engine": "serve a model",
-    "env": "run an environment: treadle env NAME serve|evaluate",
+    "env": "run an environment: treadle env NAME serve|process|evaluate|validate",
     "train": "run the trainer",
     "chat": "talk to a model or to the result of a run",
     "doctor": "check this machine and say what is missing",
@@ -136,14 +137,17 @@ def _train(words: list[str]) -> int:
 
 
 def _env(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, add_flags, given
+    from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
+    from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
     from treadle.config.load import load_run
-    from treadle.config.schema import EnvConfig, ServerConfig
 
+    words, notes = drop_without_effect(words, WITHOUT_EFFECT)
+    for note in notes:
+        sys.stderr.write(f"treadle env: {note}\n")
     parser = FlagParser(prog="treadle env", description="Run an environment.")
-    parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic")
-    parser.add_argument("_action", metavar="ACTION", choices=("serve", "evaluate"), help="serve or evaluate")
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")
+    parser.add_argument("_action", metavar="ACTION", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML or YAML; flags win over it")
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
     values = parser.parse_args(words)
@@ -151,8 +155,7 @@ def _env(words: list[str]) -> int:
     _log_to_stderr()
     from treadle import envs
 
-    {"serve": envs.serve, "evaluate": envs.evaluate}[values._action](run.env, run.openai)
-    return 0
+    return envs.act(values._action, run.env, run.openai)
 
 
 def _chat(words: list[str]) -> int:

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 MODULES = [
-    "treadle.config.load", "treadle.engines.sampling", "treadle.envs.arithmetic", "treadle.sync.layout",
+    "treadle.config.load", "treadle.engines.sampling", "treadle.envs.tasks.arithmetic", "treadle.sync.layout",
     "treadle.launch.budget.accounting", "treadle.launch.budget.shapes", "treadle.launch.health", "treadle.track.names",
     "treadle.train.advantage", "treadle.train.attention.sdpa", "treadle.train.gradients", "treadle.train.health",
     "treadle.train.loss", "treadle.train.loss_stats", "treadle.train.lora", "treadle.train.optim.adafactor",

@@ -1,7 +1,8 @@
 """Configuration: frozen typed values, made from TOML files and flags, checked before anything starts."""
 
+from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.load import load_run, save_run
-from treadle.config.schema import EngineConfig, EnvConfig, HubConfig, RunConfig, ServerConfig
+from treadle.config.schema import EngineConfig, HubConfig, RunConfig
 from treadle.config.section import DEFAULT_MODEL, Section
 from treadle.config.train import TrainConfig
 

@@ -1,9 +1,10 @@
-"""TOML and flag values -> RunConfig, with errors that name the key, the value and the remedy."""
+"""Files and flag values -> RunConfig, with errors that name the key, the value and the remedy."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """Read a TOML (or saved JSON) file and lay `overrides` ({"train.lr": "1e-5"}) over it.
+    """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
     4
@@ -75,6 +76,12 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
+    if path.suffix in (".yaml", ".yml"):
+        from treadle.config.env_file import read_yaml
+
+        values, notes = read_yaml(text, str(path))
+        sys.stderr.writelines(f"{note}\n" for note in notes)
+        return values
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
@@ -80,41 +81,6 @@ class EngineConfig(Section):
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
     vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
     start_timeout_s: Seconds = option(900.0, "vLLM: longest wait for it to load")
-
-
-class ServerConfig(Section):
-    """Where an environment finds its model (Atropos' `--openai.*` flags)."""
-
-    base_url: str = option("http://127.0.0.1:9001/v1", "URL of the engine, with or without /v1")
-    model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
-    server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
-    api_key: str = option("", "bearer token, when the engine asks for one")
-    timeout: Seconds = option(1200.0, "seconds to wait for one completion")
-
-
-class EnvConfig(Section):
-    """An environment process (Atropos' `--env.*` flags)."""
-
-    name: str = option("arithmetic", "a built-in environment")
-    task: str = option(
-        "addition", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)"
-    )
-    group_size: PositiveInt = option(8, "completions per prompt")
-    max_token_length: PositiveInt = option(24, "longest completion, in tokens")
-    temperature: Annotated[float, Field(ge=0)] = option(1.0, "sampling temperature in training")
-    brevity: Annotated[float, Field(ge=0)] = option(0.0, "bonus for a right answer that ends early, at most this much")
-    seed: int = option(0, "the same seed gives the same prompts and the same samples")
-    rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
-    max_age: Count = option(
-        1, "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both"
-    )
-    num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never")
-    steps_per_eval: Count = option(
-        0, "also evaluate every so many steps (not in the last max_age); 0: before and after"
-    )
-    data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
-    inference_weight: float = option(1.0, "weight of this environment in the mix")
-    wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
 
 
 class RunConfig(Section):

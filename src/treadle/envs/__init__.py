@@ -1,26 +1,73 @@
 """The environment process: asks the engine, scores the answers, delivers groups to the hub.
 
-treadle env arithmetic serve        deliver every wave of a run
+treadle env arithmetic serve        deliver groups until the trainer has taken its last step
+treadle env arithmetic process      write groups to a file, with a page to look at; no hub
 treadle env arithmetic evaluate     one evaluation of the policy as it is now
+treadle env arithmetic validate     check the task itself; no model
+
+To write an environment of your own:
+
+    from treadle.envs import Environment, Item, environment
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from treadle.config.schema import EnvConfig, ServerConfig
+    from treadle.config.env import EnvConfig, ServerConfig
+    from treadle.envs.base import Environment, Item, Message, Score
+    from treadle.envs.catalogue import environment
+    from treadle.envs.chat import Chat, Model, Reply
+    from treadle.envs.data import DataEnvironment
+    from treadle.envs.rows import Row, RowError
+
+Action = Literal["serve", "process", "evaluate", "validate"]
+
+# For those who write environments. Imported when they are asked for: the processes that score need none of it.
+_FOR_AUTHORS = {
+    **dict.fromkeys(("Environment", "Item", "Message", "Score"), "treadle.envs.base"),
+    "environment": "treadle.envs.catalogue",
+    **dict.fromkeys(("Chat", "Model", "Reply"), "treadle.envs.chat"),
+    "DataEnvironment": "treadle.envs.data",
+    **dict.fromkeys(("Row", "RowError"), "treadle.envs.rows"),
+}
+
+__all__ = [
+    "Chat",
+    "DataEnvironment",
+    "Environment",
+    "Item",
+    "Message",
+    "Model",
+    "Reply",
+    "Row",
+    "RowError",
+    "Score",
+    "act",
+    "environment",
+]
 
 
-def serve(env: EnvConfig, server: ServerConfig) -> None:
-    """Deliver every wave of the run, evaluate before and after; ends by itself or on SIGTERM or SIGINT."""
-    from treadle.envs.process import run_until_signal, serve_run
+def __getattr__(name: str) -> Any:
+    if name in _FOR_AUTHORS:
+        return getattr(importlib.import_module(_FOR_AUTHORS[name]), name)
+    raise AttributeError(f"module 'treadle.envs' has no attribute '{name}'")
 
-    run_until_signal(serve_run(env, server))
 
+def act(action: Action, env: EnvConfig, server: ServerConfig) -> int:
+    """What `treadle env NAME ACTION` does; the exit code. Ends by itself, or on SIGTERM or SIGINT."""
+    from treadle.envs import process
 
-def evaluate(env: EnvConfig, server: ServerConfig) -> None:
-    """Evaluate the engine's policy once and print the result in words."""
-    from treadle.envs.process import evaluate_once, run_until_signal
+    if action == "validate":
+        from treadle.envs.checking.validation import validate_task
 
-    run_until_signal(evaluate_once(env, server))
+        return process.run_until_signal(validate_task(env))
+    if action == "process":
+        from treadle.envs.writing import write_groups
+
+        return process.run_until_signal(write_groups(env, server))
+    if action == "evaluate":
+        return process.run_until_signal(process.evaluate_once(env, server))
+    return process.run_until_signal(process.serve_run(env, server))

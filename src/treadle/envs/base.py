@@ -1,53 +1,62 @@
-"""How to write a single-turn environment: what to ask, and what an answer is worth.
+"""How to write an environment: what to ask, and what an answer is worth.
 
     @environment("capitals")
     class Capitals(Environment):
-        def train_item(self, index: int) -> Item:
-            return _ask(*TRAIN[index % len(TRAIN)])
+        rewards = ["exact_match"]
+
+        def train_items(self) -> Sequence[Item]:
+            return [_ask(country, capital) for country, capital in TRAIN]
 
         def eval_items(self) -> Sequence[Item]:
             return [_ask(country, capital) for country, capital in HELD_OUT]
 
-        def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
-            is_right = item.answer in completion_text
-            return Score(reward=float(is_right), is_right=is_right)
-
     def _ask(country: str, capital: str) -> Item:
-        return Item.ask(f"What is the capital of {country}?", answer=capital)
+        return Item.ask(f"What is the capital of {country}? One word.", answer=capital)
+
+`rewards` is what `treadle.envs.rewards.registry.create` takes; they run in processes that can be killed. A task whose
+score is quick and harmless may override `score` instead. `defaults` are settings that suit the task, for whatever the
+user does not set. A task of several turns overrides `rollout`:
+
+    async def rollout(self, item: Item, model: Model) -> float:
+        chat = model.chat(item.messages)
+        reply = await chat.ask()
+        chat.add({"role": "user", "content": "Are you sure?"})
+        return float(item.answer in (await chat.ask()).text)
 
 Everything else (sampling, delivery, evaluation, restarts) is the runner's.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from treadle.config.load import suggest
-from treadle.config.schema import EnvConfig
+from treadle.config.env import EnvConfig
 from treadle.envs.engine_client import Completion
+from treadle.envs.rewards import Outcome, RewardLike, RewardResult
+from treadle.envs.seeds import stable_shuffle
 from treadle.errors import ConfigError
-from treadle.log import get_logger
 
-log = get_logger("env")
+if TYPE_CHECKING:
+    from treadle.envs.chat import Model
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt as chat messages, and the answer that is right."""
+    """One prompt as chat messages, the answer that is right, and the rest of its data row."""
 
     messages: tuple[Message, ...]
     answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # rewards see it
 
     @classmethod
-    def ask(cls, question: str, *, answer: str) -> Self:
-        return cls(messages=({"role": "user", "content": question},), answer=answer)
+    def ask(cls, question: str, *, answer: str, system: str = "", **metadata: Any) -> Self:
+        before = ({"role": "system", "content": system},) if system else ()
+        return cls(messages=(*before, {"role": "user", "content": question}), answer=answer, metadata=metadata)
 
     @property
     def prompt(self) -> str:
@@ -57,66 +66,84 @@ class Item:
 
 @dataclass(frozen=True)
 class Score:
-    """`reward` is trained on, `is_right` is counted as accuracy; `error` says why scoring itself failed."""
+    """`reward` is trained on, `is_right` is counted as accuracy. None: it could not be scored, and `error` says why."""
 
-    reward: float
+    reward: float | None
     is_right: bool
+    parts: Mapping[str, float] = field(default_factory=dict)  # what each reward gave, before weights
+    outcome: Outcome | Literal["too_short"] = "scored"
     error: str = ""
 
 
 class Environment(ABC):
     """A task. It must give the same item for the same index and `config.seed`, in every process."""
 
+    rewards: RewardLike | Sequence[RewardLike] = ()
+    min_trained_tokens: ClassVar[int] = 0  # a rollout that sampled fewer teaches nothing
+    defaults: ClassVar[Mapping[str, Any]] = {}  # settings that suit the task: {"max_token_length": 512}
+
     def __init__(self, config: EnvConfig) -> None:
         self.config = config
+        self._train: Sequence[Item] | None = None
+        self._orders: dict[int, list[int]] = {}  # of the epoch asked for last
 
-    @abstractmethod
+    async def open(self) -> None:  # noqa: B027 - most tasks need none
+        """Called once before the first item: load data, connect."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Called once at the end."""
+
+    def train_items(self) -> Sequence[Item]:
+        """The training prompts, when they can be listed. Called once."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method train_items or train_item")
+
     def train_item(self, index: int) -> Item:
-        """The prompt with this ordinal; indexes never end, so go round when the data does."""
+        """The prompt with this ordinal. Indexes never end: each epoch goes through all items in an order of its own."""
+        items = self._listed_items()
+        epoch, place = divmod(index, len(items))
+        if epoch not in self._orders:
+            self._orders = {epoch: stable_shuffle(range(len(items)), "order", self.config.seed, epoch)}
+        return items[self._orders[epoch][place]]
+
+    @property
+    def num_train_items(self) -> int | None:
+        """How many there are, when they can be listed."""
+        return len(self._listed_items()) if type(self).train_items is not Environment.train_items else None
+
+    def _listed_items(self) -> Sequence[Item]:
+        if self._train is None:
+            self._train = self.train_items()
+        if not self._train:
+            raise ConfigError(f"the environment '{self.config.name}' has no training items")
+        return self._train
 
     @abstractmethod
     def eval_items(self) -> Sequence[Item]:
         """Held-out prompts, always the same ones in the same order, whatever the seed."""
 
-    @abstractmethod
-    def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
-        """What this completion is worth."""
+    def score(self, item: Item, completion_text: str, completion: Completion) -> Score | float:
+        """What this completion is worth, computed right here; for tasks without `rewards`."""
+        raise NotImplementedError(f"{type(self).__name__} needs rewards, or a method score")
 
+    def gold_completion(self, item: Item) -> str:
+        """The right answer, written as the task asks for it; `treadle env NAME validate` scores it."""
+        from treadle.envs.gold import written_for
 
-E = TypeVar("E", bound=type[Environment])
+        return written_for(self.rewards, item.answer)
 
-_REGISTRY: dict[str, type[Environment]] = {}
-_BUILT_IN = {"arithmetic": "treadle.envs.arithmetic", "echo": "treadle.envs.echo"}
+    async def rollout(self, item: Item, model: Model) -> Score | float | None:
+        """Talk to the model, and say what that was worth; None: `rewards` judge the last reply.
 
+        Whatever was sampled is trained on, whichever chat it was in.
+        """
+        raise NotImplementedError
 
-def environment(name: str) -> Callable[[E], E]:
-    """Class decorator: `treadle env NAME` finds the class under this name."""
+    def is_right(self, result: RewardResult) -> bool:
+        """What counts as accuracy: by default, that the first reward gave more than nothing."""
+        first = next(iter(result.parts.values()), None)
+        return first is not None and first > 0
 
-    def register(cls: E) -> E:
-        if _REGISTRY.setdefault(name, cls) is not cls:
-            raise ConfigError(f"two environments are called '{name}'", fix="rename one of them")
-        return cls
-
-    return register
-
-
-def load_environment(config: EnvConfig) -> Environment:
-    if config.name in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[config.name])
-    if config.name not in _REGISTRY:
-        known = sorted({*_BUILT_IN, *_REGISTRY})
-        hint = suggest(config.name, known) or f"known environments: {', '.join(known)}"
-        raise ConfigError(f"unknown environment '{config.name}'", fix=hint)
-    return _REGISTRY[config.name](config)
-
-
-def score_safely(environment: Environment, item: Item, completion: Completion) -> Score:
-    """Score one completion; an error in its code is recorded and costs the reward, not the run."""
-    try:
-        score = environment.score(item, completion.text, completion)
-        if not math.isfinite(score.reward):
-            raise ValueError(f"the reward is {score.reward}")
-    except Exception as error:  # the border to code that a user writes
-        log.error("score_failed", exc_info=True, prompt=item.prompt, completion=completion.text)
-        return Score(reward=0.0, is_right=False, error=f"{type(error).__name__}: {error}")
-    return score
+    @property
+    def has_turns(self) -> bool:
+        """Whether a rollout is a coroutine of its own, instead of one completion."""
+        return type(self).rollout is not Environment.rollout

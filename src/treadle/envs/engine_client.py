@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import httpx
 import msgspec
 
-from treadle.config.schema import ServerConfig
+from treadle.config.env import ServerConfig
 from treadle.envs.transport import Patience, Peer
 from treadle.errors import ConfigError, EngineError
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
+from treadle.wire.http_client import HttpClient
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EngineClient:
         config: ServerConfig,
         *,
         patience: Patience | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: HttpClient | None = None,
     ) -> None:
         if config.server_type != "vllm":
             raise ConfigError(
@@ -77,6 +77,7 @@ class EngineClient:
         max_tokens: int,
         temperature: float,
         seed: int | None = None,
+        stop: Sequence[str] = (),
         wave: Wave | None = None,
     ) -> Generation:
         """Sample `n` completions of one prompt."""
@@ -86,6 +87,7 @@ class EngineClient:
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
+            stop=list(stop) or None,
             logprobs=0,  # the sampled token's own, and no alternatives
             wave=wave,
         )

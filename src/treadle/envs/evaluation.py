@@ -1,27 +1,44 @@
-"""Greedy answers to the held-out prompts: how good is the policy now?"""
+"""Answers to the held-out prompts: how good is the policy now?
+
+One answer to each prompt gives accuracy; several give pass@k, the chance that one of k answers is right. An answer that
+could not be scored counts as wrong, and is counted apart as well.
+"""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import os
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import msgspec
 
-from treadle.envs.base import score_safely
-from treadle.envs.rollout import Desk
-from treadle.envs.stats import wilson_interval
-
-# Requests of one evaluation wave. Fixed, so that the same policy makes the same batches and the same answers.
-_WAVE_SIZE = 64
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Item
+from treadle.envs.chat import Sampling
+from treadle.envs.rollout import Desk, Rollout, roll_group, score_generation
+from treadle.envs.seeds import stable_seed
+from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, Tell, groups_at_once, in_order
+from treadle.envs.stats import pass_at_k, pass_interval
+from treadle.errors import ConfigError
 
 
 class EvalSample(msgspec.Struct, kw_only=True):
+    """One answer; several answers to a prompt follow each other."""
+
     prompt: str
     completion: str
     gold: str
     is_right: bool
+    reward: float | None = None  # None: it could not be scored, and `error` says why
+    outcome: str = "scored"
+    error: str = ""
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -30,55 +47,174 @@ class EvalResult(msgspec.Struct, kw_only=True):
     step: int  # optimizer steps that the trainer had taken
     policy_version: int  # the version that answered; the oldest one, should it have changed on the way
     num_prompts: int
-    num_right: int
-    accuracy: float
-    interval_95: tuple[float, float]
+    num_answers: int
+    num_right: int  # of the answers
+    accuracy: float  # pass@1
+    interval_95: tuple[float, float]  # of the accuracy
+    pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
+    pass_at_k_interval_95: dict[str, tuple[float, float]]
+    num_unscored: int  # answers that count as wrong because scoring them failed
+    unscored: dict[str, int]  # the same by reason: {"timed_out": 2}
+    generation_params: dict[str, Any]
     mean_completion_tokens: float
     seconds: float
     samples: list[EvalSample]
 
 
-async def evaluate_policy(desk: Desk, step: int, *, wave_prefix: str) -> EvalResult:
-    """Ask every held-out prompt once, at temperature 0, in waves named `{wave_prefix}-0` and so on."""
+def eval_temperature(config: EnvConfig) -> float:
+    """Greedy for a single answer, the training's for several, unless it is set."""
+    if config.eval_temperature is None:
+        chosen = 0.0 if config.eval_samples == 1 else config.temperature
+    else:
+        chosen = config.eval_temperature
+    if chosen == 0 and config.eval_samples > 1:
+        raise ConfigError(
+            f"at temperature 0 all {config.eval_samples} answers to a prompt are the same",
+            fix="pass --env.eval-temperature 1, or --env.eval-samples 1",
+        )
+    return chosen
+
+
+async def evaluate_policy(
+    desk: Desk,
+    step: int,
+    *,
+    wave_prefix: str,
+    longest_sequence: int = 0,
+    rollouts_at_once: int = ROLLOUTS_AT_ONCE,
+    tell: Tell | None = None,
+) -> EvalResult:
+    """Ask every held-out prompt `eval_samples` times.
+
+    Single turns go in waves named `{wave_prefix}-0` and so on, so that the same policy gives the same answers to the
+    last bit; rollouts of several turns go side by side, as many as keep an engine busy.
+    """
     started = time.monotonic()
+    temperature = eval_temperature(desk.config)
     items = list(desk.environment.eval_items())[: desk.config.num_eval]
-    samples: list[EvalSample] = []
-    num_tokens = 0
-    versions: set[int] = set()
-    for number in itertools.count():
-        part = items[number * _WAVE_SIZE : (number + 1) * _WAVE_SIZE]
-        if not part:
-            break
+    sampling = Sampling(desk.config.max_token_length, temperature, longest_sequence=longest_sequence)
+    # Fixed by the settings, so that the same policy makes the same batches and the same answers.
+    prompts_at_once = groups_at_once(desk.config.eval_samples, rollouts_at_once)
+    tell = tell or _tell_nobody
+    if desk.environment.has_turns:
+        answers = await _ask_in_turns(desk, items, sampling, prompts_at_once, tell)
+    else:
+        answers = await _ask_in_waves(desk, items, sampling, wave_prefix, prompts_at_once, tell)
+    return summarize(desk.config, step, items, answers, seconds=time.monotonic() - started)
+
+
+async def _ask_in_waves(
+    desk: Desk, items: Sequence[Item], sampling: Sampling, wave_prefix: str, wave_size: int, tell: Tell
+) -> list[list[Rollout]]:
+    answers: list[list[Rollout]] = []
+    for number, first in enumerate(range(0, len(items), wave_size)):
+        part = items[first : first + wave_size]
+        prompts = [desk.tokenizer.encode_chat(item.messages) for item in part]
         generations = await desk.engine.generate_wave(
             f"{wave_prefix}-{number}",
-            [desk.tokenizer.encode_chat(item.messages) for item in part],
-            n=1,
-            max_tokens=desk.config.max_token_length,
-            temperature=0.0,
+            prompts,
+            n=desk.config.eval_samples,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seeds=_seeds(desk.config, sampling, range(first, first + len(part))),
         )
-        for item, generation in zip(part, generations, strict=True):
-            completion = generation.completions[0]
-            is_right = score_safely(desk.environment, item, completion).is_right
-            samples.append(
-                EvalSample(prompt=item.prompt, completion=completion.text, gold=item.answer, is_right=is_right)
-            )
-            num_tokens += len(completion.token_ids)
-            versions.add(completion.policy_version)
-    num_right = sum(sample.is_right for sample in samples)
-    num_prompts = len(samples)
+        answers += await asyncio.gather(
+            *(score_generation(desk, *one) for one in zip(part, prompts, generations, strict=True))
+        )
+        tell(len(answers), _so_far(answers))
+    return answers
+
+
+async def _ask_in_turns(
+    desk: Desk, items: Sequence[Item], sampling: Sampling, prompts_at_once: int, tell: Tell
+) -> list[list[Rollout]]:
+    seeds = _seeds(desk.config, sampling, range(len(items)))
+
+    async def ask(place: int) -> list[Rollout]:
+        own = replace(sampling, seed=None if seeds is None else seeds[place])
+        return await roll_group(desk, items[place], own, num_rollouts=desk.config.eval_samples)
+
+    answers: list[list[Rollout]] = []
+    async with aclosing(in_order(ask, range(len(items)), at_once=prompts_at_once)) as arriving:
+        async for rollouts in arriving:
+            answers.append(rollouts)
+            tell(len(answers), _so_far(answers))
+    return answers
+
+
+def _seeds(config: EnvConfig, sampling: Sampling, places: Iterable[int]) -> list[int] | None:
+    """Each prompt's own, the same in every evaluation. Greedy answers need none."""
+    if sampling.temperature == 0:
+        return None
+    return [stable_seed(config.seed, "eval", place) for place in places]
+
+
+def summarize(
+    config: EnvConfig, step: int, items: Sequence[Item], answers: Sequence[Sequence[Rollout]], *, seconds: float
+) -> EvalResult:
+    """The answers to each item -> the figures. Pure."""
+    num_rights = [sum(rollout.score.is_right for rollout in rollouts) for rollouts in answers]
+    everything = [rollout for rollouts in answers for rollout in rollouts]
+    unscored: Counter[str] = Counter(rollout.score.outcome for rollout in everything if rollout.score.reward is None)
+    versions = {v for rollout in everything for transcript in rollout.transcripts for v in transcript.policy_versions}
+    chances = {
+        k: [pass_at_k(num_right, config.eval_samples, k) for num_right in num_rights]
+        for k in worthwhile_ks(config.eval_samples)
+    }
+    shares = {str(k): fmean(values) if values else 0.0 for k, values in chances.items()}
+    intervals = {str(k): pass_interval(values, config.eval_samples / k) for k, values in chances.items()}
     return EvalResult(
-        env=desk.config.name,
-        task=desk.config.task,
+        env=config.name,
+        task=config.task_name,
         step=step,
         policy_version=min(versions, default=step),
-        num_prompts=num_prompts,
-        num_right=num_right,
-        accuracy=num_right / max(num_prompts, 1),
-        interval_95=wilson_interval(num_right, num_prompts),
-        mean_completion_tokens=num_tokens / max(num_prompts, 1),
-        seconds=time.monotonic() - started,
-        samples=samples,
+        num_prompts=len(answers),
+        num_answers=len(everything),
+        num_right=sum(num_rights),
+        accuracy=shares["1"],
+        interval_95=intervals["1"],
+        pass_at_k=shares,
+        pass_at_k_interval_95=intervals,
+        num_unscored=unscored.total(),
+        unscored=dict(unscored),
+        generation_params={
+            "n": config.eval_samples,
+            "temperature": eval_temperature(config),
+            "max_tokens": config.max_token_length,
+        },
+        mean_completion_tokens=sum(rollout.num_sampled for rollout in everything) / max(len(everything), 1),
+        seconds=seconds,
+        samples=[
+            _as_sample(item, rollout) for item, rollouts in zip(items, answers, strict=True) for rollout in rollouts
+        ],
     )
+
+
+def worthwhile_ks(num_answers: int) -> list[int]:
+    """1, 2, 4, ... and the number of answers itself: `worthwhile_ks(6) == [1, 2, 4, 6]`."""
+    powers = [2**i for i in range(num_answers.bit_length())]
+    return sorted({*powers, num_answers})
+
+
+def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
+    return EvalSample(
+        prompt=item.prompt,
+        completion=rollout.text,
+        gold=item.answer,
+        is_right=rollout.score.is_right,
+        reward=rollout.score.reward,
+        outcome=rollout.score.outcome,
+        error=rollout.score.error,
+    )
+
+
+def _so_far(answers: Sequence[Sequence[Rollout]]) -> str:
+    right = [rollout.score.is_right for rollouts in answers for rollout in rollouts]
+    return f"{sum(right) / max(len(right), 1):.1%} right so far"
+
+
+def _tell_nobody(num_done: int, note: str) -> None:
+    """Of an evaluation within a run, the log tells the end."""
 
 
 def result_path(folder: Path, step: int) -> Path:
@@ -86,27 +222,71 @@ def result_path(folder: Path, step: int) -> Path:
 
 
 def save_result(result: EvalResult, folder: Path) -> Path:
-    """Write the file whole or not at all: it appears under its name when it is complete and on the disk."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = result_path(folder, result.step)
-    unfinished = path.with_suffix(f".tmp{os.getpid()}")
-    with unfinished.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    _write_whole(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return path
 
 
+def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
+    """The same in the two files that Atropos' `evaluate` leaves, for whatever reads those."""
+    figures = {
+        "eval/percent_correct": result.accuracy,
+        **{f"eval/pass@{k}": share for k, share in result.pass_at_k.items()},
+        "eval/num_unscored": result.num_unscored,
+    }
+    params = {**result.generation_params, "max_new_tokens": result.generation_params["max_tokens"]}
+    metrics = {
+        "config_general": {
+            "model_name": model_name,
+            "total_evaluation_time_seconds": str(result.seconds),
+            "generation_parameters": params,
+        },
+        "results": {f"atropos|{Path(result.env).stem}_eval|0": figures, "all": figures},
+    }
+    _write_whole(folder / "metrics.json", msgspec.json.format(msgspec.json.encode(metrics), indent=2) + b"\n")
+    lines = b"".join(msgspec.json.encode(sample) + b"\n" for sample in result.samples)
+    _write_whole(folder / "samples.jsonl", lines)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Whole or not at all: the file appears under its name when it is complete and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".tmp{os.getpid()}")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
 def in_words(result: EvalResult, num_samples: int = 3) -> str:
-    """The result as a person reads it, with the first few answers."""
-    low, high = result.interval_95
-    lines = [
-        f"{result.env}/{result.task} at policy version {result.policy_version}: {result.num_right} of "
-        f"{result.num_prompts} right = {result.accuracy:.1%} (95 % interval {low:.1%} to {high:.1%}), "
-        f"{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
-    ]
-    for sample in result.samples[:num_samples]:
-        verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
-        lines.append(f"  {sample.prompt!r} -> {sample.completion!r} ({verdict})")
-    return "\n".join(lines)
+    """The result as a person reads it, with the first answers to a few prompts."""
+    name = f"{result.env}/{result.task} at policy version {result.policy_version}"
+    effort = f"{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
+    if result.num_answers == result.num_prompts:
+        found = f"{result.num_right} of {result.num_prompts} right = {_share(result, '1')}"
+        lines = [f"{name}: {found}, {effort}"]
+    else:
+        params = result.generation_params
+        lines = [
+            f"{name}: {result.num_prompts} prompts, {params['n']} answers each at temperature "
+            f"{params['temperature']:g}, {effort}"
+        ]
+        lines += [f"  pass@{k:<3} {_share(result, k)}" for k in result.pass_at_k]
+    if result.num_unscored:
+        reasons = ", ".join(f"{outcome}: {times}" for outcome, times in result.unscored.items())
+        lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
+    shown = result.samples[:: result.generation_params["n"]][:num_samples]
+    return "\n".join(lines + [_sample_in_words(sample) for sample in shown])
+
+
+def _share(result: EvalResult, k: str) -> str:
+    low, high = result.pass_at_k_interval_95[k]
+    return f"{result.pass_at_k[k]:.1%} (95 % interval {low:.1%} to {high:.1%})"
+
+
+def _sample_in_words(sample: EvalSample) -> str:
+    verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
+    if sample.reward is None:
+        verdict = f"not scored: {sample.error or sample.outcome}"
+    return f"  {sample.prompt!r} -> {sample.completion!r} ({verdict})"

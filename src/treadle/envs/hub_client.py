@@ -6,7 +6,6 @@ import asyncio
 import gzip
 from typing import Any, Self
 
-import httpx
 import msgspec
 
 from treadle.envs.transport import Patience, Peer, message_of
@@ -14,7 +13,8 @@ from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import BatchInfo, Progress, RegisteredEnv, RegisterEnv
+from treadle.wire.http_client import HttpClient
+from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
 from treadle.wire.serving import is_loopback
 
 log = get_logger("env")
@@ -28,9 +28,7 @@ _CONFLICT = 409
 class HubClient:
     """Calls that only ask give up after `patience`; a delivery is repeated for as long as it takes."""
 
-    def __init__(
-        self, url: str, *, patience: Patience | None = None, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, *, patience: Patience | None = None, transport: HttpClient | None = None) -> None:
         self._patience = patience or Patience(give_up_after_s=300.0)
         self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
         self._peer = Peer("hub", url, error=HubError, timeout_s=_CALL_TIMEOUT_S, transport=transport)
@@ -66,21 +64,28 @@ class HubClient:
         """A hub that restarts in the middle of a run is waited for, as a delivery would."""
         return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), Progress)
 
+    async def standing(self, env_id: int) -> EnvStanding:
+        """What to decide by whether to sample more; also tells the hub that this environment is alive."""
+        response = await self._peer.send("GET", f"/v1/envs/{env_id}", patience=self._never_give_up)
+        return self._peer.read(response, EnvStanding)
+
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
         """Deliver groups, once: the hub knows a repeated delivery by its key. What is too large goes in parts."""
-        packed = [pack_group(group) for group in groups]
-        for number, part in enumerate(_parts(packed, _LARGEST_POST_BYTES)):
-            await self._post_packed(join_groups(part), f"{key}.{number}" if number else key)
+        await self.post_packed([pack_group(group) for group in groups], key)
 
-    async def _post_packed(self, body: bytes, key: str) -> None:
+    async def post_packed(self, packed: list[bytes], key: str) -> None:
+        for number, part in enumerate(_parts(packed, _LARGEST_POST_BYTES)):
+            await self._post_body(join_groups(part), f"{key}.{number}" if number else key)
+
+    async def _post_body(self, body: bytes, key: str) -> None:
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
             body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
             headers["Content-Encoding"] = "gzip"
         response = await self._peer.send("POST", "/v1/groups", body=body, headers=headers, patience=self._never_give_up)
-        if response.status_code == _CONFLICT:
+        if response.http.status == _CONFLICT:
             # After a restart the same prompts may get other completions. The first delivery stands.
-            log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response))
+            log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response.http))
             return
         self._peer.read(response, dict[str, Any])
 

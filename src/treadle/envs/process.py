@@ -8,15 +8,22 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 
-from treadle.config.schema import EnvConfig, ServerConfig
-from treadle.envs.base import load_environment
+import uvloop
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import Environment
+from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
-from treadle.envs.evaluation import evaluate_policy, in_words, save_result
+from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
+from treadle.envs.rewards import RewardPool
 from treadle.envs.rollout import Desk
-from treadle.envs.runner import run
+from treadle.envs.scoring import Judge
+from treadle.envs.serving.runner import run
+from treadle.envs.side_by_side import show_progress
 from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError
@@ -31,39 +38,64 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
     """The whole life of `treadle env NAME serve`."""
     environment = load_environment(env)  # first: a misspelt task must not wait for an engine to be told
     async with EngineClient(server) as engine, HubClient(env.rollout_server_url) as hub:
-        tokenizer = await _load_tokenizer(engine, server.model_name)
-        await run(Desk(env, environment, engine, tokenizer), hub)
+        tokenizer = await load_tokenizer(engine, server.model_name)
+        async with open_desk(environment, engine, tokenizer) as desk:
+            await run(desk, hub)
 
 
 async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
     """The whole life of `treadle env NAME evaluate`; needs an engine and no hub."""
-    if env.num_eval == 0:
-        raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
     environment = load_environment(env)
+    config = environment.config
+    if config.num_eval == 0:
+        raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
+    eval_temperature(config)  # one that makes no sense is told before an engine is asked
     # A person waits for this one, so an engine that does not run is told soon.
     async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
-        version = (await engine.health()).policy_version
-        desk = Desk(env, environment, engine, await _load_tokenizer(engine, server.model_name))
-        # A wave name of its own: a run may be evaluating on the same engine at this moment.
-        result = await evaluate_policy(desk, version, wave_prefix=f"{desk.name}-eval-{secrets.token_hex(4)}")
+        health = await engine.health()
+        tokenizer = await load_tokenizer(engine, server.model_name)
+        async with open_desk(environment, engine, tokenizer) as desk:
+            num_prompts = min(config.num_eval, len(environment.eval_items()))
+            if num_prompts == 0:
+                raise ConfigError(f"the environment '{config.name}' has no held-out prompts", fix="give it eval_items")
+            with show_progress("prompts", num_prompts) as tell:
+                # A wave name of its own: a run may be evaluating on the same engine at this moment.
+                prefix = f"{desk.name}-eval-{secrets.token_hex(4)}"
+                result = await evaluate_policy(desk, health.policy_version, wave_prefix=prefix, tell=tell)
     print(in_words(result))
-    if env.data_dir_to_save_evals is not None:
-        print(f"written to {save_result(result, env.data_dir_to_save_evals)}")
+    if config.data_dir_to_save_evals is not None:
+        print(f"written to {save_result(result, config.data_dir_to_save_evals)}")
+        save_for_atropos(result, config.data_dir_to_save_evals, model_name=health.model)
 
 
-def run_until_signal(work: Coroutine[None, None, None]) -> None:
-    """Run `work` to its end; SIGTERM and SIGINT cancel it, and that is a good end too."""
+@asynccontextmanager
+async def open_desk(environment: Environment, engine: EngineClient, tokenizer: ChatTokenizer) -> AsyncIterator[Desk]:
+    """The environment opened, and workers for its rewards."""
+    config = environment.config
+    async with RewardPool(
+        config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
+    ) as pool:
+        await environment.open()
+        try:
+            yield Desk(environment, engine, tokenizer, Judge(environment, pool))
+        finally:
+            await environment.close()
+
+
+def run_until_signal(work: Coroutine[None, None, int | None]) -> int:
+    """Run `work` to its end and return its exit code; SIGTERM and SIGINT cancel it, and that is a good end too."""
     # asyncio waits for its threads before it ends; a download that hangs must not hold up who stops us.
     last_resort = threading.Timer(_STOP_WITHIN_S, os._exit, (0,))
     last_resort.daemon = True
     try:
-        with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(_cancel_on_signal(work, last_resort))
+        with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_cancel_on_signal(work, last_resort)) or 0
+        return 0
     finally:
         last_resort.cancel()
 
 
-async def _cancel_on_signal(work: Coroutine[None, None, None], last_resort: threading.Timer) -> None:
+async def _cancel_on_signal(work: Coroutine[None, None, int | None], last_resort: threading.Timer) -> int | None:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
 
@@ -76,13 +108,13 @@ async def _cancel_on_signal(work: Coroutine[None, None, None], last_resort: thre
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number.name)
     try:
-        await task
+        return await task
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-async def _load_tokenizer(engine: EngineClient, model_name: str) -> ChatTokenizer:
+async def load_tokenizer(engine: EngineClient, model_name: str) -> ChatTokenizer:
     engine_model = (await engine.health()).model
     # In a thread, because it may download: the process must hear a signal meanwhile.
     folder = await asyncio.to_thread(resolve_tokenizer_folder, model_name, engine_model)

@@ -1,91 +1,141 @@
-"""One wave: the prompts of one optimizer step -> scored groups."""
+"""From an item to the scored rollouts of its group: one completion each, or a coroutine of several turns."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from treadle.config.schema import EnvConfig
-from treadle.envs.base import Environment, Item, Score, score_safely
-from treadle.envs.engine_client import EngineClient, Generation
-from treadle.envs.seeds import stable_seed
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.chat import Model, Sampling, Transcript
+from treadle.envs.engine_client import Completion, EngineClient, Generation
+from treadle.envs.scoring import Judge, as_score, failed
 from treadle.envs.tokens import ChatTokenizer
-from treadle.errors import ConfigError
-from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
+from treadle.errors import ConfigError, EngineError
+from treadle.log import get_logger
+
+log = get_logger("env")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the policy did for one item, and what that was worth."""
+
+    transcripts: list[Transcript]  # every one of them is trained on
+    score: Score
+    seconds: float  # of the engine
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(transcript.num_sampled for transcript in self.transcripts)
+
+    @property
+    def is_truncated(self) -> bool:
+        return any(transcript.finish_reason == "length" for transcript in self.transcripts)
+
+    @property
+    def text(self) -> str:
+        """The last thing that the policy said."""
+        return str(self.transcripts[-1].messages[-1]["content"]) if self.transcripts else ""
 
 
 @dataclass(frozen=True)
 class Desk:
     """What an environment process works with; made once at its start."""
 
-    config: EnvConfig
     environment: Environment
     engine: EngineClient
     tokenizer: ChatTokenizer
+    judge: Judge
+
+    @property
+    def config(self) -> EnvConfig:
+        return self.environment.config
 
     @property
     def name(self) -> str:
         """The name the hub knows this environment by; the cursor of a restarted one hangs on it."""
-        return self.config.wandb_name or self.config.name
+        return self.config.wandb_name or self.config.own_name
 
 
-async def roll_wave(
-    desk: Desk, wave: int, *, prompts_per_wave: int, env_id: int, longest_sequence: int
-) -> list[ScoredGroup]:
-    """Sample and score wave `wave` (1-based). The same seed always asks for the same wave."""
-    config = desk.config
-    first = (wave - 1) * prompts_per_wave
-    indexes = range(first, first + prompts_per_wave)
-    items = [desk.environment.train_item(index) for index in indexes]
-    prompts = [desk.tokenizer.encode_chat(item.messages) for item in items]
-    check_lengths(prompts, config.max_token_length, longest_sequence)
-    generations = await desk.engine.generate_wave(
-        f"{desk.name}-train-{wave}",
-        prompts,
-        n=config.group_size,
-        max_tokens=config.max_token_length,
-        temperature=config.temperature,
-        seeds=[stable_seed(config.seed, "train", wave, i) for i in range(prompts_per_wave)],
+async def roll_group(desk: Desk, item: Item, sampling: Sampling, *, num_rollouts: int) -> list[Rollout]:
+    """Sample and score so many rollouts of one item."""
+    if desk.environment.has_turns:
+        return await _roll_turns(desk, item, sampling, num_rollouts)
+    prompt = desk.tokenizer.encode_chat(item.messages)
+    check_lengths([prompt], sampling.max_tokens, sampling.longest_sequence)
+    generation = await desk.engine.generate(
+        prompt,
+        n=num_rollouts,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
     )
-    groups = []
-    for index, item, prompt, generation in zip(indexes, items, prompts, generations, strict=True):
-        scores = [score_safely(desk.environment, item, completion) for completion in generation.completions]
-        group = build_group(item, prompt, generation, scores, temperature=config.temperature)
-        group.item, group.env_id = index, env_id
-        groups.append(group)
-    return groups
+    return await score_generation(desk, item, prompt, generation)
 
 
-def build_group(
-    item: Item, prompt: Sequence[int], generation: Generation, scores: Sequence[Score], *, temperature: float
-) -> ScoredGroup:
-    """Completions and scores -> the group that is sent: the prompt is not trained, every sampled token is."""
-    completions = generation.completions
-    num_prompt = len(prompt)
-    is_truncated_G = [completion.finish_reason == "length" for completion in completions]
-    metrics = {
-        "accuracy": sum(score.is_right for score in scores) / len(scores),
-        "generation_s": generation.seconds,
-        "generated_tokens": float(sum(len(completion.token_ids) for completion in completions)),
-        "truncated": sum(is_truncated_G) / len(completions),
-    }
-    num_errors = sum(bool(score.error) for score in scores)
-    if num_errors:
-        metrics["score_errors"] = float(num_errors)
-    return ScoredGroup(
-        tokens=[[*prompt, *completion.token_ids] for completion in completions],
-        masks=[[IGNORED] * num_prompt + completion.token_ids for completion in completions],
-        scores=[score.reward for score in scores],
-        inference_logprobs=[[NO_LOGPROB] * num_prompt + completion.logprobs for completion in completions],
-        messages=[[*item.messages, {"role": "assistant", "content": c.text}] for c in completions],
-        generation_params={"temperature": temperature},
-        # the trainer may leave out what was cut off; a group that ended by itself sends nothing
-        overrides=[{"finish_reason": "length"} if cut else {} for cut in is_truncated_G]
-        if any(is_truncated_G)
-        else None,
-        policy_version=min(completion.policy_version for completion in completions),
-        metrics=metrics,
+async def score_generation(desk: Desk, item: Item, prompt: Sequence[int], generation: Generation) -> list[Rollout]:
+    """One completion is one rollout: the prompt is not trained, every sampled token is."""
+    scores = await desk.judge.scores(item, generation.completions)
+    share_s = generation.seconds / len(generation.completions)
+    return [
+        Rollout([_single_turn(item, prompt, completion)], score, share_s)
+        for completion, score in zip(generation.completions, scores, strict=True)
+    ]
+
+
+def _single_turn(item: Item, prompt: Sequence[int], completion: Completion) -> Transcript:
+    transcript = Transcript(messages=[*item.messages, {"role": "assistant", "content": completion.text}])
+    transcript.read(prompt)
+    transcript.wrote(completion)
+    return transcript
+
+
+async def _roll_turns(desk: Desk, item: Item, sampling: Sampling, num_rollouts: int) -> list[Rollout]:
+    """Side by side. When one fails because the engine is gone, the others are given up with it."""
+    tasks = [
+        asyncio.ensure_future(_roll_one(desk, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
+        for number in range(num_rollouts)
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _roll_one(desk: Desk, item: Item, sampling: Sampling) -> Rollout:
+    model = Model(desk.engine, desk.tokenizer, sampling)
+    try:
+        given = await desk.environment.rollout(item, model)
+        score = as_score(given) if given is not None else await _judge_last_reply(desk, item, model)
+    except EngineError:  # not the environment's fault, and not one rollout's
+        raise
+    except Exception as error:  # the border to code that a user writes
+        log.error("rollout_failed", exc_info=True, prompt=item.prompt)
+        score = failed(error)
+    return Rollout(model.transcripts, score, model.seconds)
+
+
+async def _judge_last_reply(desk: Desk, item: Item, model: Model) -> Score:
+    last = model.transcripts[-1] if model.transcripts else None
+    if last is None:
+        raise ValueError("the rollout asked the model nothing, and gave no score")
+    said = Completion(
+        token_ids=[token for token in last.masks if token >= 0],
+        logprobs=[],
+        text=str(last.messages[-1]["content"]),
+        finish_reason=last.finish_reason,
+        policy_version=min(last.policy_versions),
     )
+    (score,) = await desk.judge.scores(item, [said])
+    return score
+
+
+def _seed_of(seed: int | None, number: int) -> int | None:
+    """Far enough from the next rollout's that the seeds of their turns, which count on, do not meet."""
+    return None if seed is None else (seed + number * 2**20) % 2**63
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, longest_sequence: int) -> None:

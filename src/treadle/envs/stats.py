@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import fmean, variance
 
 _Z_95 = 1.959963984540054  # 95 % of a normal distribution lies within this many standard deviations of its mean
 
 
-def wilson_interval(num_right: int, num_trials: int, z: float = _Z_95) -> tuple[float, float]:
+def wilson_interval(num_right: float, num_trials: float, z: float = _Z_95) -> tuple[float, float]:
     """The Wilson score interval of a proportion: honest near 0 and 1 too, where the textbook one is not.
 
     >>> [round(100 * bound, 1) for bound in wilson_interval(4, 256)]
@@ -25,3 +27,39 @@ def wilson_interval(num_right: int, num_trials: int, z: float = _Z_95) -> tuple[
     low = 0.0 if num_right == 0 else middle - half
     high = 1.0 if num_right == num_trials else middle + half
     return low, high
+
+
+def pass_at_k(num_right: int, num_answers: int, k: int) -> float:
+    """The chance that of `k` answers, drawn from those that were sampled, at least one is right.
+
+    1 - C(n-c, k) / C(n, k): its mean over many samplings is the true chance, which that of 1 - (1 - c/n)^k is not.
+
+    >>> pass_at_k(1, 4, 1), pass_at_k(1, 4, 2), pass_at_k(1, 4, 4)
+    (0.25, 0.5, 1.0)
+    """
+    if not (0 <= num_right <= num_answers and 1 <= k <= num_answers):
+        raise ValueError(f"no pass@{k} of {num_right} right of {num_answers} answers")
+    num_wrong = num_answers - num_right
+    if num_wrong < k:
+        return 1.0
+    # The quotient of the two binomials as a product of shares: nothing overflows, nothing cancels.
+    return 1.0 - math.prod((num_wrong - i) / (num_answers - i) for i in range(k))
+
+
+def pass_interval(chances: Sequence[float], answers_per_draw: float) -> tuple[float, float]:
+    """95 % interval of the mean of the prompts' pass@k, of which each rests on `answers_per_draw` = n/k draws.
+
+    Wilson's, with as many trials as the spread between prompts shows that they are worth: at least one a prompt (so
+    that single answers give exactly Wilson's own interval), at most one a draw. Prompts, not answers, are the sample:
+    more answers to the same prompts narrow it only as far as the prompts are alike.
+    """
+    if not chances:
+        return 0.0, 1.0
+    mean, num_prompts = fmean(chances), len(chances)
+    most = num_prompts * answers_per_draw
+    spread = variance(chances) if num_prompts > 1 else 0.0
+    worth = mean * (1 - mean) / spread * num_prompts if spread > 0 else most
+    if mean in (0.0, 1.0):  # no spread because there is nothing to see: that is no proof of anything
+        worth = num_prompts
+    trials = min(max(worth, num_prompts), most)
+    return wilson_interval(mean * trials, trials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,8 @@ from treadle.log import get_logger
 
 log = get_logger("env")
 
+_NUM_RECENT = 256
+_END_OF_TURN = "(the last words of a turn)"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,6 +37,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
+        self._recent: dict[bytes, list[int]] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -57,14 +61,20 @@ class ChatTokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The text that the model sees. Without a template: the contents, joined by newlines."""
         if self._template is None:
             return "\n".join(str(message["content"]) for message in messages)
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
@@ -72,13 +82,60 @@ class ChatTokenizer:
         except TemplateError as error:
             raise ModelError(f"the model's chat template refuses these messages: {error}") from None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of the prompt. A template writes its special tokens; plain text gets the tokenizer's."""
-        text = self.render(messages, add_generation_prompt)
-        return list(self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)
+        key = _key("chat", messages, tools, add_generation_prompt)
+        if key not in self._recent:
+            text = self.render(messages, add_generation_prompt, tools=tools)
+            self._remember(key, self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)
+        return list(self._recent[key])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def encode_next_turn(
+        self, messages: Sequence[Mapping[str, Any]], *, after: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids from the end of the model's turn, whose last token is `after`, to the beginning of its next.
+
+        The template is asked with a short conversation of our own: it may rewrite earlier turns (drop what was
+        thought in them), and those are sampled tokens here, which nobody rewrites.
+        """
+        key = _key("next turn", messages, tools)
+        if key not in self._recent:
+            self._remember(key, self._encode_next_turn(messages, tools))
+        ids = self._recent[key]
+        # The model has ended its turn itself, unless it was cut off or stopped by a word.
+        return list(ids[1:] if ids[:1] == [after] else ids)
+
+    def _encode_next_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        if not self.has_template:
+            text = "".join(f"\n{message['content']}" for message in messages) + "\n"
+            return self.encode_text(text, is_beginning=False)
+        before = ({"role": "user", "content": "."}, {"role": "assistant", "content": _END_OF_TURN})
+        _, found, text = self.render([*before, *messages], tools=tools).rpartition(_END_OF_TURN)
+        if not found:
+            raise ModelError(
+                "the model's chat template drops what an assistant said before",
+                fix="give it a template that keeps earlier turns (chat_template.jinja in the model's folder)",
+            )
+        return self.encode_text(text, is_beginning=False)
+
+    def _remember(self, key: bytes, ids: Sequence[int]) -> None:
+        """The rollouts of a group begin alike and are told alike: their prompts are made once."""
+        while len(self._recent) >= _NUM_RECENT:
+            del self._recent[next(iter(self._recent))]  # the oldest
+        self._recent[key] = list(ids)
+
+    def encode_text(self, text: str, *, is_beginning: bool = True) -> list[int]:
+        """Token ids of plain text; the tokenizer's own special tokens only at the beginning of a sequence."""
+        return list(self._tokenizer.encode(text, add_special_tokens=is_beginning).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
@@ -99,6 +156,10 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
             f"from this host, and the download failed ({type(error).__name__}: {str(error)[:200]})",
             fix="copy the model's tokenizer files to this host and pass --openai.model-name FOLDER",
         ) from None
+
+
+def _key(*parts: object) -> bytes:
+    return pickle.dumps(parts)  # never read back: a quick way to tell nested values apart
 
 
 class _GenerationBlock(Extension):

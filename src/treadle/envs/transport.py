@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
+from treadle.wire.http_client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.wire.serving import is_loopback
 
 log = get_logger("env")
@@ -36,6 +37,15 @@ class Patience:
         return min(self.first_pause_s * 2.0 ** min(num_failures - 1, 30), self.longest_pause_s)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a call was answered with, and which call it was."""
+
+    method: str
+    path: str
+    http: HttpAnswer
+
+
 class Peer:
     """One server that we call: `Peer("hub", "http://127.0.0.1:8000", error=HubError, timeout_s=30)`.
 
@@ -50,18 +60,16 @@ class Peer:
         error: type[TreadleError],
         timeout_s: float,
         api_key: str = "",
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: HttpClient | None = None,
     ) -> None:
         self.name = name
         self.url = _checked_url(name, base_url)
         self._error = error
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-            # An engine holds the requests of a wave until all are there, so a bound would be a deadlock.
-            limits=httpx.Limits(max_connections=None),
-            transport=transport,
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: HttpClient = transport or PooledHttpClient(
+            self.url,
+            timeout_s=timeout_s,
+            connect_timeout_s=min(timeout_s, 10.0),
             trust_env=not is_loopback(self.url),
         )
 
@@ -69,7 +77,7 @@ class Peer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def send(
         self,
@@ -79,25 +87,27 @@ class Peer:
         patience: Patience,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> httpx.Response:
+    ) -> Answer:
         """The first answer that is worth reading; raises the peer's error when patience runs out."""
         first_failure_at: float | None = None
         num_failures = 0
         while True:
             problem, wait_s = "", 0.0
             try:
-                response = await self._client.request(method, path, content=body, headers=_with_type(headers, body))
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+                http = await self._client.request(
+                    method, path, body=body, headers=self._headers | _with_type(headers, body)
+                )
+            except NoAnswer as error:
+                problem = str(error)
             else:
-                if response.status_code < 500 and response.status_code != _TOO_MANY_REQUESTS:
-                    return response
-                if response.status_code == _DISK_FULL:
+                if http.status < 500 and http.status != _TOO_MANY_REQUESTS:
+                    return Answer(method, path, http)
+                if http.status == _DISK_FULL:
                     raise DiskFull(
                         f"the disk of the {self.name} is full", fix="free some space and continue with --resume"
                     )
-                problem = f"status {response.status_code}: {message_of(response)}"
-                wait_s = _retry_after_s(response)
+                problem = f"status {http.status}: {message_of(http)}"
+                wait_s = _retry_after_s(http)
             num_failures += 1
             now = time.monotonic()
             first_failure_at = now if first_failure_at is None else first_failure_at
@@ -117,23 +127,23 @@ class Peer:
             )
             await asyncio.sleep(pause_s)
 
-    def read(self, response: httpx.Response, kind: type[T]) -> T:
+    def read(self, answer: Answer, kind: type[T]) -> T:
         """The body as `kind`; a refusal (4xx) or an unreadable body raises the peer's error."""
-        if response.status_code >= 300:
+        http = answer.http
+        if http.status >= 300:
             raise self._error(
-                f"the {self.name} refused {response.request.method} {response.request.url.path} "
-                f"with status {response.status_code}: {message_of(response)}"
+                f"the {self.name} refused {answer.method} {answer.path} with status {http.status}: {message_of(http)}"
             )
         try:
-            return msgspec.json.decode(response.content, type=kind)
+            return msgspec.json.decode(http.content, type=kind)
         except msgspec.DecodeError as error:
             raise self._error(
-                f"the answer of the {self.name} to {response.request.url.path} cannot be read: {error}",
+                f"the answer of the {self.name} to {answer.path} cannot be read: {error}",
                 fix=f"see whether {self.url} is really a {self.name}",
             ) from None
 
 
-def message_of(response: httpx.Response) -> str:
+def message_of(response: HttpAnswer) -> str:
     """What the server says is wrong, whichever of the usual shapes it says it in."""
     try:
         body: Any = json.loads(response.content)
@@ -151,20 +161,21 @@ def _with_type(headers: Mapping[str, str] | None, body: bytes | None) -> dict[st
     return {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
 
 
-def _retry_after_s(response: httpx.Response) -> float:
+def _retry_after_s(response: HttpAnswer) -> float:
     """Seconds of a Retry-After header; a date, or nonsense, counts as no wish."""
     try:
-        return min(max(float(response.headers.get("Retry-After", "0")), 0.0), _LONGEST_RETRY_AFTER_S)
+        return min(max(float(response.header("Retry-After") or "0"), 0.0), _LONGEST_RETRY_AFTER_S)
     except ValueError:
         return 0.0
 
 
 def _checked_url(name: str, base_url: str) -> str:
-    """A URL without its last slash. A bad one is refused here: httpx would call it a connection error."""
+    """A URL without its last slash. A bad one is refused here: later it would look like a connection error."""
     try:
-        url = httpx.URL(base_url)
-    except httpx.InvalidURL:
-        url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host:
+        url = urlsplit(base_url)
+        is_good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
         raise ConfigError(f"'{base_url}' is not the URL of a {name}", fix="write it as http://HOST:PORT")
     return base_url.rstrip("/")

@@ -22,12 +22,14 @@ from treadle.hub.refusals import Refused, unprocessable
 from treadle.hub.reset import reset
 from treadle.hub.routing import Endpoint, Link, Parameter
 from treadle.hub.state import HubState
+from treadle.hub.status import batch_share
 from treadle.log import get_logger
 from treadle.store import Batch, DamagedGroups
 from treadle.wire import binary
 from treadle.wire.hub import (
     Acknowledged,
     DeadLetters,
+    EnvStanding,
     EnvStatus,
     Explanation,
     Health,
@@ -48,6 +50,7 @@ STEP = Parameter(
     "the optimizer step that the batch is for",
     {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1},
 )
+ENV_ID = Parameter("env_id", "path", "as /register-env answered", {"type": "integer", "minimum": 0})
 LEASE = msgspec.json.Decoder(LeaseRequest, strict=False)
 UPDATE = msgspec.json.Decoder(LeaseUpdate, strict=False)
 log = get_logger("hub")
@@ -85,6 +88,10 @@ class OwnRoutes:
             Endpoint("GET", "/v1/dead-letters", self.dead_letters, "groups that failed too often", answer=DeadLetters),
             Endpoint("GET", "/v1/explain", self.explain, "why there is no batch now", answer=Explanation),
             Endpoint("GET", "/v1/status", self.status, "what the hub holds", answer=HubStatus),
+            Endpoint(
+                "GET", "/v1/envs/{env_id}", self.env, "how things stand for one environment", parameters=(ENV_ID,),
+                answer=EnvStanding, refusals=(404,),
+            ),
             Endpoint(
                 "POST", "/v1/reset", self.reset, "forget everything: from this machine, or with the admin token",
                 answer=WasReset, refusals=(507,),
@@ -229,6 +236,30 @@ class OwnRoutes:
                 dead_groups=counts.dead.groups,
                 accepted_groups=counts.accepted_groups,
                 envs=envs,
+            )
+        )
+
+    async def env(self, request: Request) -> Response:
+        """Asking also shows that the environment is alive."""
+        hub = self._hub
+        env_id = whole_number(request.path_params["env_id"])
+        await hub.settled()
+        envs = hub.store.envs()
+        asking = next((env for env in envs if env.env_id == env_id), None)
+        if asking is None:
+            raise Refused(404, f"no environment has the id {request.path_params['env_id'][:100]}")
+        hub.presence.mark(asking.env_id)
+        tallies = hub.store.tallies()
+        return json_answer(
+            EnvStanding(
+                step=hub.store.run_state().current_step,
+                untrained_groups=sum(
+                    tally.groups
+                    for (state, owner), tally in tallies.items()
+                    if owner == asking.env_id and state in ("queued", "leased")
+                ),
+                leased_groups=sum(tally.groups for (state, _), tally in tallies.items() if state == "leased"),
+                share=batch_share(asking, envs),
             )
         )
 

@@ -42,3 +42,10 @@ def _share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
         return MIN_ENV_WEIGHT
     share = env.max_token_length * env.weight / total
     return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
+
+
+def batch_share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
+    """The share of a batch that is to come from an environment: by its weight, and no less than its minimum."""
+    total = sum(max(0.0, other.weight) for other in envs if other.connected or other is env)
+    share = max(0.0, env.weight) / total if total > 0 and math.isfinite(total) else 0.0
+    return max(MIN_ENV_WEIGHT, share, min(1.0, env.min_batch_allocation or 0.0))

@@ -5,6 +5,7 @@ check -> prepare the model -> run folder -> plan -> supervise (with a view) -> s
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
+from treadle.config.env import EnvConfig
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
-from treadle.envs.base import load_environment
+from treadle.envs.catalogue import load_environment
+from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, TreadleError, require
 from treadle.launch import folder as run_folders
 from treadle.launch.history import HistoryReader, reader_of
@@ -45,9 +48,9 @@ _FIXED_FOR_LIFE = (
 
 
 def start_run(config: RunConfig, *, plain: bool) -> int:
-    config.check_together()
-    load_environment(config.env)  # a name or task that does not exist is refused before anything is made
     explicit = explicit_keys(config)
+    config = config.model_copy(update={"env": settle_environment(config.env)})
+    config.check_together()
     check_one_model(config, explicit)
     choose_steps(config, explicit)
     # A busy port is cheap to notice and must not cost the user a download first.
@@ -57,10 +60,29 @@ def start_run(config: RunConfig, *, plain: bool) -> int:
     if warning:
         _say(f"warning: {warning}")
     model_folder = prepare_model(config.model)
-    folder = run_folders.create_run_folder(config.output, f"{config.env.name}-{config.env.task}")
+    folder = run_folders.create_run_folder(config.output, _label(config))
     with run_folders.locked(folder):
         run_folders.save_request(config, folder)
         return _run(config, folder, model_folder, explicit, plain=plain)
+
+
+def settle_environment(config: EnvConfig) -> EnvConfig:
+    """A name or task that does not exist is refused before anything is made; what suits the task is settled for life.
+
+    Paths become absolute: a run can be resumed from another folder.
+    """
+    environment = load_environment(config)
+    paths = {
+        field: str(Path(value).expanduser().resolve())
+        for field in ("name", "data", "eval_data")
+        if (value := getattr(config, field)) and Path(value).expanduser().exists() and os.sep in value
+    }
+    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment), **paths})
+
+
+def _label(config: RunConfig) -> str:
+    """ "arithmetic-addition", "gsm8k", "my_env": the last part of a run folder's name."""
+    return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
 
 def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> int:

@@ -53,7 +53,7 @@ def draw(picture: Picture) -> RenderableType:
     if history.evaluations:
         lines.append(_held_out(history.evaluations))
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
-    name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task}")
+    name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task_name}")
     return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
 
 

@@ -69,7 +69,9 @@ def build_plan(
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
     ports = choose_ports(config, facts, explicit)
-    if "train.max_age" in explicit and config.train.max_age != config.env.max_age:
+    # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
+    leased_ahead = config.env.max_age if config.env.pace != "stream" else 0
+    if "train.max_age" in explicit and config.train.max_age != leased_ahead:
         raise ConfigError(
             f"env.max_age {config.env.max_age} and train.max_age {config.train.max_age} would wait for each other",
             fix="give only --env.max-age",
@@ -85,9 +87,10 @@ def build_plan(
         "env.seed": config.seed,
         "env.rollout_server_url": hub_url,
         "env.data_dir_to_save_evals": run_folder / "evals",
+        "env.state_dir": run_folder / "env",
         "train.seed": config.seed,
         "train.threads": threads,
-        "train.max_age": config.env.max_age,
+        "train.max_age": leased_ahead,
         "train.atropos_url": hub_url,
         "train.engine_url": engine_url,
         "train.save_path": run_folder / "checkpoints",

@@ -74,7 +74,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         is_complete=outcome.is_complete,
         model=config.model,
         env=config.env.name,
-        task=config.env.task,
+        task=config.env.task_name,
         seed=config.seed,
         steps=config.steps,
         steps_taken=history.last_step,

@@ -33,6 +33,7 @@ from treadle.store.records import (
     Plan,
     Post,
     RunState,
+    Tally,
 )
 from treadle.store.refusals import DamagedGroups
 from treadle.store.writer import CommitWatcher, GroupCommitWriter
@@ -179,6 +180,10 @@ class Store:
 
     def counts(self) -> Counts:
         return self._look(groups.counts)
+
+    def tallies(self) -> dict[tuple[str, int | None], Tally]:
+        """How much there is by state and environment."""
+        return self._look(groups.tallies)
 
     def batch_of(self, lease: Lease) -> Batch:
         """The groups of a lease. Reads megabytes: on a connection of its own, beside everything else.

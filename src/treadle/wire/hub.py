@@ -87,6 +87,15 @@ class EnvStatus(msgspec.Struct, kw_only=True):
     idle_s: float  # seconds since it was last heard of
 
 
+class EnvStanding(msgspec.Struct, kw_only=True):
+    """GET /v1/envs/{env_id}: what an environment decides by whether to sample more."""
+
+    step: int  # optimizer steps taken
+    untrained_groups: int  # its own: those that wait, and those in batches that were given out
+    leased_groups: int  # of all environments: 0 means that no trainer is at work
+    share: float  # of a batch that is to come from it
+
+
 class HubStatus(msgspec.Struct, kw_only=True):
     """GET /v1/status. `accepted_groups` is the sum of the five counts of groups."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treadle.wire.binary import split_groups, unpack_group
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest
 from treadle.wire.groups import ScoredGroup
+from treadle.wire.http_client import HttpAnswer, NoAnswer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -160,15 +161,21 @@ class HubDouble:
         return JSONResponse({"status": "success"})
 
 
-class FlakyNetwork(httpx.AsyncBaseTransport):
+class FlakyNetwork:
     """Loses the first calls of chosen paths: `FlakyNetwork(app, {"/generate": 2})`."""
 
     def __init__(self, app: Starlette, losses: dict[str, int] | None = None) -> None:
-        self._inner = httpx.ASGITransport(app=app)
+        self._inner = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://double")
         self.losses = losses or {}
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self.losses.get(request.url.path, 0) > 0:
-            self.losses[request.url.path] -= 1
-            raise httpx.ConnectError("connection refused", request=request)
-        return await self._inner.handle_async_request(request)
+    async def request(
+        self, method: str, path: str, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
+        if self.losses.get(path, 0) > 0:
+            self.losses[path] -= 1
+            raise NoAnswer("ConnectError: connection refused")
+        answer = await self._inner.request(method, path, content=body, headers=dict(headers or {}))
+        return HttpAnswer(answer.status_code, answer.content, dict(answer.headers))
+
+    async def close(self) -> None:
+        await self._inner.aclose()

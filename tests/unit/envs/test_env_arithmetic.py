@@ -1,10 +1,12 @@
 import pytest
 
-from treadle.config.schema import EnvConfig
-from treadle.envs.arithmetic import TASKS, Arithmetic, split
-from treadle.envs.base import Environment, Item, Score, environment, load_environment, score_safely
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import Completion
+from treadle.envs.scoring import score_here
 from treadle.envs.seeds import stable_seed, stable_shuffle
+from treadle.envs.tasks.arithmetic import TASKS, Arithmetic, harder, split
 from treadle.errors import ConfigError
 
 
@@ -19,6 +21,51 @@ def test_the_addition_split_is_always_the_same():
     assert addition.train[:3] == ((45, 41), (99, 83), (41, 99))
     assert stable_seed(*(n for pair in addition.held_out for n in pair)) == 8486827889360832801
     assert stable_seed(*(n for pair in addition.train for n in pair)) == 72200029490543812
+
+
+@pytest.mark.parametrize(
+    ("task", "held_out", "train"),
+    [
+        ("comparison", 1479685027079665129, 3668781531013353912),
+        ("multiplication", 7115685286379324118, 5043060473580521843),
+    ],
+)
+def test_the_other_splits_are_always_the_same_too(task, held_out, train):
+    parts = split(harder(TASKS[task], 0))
+    assert stable_seed(*(n for pair in parts.held_out for n in pair)) == held_out
+    assert stable_seed(*(n for pair in parts.train for n in pair)) == train
+
+
+@pytest.mark.parametrize(
+    ("task", "difficulty", "prompt", "answer"),
+    [
+        ("addition", 1, "What is 111 + 965? Answer with only the number.", "1076"),
+        ("addition", 2, "What is 301 + 427 + 441? Answer with only the number.", "1169"),
+        ("addition", 4, "What is 4671 + 4076 + 8912 + 9061? Answer with only the number.", "26720"),
+        ("comparison", 3, "Which number is the largest, 35364, 70859 or 46519? Answer with only the number.", "70859"),
+        ("multiplication", 1, "What is 34 x 99? Answer with only the number.", "3366"),
+        ("multiplication", 2, "What is 98 x 22 x 71? Answer with only the number.", "153076"),
+    ],
+)
+def test_difficulty_adds_digits_and_numbers_in_turn(task, difficulty, prompt, answer):
+    env = Arithmetic(EnvConfig(task=task, difficulty=difficulty))
+    first = env.train_items()[0]
+    assert (first.prompt, first.answer) == (prompt, answer)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("difficulty", [1, 2, 3, 20])
+def test_harder_numbers_that_are_held_out_are_trained_on_in_no_order(task, difficulty):
+    parts = split(harder(TASKS[task], difficulty))
+    assert (len(parts.held_out), len(set(parts.train))) == (256, 4000)
+    assert not {tuple(sorted(n)) for n in parts.held_out} & {tuple(sorted(n)) for n in parts.train}
+    lengths = {len(str(number)) for numbers in parts.train for number in numbers}
+    assert len(lengths) == 1
+
+
+def test_a_difficulty_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="choose 0 to 20"):
+        load_environment(EnvConfig(difficulty=21))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +95,7 @@ def test_the_wording_of_each_task(task, prompt, answer):
 
 
 def prompts(seed, indexes):
-    env = Arithmetic(EnvConfig(seed=seed))
+    env = Arithmetic(EnvConfig(task="addition", seed=seed))
     return [env.train_item(index).prompt for index in indexes]
 
 
@@ -66,7 +113,10 @@ def test_a_prompt_does_not_depend_on_what_was_asked_before():
 
 
 def test_the_seed_does_not_change_the_held_out_prompts():
-    assert Arithmetic(EnvConfig(seed=1)).eval_items() == Arithmetic(EnvConfig(seed=2)).eval_items()
+    assert (
+        Arithmetic(EnvConfig(task="addition", seed=1)).eval_items()
+        == Arithmetic(EnvConfig(task="addition", seed=2)).eval_items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,17 +142,17 @@ def test_the_seed_does_not_change_the_held_out_prompts():
     ],
 )
 def test_the_last_number_decides(text, is_right):
-    score = Arithmetic(EnvConfig(brevity=0)).score(Item.ask("?", answer="140"), text, completion(text))
+    score = Arithmetic(EnvConfig(task="addition", brevity=0)).score(Item.ask("?", answer="140"), text, completion(text))
     assert score == Score(reward=float(is_right), is_right=is_right)
 
 
 @pytest.mark.parametrize("text", ["1240", "1,240", "It is 1,240."])
 def test_a_comma_between_thousands_is_part_of_the_number(text):
-    assert Arithmetic(EnvConfig()).score(Item.ask("?", answer="1240"), text, completion(text)).is_right
+    assert Arithmetic(EnvConfig(task="addition")).score(Item.ask("?", answer="1240"), text, completion(text)).is_right
 
 
 def test_brevity_rewards_right_and_finished_completions_only():
-    env = Arithmetic(EnvConfig(max_token_length=24, brevity=0.2))
+    env = Arithmetic(EnvConfig(task="addition", max_token_length=24, brevity=0.2))
     item = Item.ask("?", answer="140")
     assert env.score(item, "140", completion("140", num_tokens=6)).reward == pytest.approx(1.15)
     assert env.score(item, "7", completion("7", num_tokens=6)).reward == 0.0
@@ -116,7 +166,7 @@ def test_unknown_names_are_answered_with_the_nearest_known_one():
         load_environment(EnvConfig(name="aritmetic"))
 
 
-def test_an_error_while_scoring_is_recorded_and_costs_the_reward():
+def test_an_error_while_scoring_is_no_score():
     @environment("test-broken-scorer")
     class Broken(Environment):
         def train_item(self, index):
@@ -131,8 +181,9 @@ def test_an_error_while_scoring_is_recorded_and_costs_the_reward():
             raise KeyError("no such thing")
 
     env = load_environment(EnvConfig(name="test-broken-scorer"))
-    assert score_safely(env, env.train_item(0), completion("x")) == Score(0.0, False, "KeyError: 'no such thing'")
-    assert score_safely(env, env.train_item(0), completion("nan")).error == "ValueError: the reward is nan"
+    broken = score_here(env, env.train_item(0), completion("x"))
+    assert (broken.reward, broken.outcome, broken.error) == (None, "raised", "KeyError: 'no such thing'")
+    assert score_here(env, env.train_item(0), completion("nan")).error == "ValueError: the reward is nan"
 
 
 def test_seeds_are_63_bit_and_the_same_everywhere():

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from treadle.config.schema import ServerConfig
+from treadle.config.env import ServerConfig
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.transport import Patience

@@ -14,7 +14,7 @@ import uvicorn
 from env_doubles import EngineDouble, HubDouble, save_tokenizer
 
 from treadle import envs
-from treadle.config.schema import EnvConfig, ServerConfig
+from treadle.config.env import EnvConfig, ServerConfig
 from treadle.errors import ConfigError
 
 
@@ -43,25 +43,60 @@ def test_evaluate_prints_accuracy_and_samples_in_words(tmp_path, capsys):
     engine.policy_version = lambda: 12
     with listening(engine.app) as url:
         env = EnvConfig(num_eval=5, data_dir_to_save_evals=tmp_path / "evals")
-        envs.evaluate(env, ServerConfig(base_url=f"{url}/v1"))
+        envs.act("evaluate", env, ServerConfig(base_url=f"{url}/v1"))
     printed = capsys.readouterr().out
     assert "arithmetic/addition at policy version 12: 5 of 5 right = 100.0% (95 % interval 56.6% to 100.0%)" in printed
     assert printed.count("(right)") == 3
     assert (tmp_path / "evals" / "eval_step_000012.json").is_file()
 
 
+def test_evaluate_with_several_answers_prints_pass_at_k_and_leaves_the_files(tmp_path, capsys):
+    engine = EngineDouble(save_tokenizer(tmp_path / "model"), lambda p, r: [*add(p, r)[:1], *["?"] * (r.n - 1)])
+    with listening(engine.app) as url:
+        env = EnvConfig(num_eval=5, eval_samples=4, data_dir_to_save_evals=tmp_path / "evals")
+        assert envs.act("evaluate", env, ServerConfig(base_url=url)) == 0
+    printed = capsys.readouterr()
+    assert "arithmetic/addition at policy version 0: 5 prompts, 4 answers each at temperature 1, " in printed.out
+    assert "pass@1   25.0% (95 % interval " in printed.out
+    assert "pass@2   50.0%" in printed.out
+    assert "pass@4   100.0%" in printed.out
+    assert printed.out.count("(right)") == 3, "the first answers to three prompts"
+    assert "prompts: 5 of 5, 25.0% right so far" in printed.err
+    assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == [
+        "eval_step_000000.json",
+        "metrics.json",
+        "samples.jsonl",
+    ]
+
+
 def test_serve_delivers_a_run_and_returns(tmp_path):
     engine, hub = EngineDouble(save_tokenizer(tmp_path / "model"), add), HubDouble(num_steps=2)
     with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
         env = EnvConfig(group_size=2, num_eval=3, rollout_server_url=hub_url, data_dir_to_save_evals=tmp_path)
-        envs.serve(env, ServerConfig(base_url=engine_url))
+        envs.act("serve", env, ServerConfig(base_url=engine_url))
     assert [len(groups) for _, groups in hub.deliveries] == [4, 4]
     assert (tmp_path / "eval_step_000002.json").is_file()
 
 
 def test_nothing_to_evaluate_is_told():
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        envs.evaluate(EnvConfig(num_eval=0), ServerConfig())
+        envs.act("evaluate", EnvConfig(num_eval=0), ServerConfig())
+
+
+def test_a_temperature_that_makes_no_sense_is_told_before_an_engine_is_asked():
+    nowhere = ServerConfig(base_url="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="all 4 answers to a prompt are the same"):
+        envs.act("evaluate", EnvConfig(eval_samples=4, eval_temperature=0), nowhere)
+
+
+def test_an_environment_without_held_out_prompts_is_told(tmp_path):
+    (tmp_path / "bare.py").write_text(
+        "from treadle.envs import Environment, environment\n\n\n"
+        "@environment('bare')\nclass Bare(Environment):\n    def eval_items(self):\n        return []\n"
+    )
+    engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    with listening(engine.app) as url, pytest.raises(ConfigError, match="has no held-out prompts"):
+        envs.act("evaluate", EnvConfig(name=str(tmp_path / "bare.py")), ServerConfig(base_url=url))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from treadle.envs.base import Item, Score
-from treadle.envs.engine_client import Completion, Generation
-from treadle.envs.rollout import build_group
+from treadle.envs.base import Score
+from treadle.envs.chat import Transcript
+from treadle.envs.engine_client import Completion
+from treadle.envs.grouping import build_group, why_useless
+from treadle.envs.rollout import Rollout
 
 
-def completion(*token_ids: int, finish_reason: str) -> Completion:
-    return Completion(list(token_ids), [-0.5] * len(token_ids), "text", finish_reason, policy_version=3)
+def rollout(reward: float, finish_reason: str) -> Rollout:
+    transcript = Transcript(messages=[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "text"}])
+    transcript.read([1, 2])
+    transcript.wrote(Completion([7, 8], [-0.5, -0.5], "text", finish_reason, policy_version=3))
+    return Rollout([transcript], Score(reward, is_right=reward > 0), 0.25)
 
 
 @pytest.mark.parametrize(
@@ -22,10 +27,20 @@ def completion(*token_ids: int, finish_reason: str) -> Completion:
     ],
 )
 def test_what_was_cut_off_at_the_length_limit_is_said(reasons, overrides, truncated) -> None:
-    completions = [completion(7, 8, finish_reason=reason) for reason in reasons]
-    item = Item.ask("1+1", answer="2")
-    scores = [Score(1.0, is_right=True), Score(0.0, is_right=False)]
-    group = build_group(item, [1, 2], Generation(completions, 0.5), scores, temperature=0.7)
+    group = build_group([rollout(1.0, reasons[0]), rollout(0.0, reasons[1])], temperature=0.7)
     assert group.overrides == overrides
     assert group.metrics["truncated"] == truncated
     assert group.generation_params == {"temperature": 0.7}
+    assert (group.tokens[0], group.masks[0]) == ([1, 2, 7, 8], [-100, -100, 7, 8])
+    assert group.inference_logprobs[0] == [1.0, 1.0, -0.5, -0.5]
+
+
+def test_a_rollout_without_a_score_teaches_nothing_and_leaves_the_mean_as_it_is() -> None:
+    lost = Rollout(rollout(0.0, "stop").transcripts, Score(None, False, outcome="timed_out", error="10 s"), 0.25)
+    group = build_group([rollout(1.0, "stop"), rollout(0.0, "stop"), lost], temperature=1.0)
+    assert group.scores == [1.0, 0.0, 0.5]
+    assert group.overrides[2] == {"set_advantage_to_zero": True, "outcome": "timed_out", "error": "10 s"}
+    assert (group.metrics["score_timed_out"], group.metrics["score_errors"]) == (1.0, 1.0)
+    assert why_useless([lost, lost], drop_equal_scores=False) == "unscored"
+    assert why_useless([rollout(1.0, "stop"), lost], drop_equal_scores=True) == "equal_scores"
+    assert why_useless([rollout(1.0, "stop"), rollout(0.0, "stop")], drop_equal_scores=True) is None

@@ -7,13 +7,13 @@ import pytest
 from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse, Response
 
-from treadle.config.schema import EnvConfig, ServerConfig
-from treadle.envs.base import load_environment
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.rollout import Desk
-from treadle.envs.runner import run
+from treadle.envs.process import open_desk
 from treadle.envs.seeds import stable_seed
+from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError, HubError
@@ -49,7 +49,8 @@ class Scene:
             HubClient("http://hub", patience=QUICK, transport=hub_network) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
-            await asyncio.wait_for(run(Desk(self.config, load_environment(self.config), engine, tokenizer), hub), 20)
+            async with open_desk(load_environment(self.config), engine, tokenizer) as desk:
+                await asyncio.wait_for(run(desk, hub), 20)
 
     def serve_to_the_end(self):
         asyncio.run(self.serve())
@@ -280,11 +281,11 @@ def test_scoring_errors_are_counted_in_the_group(tmp_path):
             EngineClient(ServerConfig(), transport=FlakyNetwork(scene.engine.app)) as engine,
             HubClient("http://hub", transport=FlakyNetwork(scene.hub.app)) as hub,
         ):
-            await run(
-                Desk(scene.config, Fragile(scene.config), engine, ChatTokenizer.load(scene.engine.folder)),
-                hub,
-            )
+            fragile = Fragile(load_environment(scene.config).config)
+            async with open_desk(fragile, engine, ChatTokenizer.load(scene.engine.folder)) as desk:
+                await run(desk, hub)
 
     asyncio.run(scenario())
     group = scene.hub.deliveries[0][1][0]
-    assert (group.scores, group.metrics["score_errors"]) == ([1.0, 0.0, 1.0, 0.0], 2.0)
+    assert (group.scores, group.metrics["score_errors"]) == ([1.0, 1.0, 1.0, 1.0], 2.0)
+    assert [o.get("set_advantage_to_zero", False) for o in group.overrides] == [False, True, False, True]

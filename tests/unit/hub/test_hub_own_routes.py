@@ -17,7 +17,7 @@ from treadle.hub.state import HubState
 from treadle.store import Store
 from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import HubStatus, LeaseAnswer
+from treadle.wire.hub import EnvStanding, HubStatus, LeaseAnswer
 
 
 @contextlib.asynccontextmanager
@@ -140,6 +140,26 @@ def test_status_adds_up(client, desk, clock):
     assert (status.leased_groups, status.trained_groups, status.dead_groups) == (2, 2, 0)
     assert status.accepted_groups == 7
     assert [(env.name, env.groups_accepted, env.idle_s) for env in status.envs] == [("math_0", 7, 2.0)]
+
+
+def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, desk, clock):
+    desk.register()
+    client.get("/batch")
+    desk.register_env(weight=3.0)
+    desk.register_env(desired_name="code", weight=1.0)
+    desk.post(*range(7), env_id=0)
+    desk.post(7, env_id=1)
+    client.post("/v1/batches/1/ack", json={"token": desk.lease(1)["batch"]["token"]})
+    desk.lease(2)
+    clock.now_s += 2
+    standing = msgspec.json.decode(client.get("/v1/envs/0").content, type=EnvStanding)
+    assert (standing.step, standing.share) == (1, 0.75)
+    others = msgspec.json.decode(client.get("/v1/envs/1").content, type=EnvStanding)
+    assert standing.untrained_groups + others.untrained_groups == 6  # 8 posted, 2 trained
+    assert others.leased_groups == standing.leased_groups == 2
+    assert client.get("/v1/status").json()["envs"][0]["idle_s"] == 0.0  # whoever asks is alive
+    assert client.get("/v1/envs/9").status_code == 404
+    assert client.get("/v1/envs/none").status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import aclosing
+from typing import Any, NoReturn
 
-import httpx
 import msgspec
 
 from treadle.engines.vllm.completions import Completions, decode_answer
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
+from treadle.wire.http_client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
 
 CALL_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 10.0
 _EVENT = "data: "
 _END_OF_EVENTS = "[DONE]"
+_JSON = {"Content-Type": "application/json"}
 
 
 class VllmClient:
@@ -23,43 +25,38 @@ class VllmClient:
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
-        self._http = httpx.AsyncClient(
-            base_url=server.url,
-            headers=server.headers,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            # A completion may take as long as it takes; that the server lives is seen by its connection.
-            timeout=httpx.Timeout(CALL_TIMEOUT_S, read=None, pool=None),
+        # A completion may take as long as it takes; that the server lives is seen by its connection.
+        self._http = PooledHttpClient(
+            server.url, headers=server.headers, timeout_s=None, connect_timeout_s=CALL_TIMEOUT_S, trust_env=False
         )
+        self._is_closed = False
 
     async def complete(self, body: dict[str, Any]) -> Completions:
         answer = await self._post("/v1/completions", body)
         return decode_answer(answer.content)
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[Completions]:
+        self._refuse_when_closed()
+        lines = self._http.stream_lines("/v1/completions", body=msgspec.json.encode(body), headers=_JSON)
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    await answer.aread()
-                    self._refuse(answer)
-                async for line in answer.aiter_lines():
+            async with aclosing(lines):  # type: ignore[type-var]  # an asynchronous generator, which can be closed
+                async for line in lines:
                     data = line.removeprefix(_EVENT)
                     if data in (line, _END_OF_EVENTS):
                         continue
                     yield _decode_event(data)
-        except httpx.TransportError as error:
+        except BadStatus as refused:
+            self._refuse(refused.answer)
+        except NoAnswer as error:
             raise self._lost(error) from None
 
     async def call(self, path: str, body: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
         answer = await self._post(path, body, timeout_s)
-        return msgspec.json.decode(answer.content) if "json" in answer.headers.get("content-type", "") else answer.text
+        return msgspec.json.decode(answer.content) if "json" in answer.header("content-type") else answer.text
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
-        """Ask the worker; what it refuses (weights that do not fit, a model it cannot map) is a RequestError."""
-        (answer,) = await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs})
-        if isinstance(answer, dict) and "error" in answer:
-            raise RequestError(answer["error"], fix=answer["fix"])
-        return answer
+        """Ask the workers; what one refuses (weights that do not fit, a model it cannot map) is a RequestError."""
+        return agreed_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}))
 
     async def failure(self) -> str | None:
         """Why it cannot generate; None: it can."""
@@ -67,36 +64,62 @@ class VllmClient:
         if death is not None:
             return death
         try:
-            answer = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
-        except httpx.TransportError as error:
-            return self._server.death() or f"vLLM's server does not answer ({type(error).__name__})"
-        return None if answer.status_code == httpx.codes.OK else "vLLM's server lives, but its engine has died"
+            answer = await self._http.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except NoAnswer as error:
+            return self._server.death() or f"vLLM's server does not answer ({error})"
+        return None if answer.status == OK else "vLLM's server lives, but its engine has died"
 
     def death(self) -> str | None:
         return self._server.death()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        self._is_closed = True
+        await self._http.close()
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> httpx.Response:
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> HttpAnswer:
+        self._refuse_when_closed()
+        content = msgspec.json.encode(body)
         try:
-            answer = await self._http.post(path, json=body, timeout=timeout)
-        except httpx.TransportError as error:
+            answer = await self._http.request("POST", path, body=content, headers=_JSON, timeout_s=timeout_s)
+        except NoAnswer as error:
             raise self._lost(error) from None
-        if answer.status_code != httpx.codes.OK:
+        if answer.status != OK:
             self._refuse(answer)
         return answer
 
-    def _refuse(self, answer: httpx.Response) -> None:
+    def _refuse_when_closed(self) -> None:
+        if self._is_closed:
+            raise self._lost(NoAnswer("the engine has hung up"))
+
+    def _refuse(self, answer: HttpAnswer) -> NoReturn:
         message = _message(answer)
-        if httpx.codes.is_client_error(answer.status_code):
+        if 400 <= answer.status < 500:
             raise RequestError(message)
         raise EngineError(f"vLLM failed: {message}", fix="its log says more")
 
-    def _lost(self, error: httpx.TransportError) -> EngineError:
-        reason = self._server.death() or f"vLLM's server did not answer ({type(error).__name__})"
+    def _lost(self, error: NoAnswer) -> EngineError:
+        reason = self._server.death() or f"vLLM's server did not answer ({error})"
         return EngineError(reason, fix="its log says why; POST /bridge/restart or start the engine again")
+
+
+def agreed_answer(method: str, answers: list[Any]) -> Any:
+    """One answer for that of every worker, each of which has a part of the model; they are listed by rank.
+
+    >>> agreed_answer("treadle_settle", [None, None])
+    """
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict) and "error" in answer:
+            where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
+            raise RequestError(where + answer["error"], fix=answer["fix"])
+    if not answers:
+        raise EngineError(f"no worker of vLLM answered {method}", fix="its log says more")
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise EngineError(
+                f"vLLM's workers 0 and {rank} answer {method} differently: their weights are not those of one model",
+                fix="POST /bridge/restart, or start the engine again",
+            )
+    return answers[0]
 
 
 def _decode_event(data: str) -> Completions:
@@ -106,11 +129,11 @@ def _decode_event(data: str) -> Completions:
         raise EngineError(f"vLLM failed: {data[:500]}", fix="its log says more") from None
 
 
-def _message(answer: httpx.Response) -> str:
+def _message(answer: HttpAnswer) -> str:
     """vLLM's own words, wherever it puts them."""
     try:
-        body = answer.json()
-    except ValueError:
+        body = msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
         return answer.text[:500]
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)

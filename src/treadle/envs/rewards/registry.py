@@ -33,6 +33,7 @@ BUILT_IN = {
     "json_schema": f"{_HERE}.match:JsonSchemaReward",
     "boxed_math": f"{_HERE}.boxed_math:BoxedMath",
     "accuracy": f"{_HERE}.boxed_math:AccuracyReward",
+    "unit_tests": f"{_HERE}.unit_tests:UnitTestsReward",
     "combined": f"{_HERE}.combined:CombinedReward",
     "r1": f"{_HERE}.combined:R1Reward",
 }

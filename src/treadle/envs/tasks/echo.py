@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treadle.envs.base import Environment, Item, Score, environment
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.catalogue import environment
 from treadle.envs.engine_client import Completion
 
 

@@ -1,0 +1,62 @@
+"""A plain agent: the client of OpenAI, a loop, a tool. It knows nothing of training, and is trained all the same.
+
+    treadle env agent serve --env.data rows.jsonl --env.args '{"command": "python examples/agent.py"}'
+
+with rows like {"question": "What is 17 * 23?", "answer": "391"}. It is started once for every rollout; OPENAI_BASE_URL
+and OPENAI_API_KEY, which the client reads by itself, lead to the model.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+
+import openai
+
+MAX_TURNS = 4
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiplies two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+def solve(client: openai.OpenAI, messages: list[dict]) -> str:
+    """Talk until the model answers without calling the tool; its last words."""
+    reply = None
+    for _ in range(MAX_TURNS):
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])
+        reply = answer.choices[0].message
+        messages.append(reply.model_dump(exclude_none=True))
+        if not reply.tool_calls:
+            break
+        for call in reply.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": multiply(call.function.arguments)})
+    return (reply.content if reply else None) or ""
+
+
+def multiply(arguments: str) -> str:
+    try:
+        given = json.loads(arguments)
+        return str(given["a"] * given["b"])
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {error}"  # the model made the call, so it is told
+
+
+def post_score(score: float) -> None:
+    body = json.dumps({"score": score}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    urllib.request.urlopen(urllib.request.Request(os.environ["TREADLE_SCORE_URL"], body, headers)).close()  # noqa: S310
+
+
+if __name__ == "__main__":
+    item = json.load(sys.stdin)
+    said = solve(openai.OpenAI(), item["messages"])
+    post_score(float(item["answer"] in said))

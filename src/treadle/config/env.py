@@ -1,0 +1,153 @@
+"""The sections of an environment process: the task itself, and where it finds its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from treadle.config.section import DEFAULT_MODEL, Count, PositiveInt, Seconds, Section, option
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def parse_object(value: Any) -> Any:
+    """'{"low": 2}' -> {"low": 2}; what is no JSON object is left to the type to refuse."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"'{value}' is not JSON: {error}") from None
+
+
+class ServerConfig(Section):
+    """Where an environment finds its model (Atropos' `--openai.*` flags)."""
+
+    base_url: str = option("http://127.0.0.1:9001/v1", "URL of the engine, with or without /v1")
+    model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
+    server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
+    api_key: str = option("", "bearer token, when the engine asks for one")
+    timeout: Seconds = option(1200.0, "seconds to wait for one completion")
+
+
+class DataOptions(Section):
+    """What is asked. Which of these a task looks at, `treadle env NAME validate` says."""
+
+    data: str = option("", "training rows: a JSONL file, a folder of them, or the name of a dataset")
+    eval_data: str = option("", "held-out rows; empty: the dataset's test split, or some rows of the training data")
+    task: str = option("", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
+    difficulty: Count = option(0, "how hard generated tasks are, where there is a choice; 0: as always")
+    system_prompt: str | None = option(None, "what the model is told first; empty: the environment's own words")
+    args: Annotated[dict[str, Any], BeforeValidator(parse_object)] = option(
+        {}, "further settings of the environment, as JSON: '{\"low\": 2}'"
+    )
+    sampling: Literal["even", "difficulty"] = option(
+        "even", "even: every item once an epoch; difficulty: those that are sometimes right, more often"
+    )
+
+
+class RewardOptions(Section):
+    """How completions are scored."""
+
+    brevity: NotNegative = option(0.0, "arithmetic: bonus for a right answer that ends early, at most this much")
+    length_penalty: bool = option(
+        False, "when a whole group is right: full reward up to half of max_token_length, then less, down to none"
+    )
+    ensure_scores_are_not_same: bool = option(False, "drop groups whose scores are all the same, and count them")
+    reward_workers: PositiveInt = option(2, "processes that score")
+    reward_timeout_s: Seconds = option(10.0, "a reward that takes longer is ended, and its completion marked")
+    reward_memory_mb: Count = option(1024, "memory that a reward may take; 0: no limit")
+
+
+class PaceOptions(Section):
+    """How much is sampled, and how far ahead of training."""
+
+    pace: Literal["auto", "waves", "stream"] = option(
+        "auto",
+        "waves: the prompts of a step side by side, so that a seed gives the same curve; stream: as many groups as "
+        "keep the engine busy; auto: waves for single turns of which no group is dropped",
+    )
+    max_age: Count = option(
+        1,
+        "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both",
+        flags=("max_batches_offpolicy",),
+    )
+    max_num_workers: int = option(
+        -1, "stream: groups in flight at most; -1: as many as the engine works on", flags=("max_num_workers_per_node",)
+    )
+    worker_timeout: Seconds = option(600.0, "stream: a group that takes longer is given up, and asked for again later")
+    state_dir: Path = option(
+        Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
+    )
+    min_batch_allocation: Share | None = option(None, "share of every batch that is set aside for this environment")
+    total_steps: int = option(-1, "stop after so many steps; -1: when the trainer has taken its last")
+
+
+class EvaluationOptions(Section):
+    """How good is the policy now?"""
+
+    num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never")
+    steps_per_eval: Count = option(
+        0, "also evaluate every so many steps (not in the last max_age); 0: before and after"
+    )
+    eval_samples: PositiveInt = option(1, "answers per prompt; more than one gives pass@k")
+    eval_temperature: NotNegative | None = option(None, "0 is greedy; empty: 0 for one answer, else the training's")
+    eval_limit_ratio: Share = option(0.5, "share of the engine that an evaluation may take beside training (stream)")
+    data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
+    data_path_to_save_groups: Path | None = option(None, "also write every group to this JSONL file")
+
+
+class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
+    """An environment process (Atropos' `--env.*` flags)."""
+
+    name: str = option("arithmetic", "a built-in environment, verifiers:NAME, or the path of a .py file")
+    group_size: PositiveInt = option(8, "completions per prompt")
+    max_token_length: PositiveInt = option(24, "longest completion, in tokens")
+    temperature: NotNegative = option(1.0, "sampling temperature in training")
+    seed: int = option(0, "the same seed gives the same prompts and the same samples")
+    rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
+    inference_weight: float = option(1.0, "weight of this environment in the mix")
+    wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
+
+    @property
+    def own_name(self) -> str:
+        """ "gsm8k", or "my_env" of ./my_env.py."""
+        return Path(self.name.partition(".py")[0]).name
+
+    @property
+    def task_name(self) -> str:
+        """What the task is called where there is only room for a word."""
+        return self.task or self.own_name
+
+
+# Flags of Atropos' environments that decide nothing here, and why.
+WITHOUT_EFFECT = {
+    "env.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
+    "env.use-wandb": "metrics ride on every group to the trainer, which logs them",
+    "env.batch-size": "the trainer says how large a batch is",
+    "env.num-rollouts-to-keep": "every rollout is in the hub",
+    "env.num-rollouts-per-group-for-logging": "every rollout is in the hub",
+    "env.min-items-sent-before-logging": "metrics ride on every group",
+    "env.include-messages": "messages are always sent",
+    "env.max-eval-workers": "an evaluation takes --env.eval-limit-ratio of the engine",
+    "env.eval-handling": "an evaluation runs beside training, on --env.eval-limit-ratio of the engine",
+    "env.start-tok-length": "a reply has --env.max-token-length tokens from the beginning",
+    "env.thinking-mode": "write the system prompt that asks for it: --env.system-prompt",
+    "env.reasoning-effort": "write the system prompt that asks for it: --env.system-prompt",
+    "env.max-reasoning-tokens": "--env.max-token-length bounds the whole reply",
+    "env.custom-thinking-prompt": "--env.system-prompt",
+    "openai.rolling-buffer-length": "latencies are in the engine's metrics",
+    "openai.num-max-requests-at-once": "--env.max-num-workers bounds the groups in flight",
+    "openai.num-requests-for-eval": "an evaluation takes --env.eval-limit-ratio of the engine",
+    "openai.n-kwarg-is-ignored": "our engine heeds n",
+    "openai.health-check": "an engine that is away is waited for",
+    "openai.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
+    "slurm": "give the engine's URL by --openai.base-url",
+    "testing": "treadle env NAME validate needs no model",
+    "max-n-completions": "the engine takes any n",
+    "proxy-url": "give the engine's URL by --openai.base-url",
+}

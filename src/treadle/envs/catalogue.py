@@ -1,0 +1,84 @@
+"""Environments by name, or by the file that they are written in."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from treadle.config.env import EnvConfig
+from treadle.config.load import suggest
+from treadle.envs.base import Environment
+from treadle.envs.rewards.source import load_file
+from treadle.errors import ConfigError
+
+E = TypeVar("E", bound=type[Environment])
+
+_REGISTRY: dict[str, type[Environment]] = {}
+_BUILT_IN = {
+    "agent": "treadle.envs.foreign.agent",
+    "arithmetic": "treadle.envs.tasks.arithmetic",
+    "code": "treadle.envs.tasks.code",
+    "echo": "treadle.envs.tasks.echo",
+    "gsm8k": "treadle.envs.tasks.gsm8k",
+    "jsonl": "treadle.envs.tasks.jsonl",
+    "reasoning_gym": "treadle.envs.tasks.reasoning_gym",
+    "svamp": "treadle.envs.tasks.svamp",
+    "tools": "treadle.envs.tasks.tools",
+}
+_OF_OTHERS = {"verifiers": "treadle.envs.foreign.verifiers"}  # "verifiers:NAME" is NAME of that library
+
+
+def environment(name: str) -> Callable[[E], E]:
+    """Class decorator: `treadle env NAME` finds the class under this name."""
+
+    def register(cls: E) -> E:
+        if _REGISTRY.setdefault(name, cls) is not cls:
+            raise ConfigError(f"two environments are called '{name}'", fix="rename one of them")
+        return cls
+
+    return register
+
+
+def load_environment(config: EnvConfig) -> Environment:
+    """`config.name` is a built-in name, or a file: "./my_env.py", or "./my_env.py:name" where it has several; or
+    "verifiers:name".
+
+    Its `config` has the environment's own defaults for whatever was not set.
+    """
+    kind = _find(config)
+    return kind(config.model_copy(update={k: v for k, v in kind.defaults.items() if k not in config.model_fields_set}))
+
+
+def _find(config: EnvConfig) -> type[Environment]:
+    path, _, chosen = config.name.partition(".py")
+    if path != config.name and (not chosen or chosen.startswith(":")):
+        return _from_file(Path(f"{path}.py"), chosen.removeprefix(":"))
+    library, is_of_others, _ = config.name.partition(":")
+    if is_of_others and library in _OF_OTHERS:
+        importlib.import_module(_OF_OTHERS[library])
+        return _REGISTRY[library]
+    if config.name in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[config.name])
+    if config.name not in _REGISTRY:
+        known = sorted({*_BUILT_IN, *_REGISTRY, *(f"{library}:NAME" for library in _OF_OTHERS)})
+        hint = suggest(config.name, known) or f"known environments: {', '.join(known)}; or the path of a .py file"
+        raise ConfigError(f"unknown environment '{config.name}'", fix=hint)
+    return _REGISTRY[config.name]
+
+
+def _from_file(path: Path, chosen: str) -> type[Environment]:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", fix="check the path of the environment")
+    module = load_file(path)
+    own = {name: cls for name, cls in _REGISTRY.items() if cls.__module__ == module.__name__}
+    if chosen:
+        if chosen not in own:
+            raise ConfigError(f"{path} has no environment '{chosen}'", fix=f"it has: {', '.join(own) or 'none'}")
+        return own[chosen]
+    if len(own) != 1:
+        found = f"has several environments: {', '.join(own)}" if own else "has no environment"
+        fix = f"choose one: {path}:{next(iter(own))}" if own else 'put @environment("name") above its class'
+        raise ConfigError(f"{path} {found}", fix=fix)
+    return next(iter(own.values()))

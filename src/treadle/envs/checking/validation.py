@@ -1,0 +1,185 @@
+"""`treadle env NAME validate`: is the task fit to be trained on? Needs no model, hub or tokenizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import PrivateAttr
+from rich.console import Console
+
+from treadle.config.env import DataOptions, EnvConfig
+from treadle.envs.base import Environment, Item
+from treadle.envs.catalogue import load_environment
+from treadle.envs.checking.findings import Finding, as_table, problems
+from treadle.envs.checking.trial_checks import check_trials
+from treadle.envs.checking.trials import Trial, Trials
+from treadle.envs.data import DataEnvironment
+from treadle.envs.rewards import RewardPool
+from treadle.envs.scoring import Judge
+from treadle.envs.seeds import stable_shuffle
+from treadle.errors import TreadleError
+from treadle.log import get_logger
+
+log = get_logger("env")
+
+_MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
+_MAX_FAILURES = 10  # then the rest would only say the same
+_REPORTED_SETTINGS = {*DataOptions.model_fields, "brevity", "max_token_length"}
+
+
+class WatchedConfig(EnvConfig):
+    """Remembers which of its settings were looked at, also in its copies."""
+
+    _seen: set[str] = PrivateAttr(default_factory=set)
+
+    @property
+    def seen(self) -> list[str]:
+        return sorted(self._seen)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _REPORTED_SETTINGS:
+            self._seen.add(name)
+        return super().__getattribute__(name)
+
+
+async def validate_task(
+    env: EnvConfig, *, max_items: int = 200, max_seconds: float = 60.0, console: Console | None = None
+) -> int:
+    """Print what is right and wrong with a task; 1 when something is wrong.
+
+    Answers are tried on at most `max_items` of each split, and not for much longer than `max_seconds`.
+    """
+    watched = WatchedConfig.model_validate(env.model_dump(exclude_unset=True))
+    environment = load_environment(watched)
+    try:
+        findings = await _examine(environment, max_items, max_seconds)
+    except TreadleError:
+        raise
+    except Exception as error:  # the border to code that a user writes
+        log.error("environment_failed", exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        findings = [Finding("its own code", "problem", what, "mend it: the lines above say where it happened")]
+    else:
+        findings.append(_settings(environment))
+    wrong = problems(findings)
+    said = f"is not fit to be trained on: {', '.join(wrong)}" if wrong else "is fit to be trained on"
+    console = console or Console()
+    console.print(as_table(findings), f"'{env.own_name}' {said}", sep="\n")
+    return int(bool(wrong))
+
+
+async def _examine(environment: Environment, max_items: int, max_seconds: float) -> list[Finding]:
+    config = environment.config
+    async with RewardPool(
+        config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
+    ) as pool:
+        await environment.open()
+        try:
+            listed = _listed(environment)
+            num_train = max_items if listed is None else min(max_items, len(listed))
+            # At least one: without items, that is told here.
+            train = [environment.train_item(index) for index in range(max(1, num_train))]
+            held_out = environment.eval_items()
+            findings = [
+                *_check_counts(environment, listed, held_out),
+                _check_prompts([*(listed or train), *held_out]),
+                _check_splits(listed or train, held_out),
+                _check_repeatable(environment, listed, train, held_out),
+            ]
+            if problems(findings):
+                return findings
+            items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also where time is short
+            trials = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
+            num_tried = sum(trial.kind == "right" for trial in trials)
+            tried = Finding("items tried", "ok", f"{num_tried:,} of {len(items):,}")
+            return [*findings, tried, *check_trials(environment, trials)]
+        finally:
+            await environment.close()
+
+
+def _listed(environment: Environment) -> Sequence[Item] | None:
+    """All training items; None when they are made as they are asked for."""
+    return environment.train_items() if type(environment).train_item is Environment.train_item else None
+
+
+def _check_counts(environment: Environment, listed: Sequence[Item] | None, held_out: Sequence[Item]) -> list[Finding]:
+    findings = [
+        Finding("training items", "ok", "made as they are asked for" if listed is None else f"{len(listed):,}"),
+        Finding("held-out items", "ok", f"{len(held_out):,}")
+        if held_out
+        else Finding("held-out items", "warning", "none", "let eval_items return some: they show what was learned"),
+    ]
+    if isinstance(environment, DataEnvironment):
+        findings.append(_check_rows(environment))
+    return findings
+
+
+def _check_rows(environment: DataEnvironment) -> Finding:
+    data = environment.data
+    apart = f"; {data.num_kept_apart:,} not trained on: a held-out one asks the same" if data.num_kept_apart else ""
+    if not data.broken:
+        return Finding("rows", "ok", f"all can be used{apart}")
+    examples = "; ".join(map(str, data.broken[:3]))
+    found = f"{len(data.broken):,} cannot be used: {examples}{apart}"
+    return Finding("rows", "warning", found, "mend them, or leave them out of the file")
+
+
+def _check_prompts(items: Sequence[Item]) -> Finding:
+    faulty = next((item for item in items if not _is_prompt(item)), None)
+    if faulty is not None:
+        remedy = 'every message is {"role": "user", "content": "..."}, and one of them has words'
+        return Finding("prompts", "problem", f"no prompt: {faulty.messages!r:.200}", remedy)
+    lengths = [len(item.prompt) for item in items]
+    return Finding("prompts", "ok", f"{statistics.median(lengths):.0f} characters (median), {max(lengths):,} (longest)")
+
+
+def _is_prompt(item: Item) -> bool:
+    return all({"role", "content"} <= set(message) for message in item.messages) and bool(item.prompt.strip())
+
+
+def _check_splits(train: Sequence[Item], held_out: Sequence[Item]) -> Finding:
+    name = "prompts of both splits"
+    asked = {item.prompt for item in train}
+    num_both = sum(item.prompt in asked for item in held_out)
+    if not num_both:
+        return Finding(name, "ok", f"none; {len(asked):,} of {len(train):,} training prompts are distinct")
+    remedy = "train on others, or an evaluation shows what was learned by heart"
+    return Finding(name, "warning", f"{num_both:,} held-out prompts are trained on too", remedy)
+
+
+def _check_repeatable(
+    environment: Environment, listed: Sequence[Item] | None, train: Sequence[Item], held_out: Sequence[Item]
+) -> Finding:
+    again = [environment.train_item(index) for index in reversed(range(len(train)))]
+    is_same = again[::-1] == list(train) and list(environment.eval_items()) == list(held_out)
+    if is_same and (listed is None or list(environment.train_items()) == list(listed)):
+        return Finding("asked again", "ok", "the same index gives the same item")
+    remedy = "make an item of its index and config.seed alone: a restarted run must go on with the same ones"
+    return Finding("asked again", "problem", "the same index gives another item", remedy)
+
+
+async def _try_answers(
+    environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float
+) -> list[Trial]:
+    trials = Trials(environment, judge, items)
+    await trials.on(0)  # not counted: the workers start
+    deadline = time.monotonic() + max_seconds
+    tried: list[Trial] = []
+    num_failures = 0
+    for place in range(min(len(items), _MAX_WITH_TURNS) if environment.has_turns else len(items)):
+        answers = await trials.on(place)
+        tried += answers
+        num_failures += sum(answer.score.reward is None for answer in answers)
+        if num_failures >= _MAX_FAILURES or time.monotonic() > deadline:
+            break
+    return tried
+
+
+def _settings(environment: Environment) -> Finding:
+    config = environment.config
+    seen = ", ".join(config.seen) if isinstance(config, WatchedConfig) else ""
+    own = ", ".join(f"{name} {value}" for name, value in environment.defaults.items() if value != "")
+    return Finding("settings", "ok", f"looks at {seen or 'none'}" + (f"; its own defaults: {own}" if own else ""))

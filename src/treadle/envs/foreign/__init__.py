@@ -1,0 +1,1 @@
+"""Agents and environments of other projects: they speak OpenAI's wire to a recorder, which loses no token."""

@@ -1,0 +1,70 @@
+"""Serving the recorder inside the environment's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+
+from treadle.log import get_logger
+from treadle.wire.guard import Access, Guard, Rules
+from treadle.wire.http_connections import Connections
+from treadle.wire.http_limits import HttpLimits
+from treadle.wire.http_protocol import protocol_of
+from treadle.wire.serving import RefuseWebPages, take_port
+
+TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
+MAX_CONNECTIONS = 4000  # an agent may hold several
+log = get_logger("env")
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the environment process's own."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
+    """Serve until the block is left; yields the URL. Port 0 takes a free one."""
+    access = Access.of(Rules(process="recorder", host=host, token_variable=TOKEN_VARIABLE), os.environ)
+    listener = take_port(host, port)
+    limits = HttpLimits(max_connections=MAX_CONNECTIONS)
+    connections = Connections(limits)
+    settings = uvicorn.Config(
+        RefuseWebPages(Guard(app, access)),
+        http=protocol_of(connections),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=math.ceil(limits.idle_s),
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(settings)
+    watch = asyncio.ensure_future(connections.watch())
+    serve = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        address = f"[{host}]" if ":" in host else host
+        url = f"http://{address}:{listener.getsockname()[1]}"
+        log.info("recorder", url=url)
+        yield url
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serve, return_exceptions=True)
+        watch.cancel()
+        listener.close()
+
+
+def api_key() -> str:
+    """What agents send as their key: the recorder's token, where it has one."""
+    return os.environ.get(TOKEN_VARIABLE, "none")

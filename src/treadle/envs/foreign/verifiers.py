@@ -1,0 +1,178 @@
+"""Environments written with the library verifiers (0.4), by name.
+
+treadle env verifiers:NAME serve --env.args '{"taskset": {"split": "train"}, "eval_taskset": {"split": "test"}}'
+
+The environment runs as it is: its own tasks, program, tools and rewards. Its model is our recorder. `--env.args` is
+what verifiers calls its [env] block; "eval_taskset" is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from typing import Any, ClassVar
+
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Environment, Item, Message, Score
+from treadle.envs.catalogue import environment
+from treadle.envs.chat import Model
+from treadle.envs.foreign.recorder import SHARED, Recorder
+from treadle.envs.foreign.server import TOKEN_VARIABLE, serving
+from treadle.envs.foreign.sessions import Session, Sessions
+from treadle.errors import ConfigError, MissingExtra, ProcessDied
+
+OLDEST = (0, 4)  # before it, environments had another interface
+ENDLESS_TASKS = 1000  # of a taskset that never ends, so many are asked
+HELD_OUT_EVERY = 10  # and at most
+MAX_HELD_OUT = 256
+
+Json = dict[str, Any]
+
+
+@environment("verifiers")
+class Verifiers(Environment):
+    """One episode is one rollout; what its trained agent earned is the score."""
+
+    defaults: ClassVar = {"max_token_length": 1024}
+
+    def __init__(self, config: EnvConfig) -> None:
+        super().__init__(config)
+        self._id = config.name.partition(":")[2]
+        if not self._id:
+            raise ConfigError("which environment of verifiers?", fix="write its name: treadle env verifiers:NAME")
+        self._library = _library()
+        self._settings, self._held_out = self._resolve()  # here: what is misspelt must not wait for an engine
+        self._sessions = Sessions()
+        self._open = AsyncExitStack()
+        self._tasks: dict[str, list[Any]] = {}  # of verifiers, by split
+
+    async def open(self) -> None:
+        # In a thread, because it may download: the process must hear a signal meanwhile.
+        self._env = await asyncio.to_thread(self._load)
+        url = await self._open.enter_async_context(serving(Recorder(self._sessions).app, "127.0.0.1", 0))
+        await self._open.enter_async_context(self._env.serving())
+        # One address for all rollouts: verifiers keeps a client for each that it has seen, for ever.
+        client = self._library.EvalClientConfig(base_url=f"{url}/{SHARED}/v1", api_key_var=TOKEN_VARIABLE)
+        self._context = self._library.ModelContext(model="policy", client=client)
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    def train_items(self) -> Sequence[Item]:
+        return self._items("train")
+
+    def eval_items(self) -> Sequence[Item]:
+        return self._items("held_out")
+
+    async def rollout(self, item: Item, model: Model) -> Score:
+        task = self._tasks[item.metadata["split"]][item.metadata["place"]]
+        with self._sessions.open(model, item) as session:
+            episode = await self._env.run_episode(
+                task,
+                self._context,
+                on_trace=lambda trace: self._sessions.join(trace.id, session),
+                on_discard=lambda trace: session.forget([trace.id]),  # it is begun again: nobody judges this attempt
+            )
+            if session.score.done():
+                session.score.result()  # raises: the engine is gone
+            return _score(episode, session)
+
+    def _resolve(self) -> tuple[Any, Any]:
+        """The settings of the environment, and of its held-out tasks, if there are such; no data is loaded."""
+        block = {**self.config.args, "taskset": {"id": self._id, **self.config.args.get("taskset", {})}}
+        held_out = block.pop("eval_taskset", None)
+        try:
+            loaders = _loaders()
+            roles = loaders.env_config_type(self._id, block.get("id", "")).model_fields
+            block = _on_this_machine(block, roles, self._library) | {"timeout": self._time_limits(block)}
+            other = block | {"taskset": {**block["taskset"], **(held_out or {})}}
+            return loaders.resolve_env_config(block), held_out and loaders.resolve_env_config(other).taskset
+        except (ImportError, AttributeError, TypeError, ValueError) as error:  # a ValidationError is a ValueError
+            raise ConfigError(
+                f"verifiers cannot load '{self._id}': {error}", fix="install its package here, and check --env.args"
+            ) from error
+
+    def _load(self) -> Any:
+        loaders = _loaders()
+        env = loaders.load_environment(self._settings)
+        tasks = _tasks(env.taskset)
+        train, held_out = (tasks, _tasks(loaders.load_taskset(self._held_out))) if self._held_out else _split(tasks)
+        self._tasks = {"train": train, "held_out": held_out}
+        return env
+
+    def _time_limits(self, block: Json) -> Json:
+        """One episode that takes too long must be marked before its whole group is given up."""
+        return {"episode": 0.9 * self.config.worker_timeout, **block.get("timeout", {})}
+
+    def _items(self, split: str) -> list[Item]:
+        return [_item(task, split, place) for place, task in enumerate(self._tasks[split])]
+
+
+def _library() -> Any:
+    try:
+        found = version("verifiers")
+    except PackageNotFoundError:
+        found = ""
+    if not found or tuple(map(int, found.split(".")[:2])) < OLDEST:
+        state = f"is {found} here" if found else "is not installed here"
+        raise MissingExtra(
+            f"this needs the package verifiers, 0.4 or newer; it {state}",
+            fix="pip install 'verifiers>=0.4' and the package of the environment, beside treadle",
+        )
+    return importlib.import_module("verifiers.v1")
+
+
+def _loaders() -> Any:
+    return importlib.import_module("verifiers.v1.utils.loaders")
+
+
+def _on_this_machine(block: Json, roles: Mapping[str, Any], library: Any) -> Json:
+    """An agent for which nobody chose a place runs here; verifiers' own choice is a paid sandbox."""
+    chosen = dict(block)
+    for name, field in roles.items():
+        if isinstance(field.default, library.AgentConfig) and field.default.runtime == library.PrimeConfig():
+            chosen[name] = {"runtime": {"type": "subprocess"}, **chosen.get(name, {})}
+    return chosen
+
+
+def _tasks(taskset: Any) -> list[Any]:
+    return list(taskset if taskset.bounded else islice(taskset, ENDLESS_TASKS))
+
+
+def _split(tasks: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Every tenth task is held out: always the same ones."""
+    held_out = set(range(0, len(tasks), HELD_OUT_EVERY)[:MAX_HELD_OUT]) if len(tasks) > 1 else set()
+    return (
+        [task for place, task in enumerate(tasks) if place not in held_out],
+        [task for place, task in enumerate(tasks) if place in held_out],
+    )
+
+
+def _item(task: Any, split: str, place: int) -> Item:
+    data = task.data
+    before: tuple[Message, ...] = ({"role": "system", "content": data.system_prompt},) if data.system_prompt else ()
+    messages = (*before, {"role": "user", "content": data.prompt_text})  # for people; the program builds its own
+    metadata = {"split": split, "place": place, "name": data.name or ""}
+    return Item(messages=messages, answer=str(getattr(data, "answer", "")), metadata=metadata)
+
+
+def _score(episode: Any, session: Session) -> Score:
+    """What the one agent that is trained earned. What the others said (judges) is no part of the rollout."""
+    trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    session.forget({trace.id for trace in episode.traces} - {trace.id for trace in trained})
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok or not trained:
+        raise ProcessDied("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not whole")
+    if len(trained) > 1:
+        raise ConfigError(
+            f"{len(trained)} agents of one episode are to be trained, each with a reward of its own",
+            fix="train one of them: the others' `trainable` is False",
+        )
+    (trace,) = trained
+    parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    parts |= {name: float(value) for name, value in trace.metrics.items() if value is not None and name not in parts}
+    return Score(reward=trace.reward, is_right=trace.reward > 0, parts=parts)

@@ -1,0 +1,83 @@
+"""Rollouts of one item -> the group that is sent, or the reason why it teaches nothing. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from treadle.envs.base import Environment
+from treadle.envs.chat import Transcript
+from treadle.envs.penalties import with_length_penalty, without_short
+from treadle.envs.rollout import Rollout
+from treadle.wire.groups import ScoredGroup
+
+
+def settle(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """What is decided by looking at the group as a whole, by the environment's rules."""
+    settled = without_short(rollouts, environment.min_trained_tokens)
+    config = environment.config
+    return with_length_penalty(settled, config.max_token_length) if config.length_penalty else settled
+
+
+def why_useless(rollouts: Sequence[Rollout], *, drop_equal_scores: bool) -> str | None:
+    """Why a group is not worth sending: "unscored", "nothing_sampled" or "equal_scores"; None: it is."""
+    rewards = {rollout.score.reward for rollout in rollouts if rollout.score.reward is not None}
+    if not rewards:
+        return "unscored"
+    if not any(rollout.num_sampled for rollout in rollouts):
+        return "nothing_sampled"
+    return "equal_scores" if drop_equal_scores and len(rewards) == 1 else None
+
+
+def build_group(rollouts: Sequence[Rollout], *, temperature: float) -> ScoredGroup:
+    """Every transcript becomes a sequence with its rollout's score.
+
+    A rollout that could not be scored stays in the group, so that its size is what the hub waits for, but teaches
+    nothing: it has the others' mean, which leaves the group's mean as it is, and its advantage is set to zero.
+    """
+    scored = [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+    mean = sum(scored) / len(scored) if scored else 0.0  # of a wave: its place in the batch is kept
+    pairs = [(rollout, transcript) for rollout in rollouts for transcript in rollout.transcripts]
+    overrides = [_overrides(rollout, transcript) for rollout, transcript in pairs]
+    return ScoredGroup(
+        tokens=[transcript.tokens for _, transcript in pairs],
+        masks=[transcript.masks for _, transcript in pairs],
+        scores=[mean if rollout.score.reward is None else rollout.score.reward for rollout, _ in pairs],
+        inference_logprobs=[transcript.logprobs for _, transcript in pairs],
+        messages=[transcript.messages for _, transcript in pairs],
+        generation_params={"temperature": temperature},
+        overrides=overrides if any(overrides) else None,
+        policy_version=min(version for _, transcript in pairs for version in transcript.policy_versions),
+        metrics=_metrics(rollouts),
+    )
+
+
+def _overrides(rollout: Rollout, transcript: Transcript) -> dict[str, Any]:
+    """What the trainer must know of a sequence; it may leave out what was cut off."""
+    found: dict[str, Any] = {"finish_reason": "length"} if transcript.finish_reason == "length" else {}
+    if transcript.temperature is not None:
+        found["temperature"] = transcript.temperature
+    if rollout.score.reward is None:
+        found |= {"set_advantage_to_zero": True, "outcome": rollout.score.outcome, "error": rollout.score.error}
+    return found
+
+
+def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    count = len(rollouts)
+    metrics = {
+        "accuracy": sum(rollout.score.is_right for rollout in rollouts) / count,
+        "generation_s": sum(rollout.seconds for rollout in rollouts),
+        "generated_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+        "truncated": sum(rollout.is_truncated for rollout in rollouts) / count,
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.score.parts}):
+        worths = [rollout.score.parts[name] for rollout in rollouts if name in rollout.score.parts]
+        metrics[f"reward/{name}"] = sum(worths) / len(worths)
+    failures = Counter(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
+    for outcome, times in failures.items():
+        metrics[f"score_{outcome}"] = float(times)
+    num_errors = failures.total() - failures["too_short"]
+    if num_errors:
+        metrics["score_errors"] = float(num_errors)
+    return metrics

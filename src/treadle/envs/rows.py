@@ -1,0 +1,124 @@
+"""Rows of data as files have them, each with the place it stands at; a broken one says what is wrong. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from treadle.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".csv")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class RowError(ValueError):
+    """Why a row cannot be used: `RowError("has no field 'answer'")`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`Row({"question": "1 + 1?"}, place="train.jsonl:17")`."""
+
+    fields: Mapping[str, Any]
+    place: str
+
+    def text(self, *names: str) -> str:
+        """The first of these fields that is there, as text. A number is text too: 51.0 is "51"."""
+        name = self.has(*names)
+        if name is None:
+            fields = ", ".join(f"'{name}'" for name in names)
+            raise RowError(f"has no field {fields}" if len(names) == 1 else f"has none of the fields {fields}")
+        value = self.fields[name]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return _plain(value)
+        if not isinstance(value, str):
+            raise RowError(f"the field '{name}' is {value!r:.60}, not text")
+        if not value.strip():
+            raise RowError(f"the field '{name}' is empty")
+        return value
+
+    def has(self, *names: str) -> str | None:
+        """The first of these names that the row has a field of."""
+        return next((name for name in names if self.fields.get(name) is not None), None)
+
+    def rest(self, *used: str) -> dict[str, Any]:
+        """The other fields, for rewards to look at."""
+        others = {name: value for name, value in self.fields.items() if name not in used}
+        try:
+            msgspec.msgpack.encode(others)  # as it will be, on the way to the processes that score
+        except (TypeError, OverflowError, ValueError) as error:
+            raise RowError(f"cannot be sent to the processes that score: {error}") from None
+        return others
+
+
+@dataclass(frozen=True)
+class BrokenRow:
+    place: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.problem}"
+
+
+def parse_rows(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
+    """The rows of a file, by the end of its name; what begins with "[" is one array, whatever it is called."""
+    data = data.removeprefix(_BYTE_ORDER_MARK)
+    if name.endswith(".csv"):
+        return _parse_csv(data, name)
+    if data.lstrip()[:1] == b"[":
+        return _parse_array(data, name)
+    return _parse_lines(data, name)
+
+
+def _parse_lines(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield _parse_row(line, f"{name}:{number}")
+
+
+def _parse_array(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
+    """Element by element, so that each can be broken by itself and knows its line."""
+    try:
+        elements = msgspec.json.decode(data, type=list[msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}", fix="mend the file, or write one row a line") from None
+    place, line = 0, 1
+    for element in map(bytes, elements):
+        start = data.index(element, place)
+        line += data.count(b"\n", place, start)
+        yield _parse_row(element, f"{name}:{line}")
+        line += element.count(b"\n")
+        place = start + len(element)
+
+
+def _parse_csv(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
+    try:
+        reader = csv.DictReader(io.StringIO(data.decode(), newline=""), strict=True)
+        for fields in reader:
+            place = f"{name}:{reader.line_num}"
+            if None in fields or None in fields.values():
+                yield BrokenRow(place, f"does not have the {len(reader.fieldnames or ())} fields of the first line")
+            else:
+                yield Row(fields, place)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is not CSV: {error}", fix="mend the file, or write it as JSONL") from None
+
+
+def _parse_row(text: bytes, place: str) -> Row | BrokenRow:
+    try:
+        fields = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return BrokenRow(place, f"is not JSON: {error}")
+    return Row(fields, place) if isinstance(fields, dict) else BrokenRow(place, "is no JSON object")
+
+
+def _plain(number: float) -> str:
+    """As a person writes it: 51.0 is "51", and 1e-7 is "0.0000001"."""
+    text = format(Decimal(str(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,224 @@
+"""Run an answer against its tests, in processes that are fenced in. What that means is in the package's docstring."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from treadle.envs.sandbox.child import NOT_FENCED
+from treadle.errors import ConfigError
+
+_CHILD = Path(__file__).with_name("child.py")
+# Not -I: it would ignore PYTHONHASHSEED, and the same answer must behave the same way twice.
+_PYTHON = (sys.executable, "-P", "-s", "-S", "-X", "utf8", str(_CHILD))
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+_AT_ONCE = 65536
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For one answer."""
+
+    test_s: float = 3.0  # wall-clock time of one test
+    total_s: float = 12.0  # of all its tests, and of starting the processes
+    memory_mb: int = 512  # address space
+    output_bytes: int = 2**20
+    allow_weak: bool = False  # run also where the system lacks seccomp or Landlock
+
+    def for_process(self) -> dict[str, int]:
+        return {
+            "CPU": math.ceil(self.total_s) + 1,
+            "AS": self.memory_mb * 2**20,
+            "FSIZE": 0,
+            "NOFILE": 64,
+            "CORE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program that reads `input` writes `output`."""
+
+    input: str
+    output: str
+
+
+def check_fences(limits: Limits) -> None:
+    """ConfigError when this system cannot fence code in; told before the first answer needs it."""
+    problems = run_cases("print(input())", [Case("ready", "ready")], limits)
+    if problems != [""]:
+        raise ConfigError(f"the sandbox does not work here: {problems[0]}", fix="see whether Python starts with -S")
+
+
+def run_cases(source: str, cases: Sequence[Case], limits: Limits) -> list[str]:
+    """The answer as a program, started afresh for each case. For each: "" when it passed, else why not."""
+    deadline = time.monotonic() + limits.total_s
+    return [_run_case(source, case, limits, deadline) for case in cases]
+
+
+def run_tests(source: str, tests: Sequence[str], limits: Limits, *, names: Sequence[str] = ()) -> list[str]:
+    """Python tests of the answer's functions. For each: "" when it passed, else why not.
+
+    A test passes when it raises nothing. `names` are those of the answer that hide a builtin or a standard module.
+    """
+    deadline = time.monotonic() + limits.total_s
+    problems: list[str] = []
+    while len(problems) < len(tests):  # an answer that dies in a test is loaded again for the next
+        problems += _examine(source, tests[len(problems) :], names, limits, deadline)
+    return problems
+
+
+def _run_case(source: str, case: Case, limits: Limits, deadline: float) -> str:
+    deadline = min(deadline, time.monotonic() + limits.test_s)
+    if time.monotonic() >= deadline:
+        return _too_long(limits)
+    orders = {"role": "program", "source": source}
+    with _file_with(case.input.encode()) as stdin, _start(orders, limits, stdin=stdin, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None  # noqa: S101  # we asked for it
+        try:
+            written = b"".join(_arriving(child.stdout, deadline, limits.output_bytes))
+            code = child.wait(max(0.0, deadline - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            return _too_long(limits)
+        except OverflowError:
+            return f"wrote more than {limits.output_bytes} bytes"
+    if code != 0:
+        return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    return "" if _lines(written.decode(errors="replace")) == _lines(case.output) else "wrote something else"
+
+
+def _lines(text: str) -> list[str]:
+    """White space at the ends of lines and of the text says nothing."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _examine(source: str, tests: Sequence[str], names: Sequence[str], limits: Limits, deadline: float) -> list[str]:
+    """At least one verdict: those of the first tests, up to one that ended the answer's process or took too long."""
+    if time.monotonic() >= deadline:
+        return [_too_long(limits)] * len(tests)
+    with contextlib.ExitStack() as stack:
+        asked, to_answer = _pipe(stack)
+        heard, from_answer = _pipe(stack)
+        verdicts, tell = _pipe(stack)
+        orders: dict[str, Any] = {"role": "answer", "source": source}
+        stack.enter_context(_start(orders, limits, stdin=asked, stdout=from_answer))
+        orders = {"role": "tests", "tests": tests, "names": names, "verdict_fd": tell.fileno()}
+        stack.enter_context(_start(orders, limits, stdin=heard, stdout=to_answer, also=tell.fileno()))
+        for theirs in (asked, to_answer, heard, from_answer, tell):
+            theirs.close()  # or nobody would notice that the other one is gone
+        arriving = _Verdicts(verdicts)
+        found: list[str] = []
+        try:
+            problem = arriving.next(deadline)  # the answer is loaded
+            if problem:
+                return [problem] * len(tests)
+            for _ in tests:
+                found.append(arriving.next(min(deadline, time.monotonic() + limits.test_s)))
+        except TimeoutError:
+            found.append(_too_long(limits))
+        except EOFError:
+            found = found or ["the test ended its own process"]
+        return found
+
+
+class _Verdicts:
+    """What the tests tell, one line each; EOFError when they have ended."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._read = b""
+
+    def next(self, deadline: float) -> str:
+        while b"\n" not in self._read:
+            some = _read_some(self._file, deadline)
+            if not some:
+                raise EOFError
+            self._read += some
+        line, _, self._read = self._read.partition(b"\n")
+        return str(json.loads(line))
+
+
+def _arriving(file: IO[bytes], deadline: float, limit: int) -> Iterator[bytes]:
+    """Whatever is written until the end; OverflowError when it is more than `limit` bytes."""
+    while chunk := _read_some(file, deadline):
+        limit -= len(chunk)
+        if limit < 0:
+            raise OverflowError
+        yield chunk
+
+
+def _read_some(file: IO[bytes], deadline: float) -> bytes:
+    """b"" at the end; TimeoutError when nothing comes in time."""
+    if not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        raise TimeoutError
+    return os.read(file.fileno(), _AT_ONCE)
+
+
+@contextlib.contextmanager
+def _start(
+    orders: Mapping[str, Any], limits: Limits, *, stdin: IO[bytes], stdout: IO[bytes] | int, also: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that fences itself in and carries out `orders`; killed at the end. It can start no others.
+
+    It stays in our process group and dies with us: who kills a reward's worker kills it too.
+    """
+    fenced = {**orders, "limits": limits.for_process(), "parent": os.getpid(), "allow_weak": limits.allow_weak}
+    with (
+        tempfile.TemporaryDirectory(prefix="treadle-answer-", ignore_cleanup_errors=True) as folder,
+        _file_with(json.dumps(fenced).encode()) as file,
+    ):
+        child = subprocess.Popen(
+            [*_PYTHON, str(file.fileno())],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=_ENVIRONMENT,
+            pass_fds=[file.fileno(), *([] if also is None else [also])],
+        )
+        assert child.stderr is not None  # noqa: S101  # we asked for it
+        with child:
+            try:
+                yield child
+            finally:
+                child.kill()
+                child.wait()
+            missing = child.stderr.read().decode(errors="replace").strip()  # foreign code has it not
+        if child.returncode == NOT_FENCED and missing:
+            raise ConfigError(
+                f"this system cannot fence in code that a model wrote: it lacks {missing}",
+                fix="use Linux 5.13 or later on x86_64 or aarch64, or accept it: "
+                "--env.args '{\"allow_weak_sandbox\": true}'",
+            )
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    read_fd, write_fd = os.pipe()
+    return (
+        stack.enter_context(os.fdopen(read_fd, "rb", buffering=0)),
+        stack.enter_context(os.fdopen(write_fd, "wb", buffering=0)),
+    )
+
+
+def _file_with(content: bytes) -> IO[bytes]:
+    """A file without a name, to be read from its beginning by whoever inherits it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller's to close
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _too_long(limits: Limits) -> str:
+    return f"took longer than {limits.test_s:g} s, or all tests longer than {limits.total_s:g} s"

@@ -1,0 +1,75 @@
+"""Scored groups -> disk -> hub, in the background: whoever scores does not wait for the hub."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from treadle.envs.hub_client import HubClient
+from treadle.envs.serving.spool import Spool
+from treadle.errors import HubError
+from treadle.log import get_logger
+from treadle.wire.groups import ScoredGroup
+
+log = get_logger("env")
+
+
+class Delivery:
+    """`async with Delivery(hub, spool, ...) as delivery: await delivery.accept(key, groups)`.
+
+    A hub that is away is waited for. One that refuses a group ends the delivery: `failed` holds the error.
+    """
+
+    def __init__(self, hub: HubClient, spool: Spool, *, on_delivered: Callable[[int], None]) -> None:
+        """`on_delivered` hears how many have been delivered in all, after each."""
+        self._hub = hub
+        self._spool = spool
+        self._on_delivered = on_delivered
+        self._line = asyncio.Queue[None]()
+        self._posting: asyncio.Task[None] | None = None
+        self.num_delivered = 0
+        self.num_waiting = len(spool.waiting())
+
+    async def __aenter__(self) -> Self:
+        if self.num_waiting:
+            log.info("groups_left_from_before", groups=self.num_waiting)
+        self._line.put_nowait(None)
+        self._posting = asyncio.create_task(self._post_for_ever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._posting is not None:
+            self._posting.cancel()
+            await asyncio.wait([self._posting])
+
+    @property
+    def failed(self) -> asyncio.Task[None]:
+        """Ends when the hub has refused a group, and raises why."""
+        if self._posting is None:
+            raise RuntimeError("a delivery is used inside its async with")
+        return self._posting
+
+    async def accept(self, key: str, groups: list[ScoredGroup]) -> None:
+        """The groups are safe when this returns."""
+        self.num_waiting += 1
+        await asyncio.to_thread(self._spool.put, key, groups)
+        self._line.put_nowait(None)
+
+    async def _post_for_ever(self) -> None:
+        while True:
+            await self._line.get()
+            for path in await asyncio.to_thread(self._spool.waiting):
+                packed = await asyncio.to_thread(self._spool.read, path)
+                try:
+                    await self._hub.post_packed(packed, self._spool.key_of(path))
+                except HubError as error:
+                    kept = self._spool.refuse(path)
+                    raise HubError(f"{error.message}; the group is kept in {kept}", fix=error.fix) from error
+                await asyncio.to_thread(self._spool.remove, path)
+                self.num_waiting -= 1
+                self.num_delivered += 1
+                self._on_delivered(self.num_delivered)

@@ -1,0 +1,95 @@
+"""In waves or group by group; and how many groups may be begun now. Pure.
+
+    not trained yet    waiting at the hub or in a batch (the hub counts)  +  scored, on their way (spool)  +  in flight
+    may be at most     (1 + max_age) steps' worth of this environment's share
+
+So the engine has work while the trainer trains, and a group is trained on at most `max_age` policy versions after it
+was begun.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Environment
+from treadle.errors import ConfigError
+from treadle.wire.hub import EnvStanding
+
+FIRST_LIMIT = 8  # groups in flight, before anything is known of the engine
+STARVING_FACTOR = 4  # how much more may wait when a trainer finds no batch in what there is
+
+
+Pace = Literal["waves", "stream"]
+
+
+def choose_pace(config: EnvConfig, environment: Environment) -> Pace:
+    """Waves need to know beforehand how many groups a prompt gives, and of which size."""
+    against = (
+        "several turns" if environment.has_turns
+        else "--env.ensure-scores-are-not-same" if config.ensure_scores_are_not_same
+        else "--env.sampling difficulty" if config.sampling == "difficulty"
+        else ""
+    )  # fmt: skip
+    if config.pace == "waves" and against:
+        raise ConfigError(f"--env.pace waves does not go with {against}", fix="--env.pace stream")
+    return "stream" if config.pace == "stream" or against else "waves"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What does not change while a run goes on."""
+
+    groups_per_step: float  # if all of them came from this environment
+    num_steps: int
+    max_age: int
+
+
+def room(terms: Terms, standing: EnvStanding, *, num_spooled: int, num_in_flight: int, limit: int) -> int:
+    """How many groups to begin.
+
+    >>> terms = Terms(groups_per_step=8, num_steps=100, max_age=1)
+    >>> room(terms, EnvStanding(step=4, untrained_groups=8, leased_groups=8, share=1.0),
+    ...      num_spooled=1, num_in_flight=3, limit=64)
+    4
+    """
+    per_step = terms.groups_per_step * standing.share
+    ahead = math.ceil((1 + terms.max_age) * per_step)
+    needed = math.ceil((terms.num_steps - standing.step) * per_step)
+    outstanding = standing.untrained_groups + num_spooled + num_in_flight
+    wanted = min(ahead, needed) - outstanding
+    if needed > 0 and _is_starving(standing, num_spooled + num_in_flight, ahead):
+        wanted = 1
+    return max(0, min(wanted, limit - num_in_flight))
+
+
+def _is_starving(standing: EnvStanding, num_coming: int, ahead: int) -> bool:
+    """A trainer that has nothing to train on although as much waits as should: what waits does not fit into a batch.
+
+    Groups of several sizes do that. One more at a time is begun then, within bounds: perhaps no trainer is there.
+    """
+    no_batch = standing.leased_groups == 0 and num_coming == 0
+    return no_batch and 0 < standing.untrained_groups < STARVING_FACTOR * ahead
+
+
+@dataclass
+class FlightLimit:
+    """Groups in flight at most: grows while the engine takes all there are at once, shrinks when they pile up there."""
+
+    at_most: int  # 0 or less: no bound but the engine's
+    value: int = FIRST_LIMIT
+
+    def __post_init__(self) -> None:
+        self.value = self._bounded(self.value)
+
+    def learn(self, *, num_running: int, num_waiting: int, num_in_flight: int) -> None:
+        """From the engine's own counts, asked for now and then."""
+        if num_waiting > num_running:
+            self.value = self._bounded(int(self.value * 0.8))
+        elif num_waiting == 0 and num_in_flight >= self.value:
+            self.value = self._bounded(self.value + max(1, self.value // 2))
+
+    def _bounded(self, value: int) -> int:
+        return max(1, min(value, self.at_most) if self.at_most > 0 else value)

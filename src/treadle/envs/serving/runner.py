@@ -1,0 +1,294 @@
+"""The life of an environment process, in one of two paces.
+
+waves    the prompts of a step side by side, so that the same seed gives the same curve
+    for each wave w = next..num_steps:
+        wait until step w-1-max_age is taken: the wave is sampled under that version
+        evaluation due at that step?  evaluate; the version cannot change before the wave is delivered
+        sample and score the wave  -->  deliver it as one list under one key
+    Wave w is what optimizer step w trains on. The hub counts the groups that it accepted, so a restarted environment
+    goes on with the first wave that the hub does not have; nothing here would have to be saved.
+
+stream   group by group, as many as keep the engine busy and the data fresh (envs/serving/stream.py)
+    Evaluations run beside training. Cursor and undelivered groups are on disk, so a killed process loses nothing.
+
+Both: register --> evaluate before the first step --> ... --> evaluate after the last --> leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle.config.env import EnvConfig
+from treadle.config.load import replace_text
+from treadle.envs.base import Environment
+from treadle.envs.evaluation import evaluate_policy, result_path, save_result
+from treadle.envs.group_file import GroupFile
+from treadle.envs.hub_client import HubClient
+from treadle.envs.rollout import Desk
+from treadle.envs.serving.cursor import Cursor
+from treadle.envs.serving.delivery import Delivery
+from treadle.envs.serving.pace import FlightLimit, Terms, choose_pace
+from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
+from treadle.envs.serving.spool import Spool
+from treadle.envs.serving.stream import Stream, item_of
+from treadle.envs.serving.waves import roll_wave
+from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE
+from treadle.errors import ConfigError, HubError, TreadleError
+from treadle.log import get_logger
+from treadle.wire.groups import ScoredGroup
+from treadle.wire.hub import BatchInfo, RegisteredEnv, RegisterEnv
+
+log = get_logger("env")
+
+_STATUS_POLL_S = 0.05
+_GOODBYE_S = 1.0
+
+Keep = Callable[[ScoredGroup], None]  # writes a group to the file that the user asked for
+
+
+@dataclass(frozen=True)
+class Course:
+    """What this process is to deliver, and how."""
+
+    env_id: int
+    groups_accepted: int  # by the hub, in this environment's earlier lives
+    num_steps: int
+    batch_size: int  # in sequences
+    group_size: int
+    longest_sequence: int
+
+    @property
+    def prompts_per_wave(self) -> int:
+        return self.batch_size // self.group_size
+
+    @property
+    def next_wave(self) -> int:
+        return self.groups_accepted // self.prompts_per_wave + 1
+
+
+def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo) -> Course:
+    """What the hub said -> what to deliver. Pure."""
+    if registered.env_id is None or registered.num_steps is None or info.batch_size < 1:
+        raise HubError(
+            "the hub registered this environment but knows of no trainer",
+            fix="start the trainer, then this again",
+        )
+    if config.group_size > info.batch_size:
+        raise ConfigError(
+            f"a group of {config.group_size} does not fit into the trainer's batch of {info.batch_size} sequences",
+            fix="lower --env.group-size",
+        )
+    num_steps = registered.num_steps
+    return Course(
+        env_id=registered.env_id,
+        groups_accepted=registered.groups_accepted,
+        num_steps=num_steps if config.total_steps < 0 else min(num_steps, config.total_steps),
+        batch_size=info.batch_size,
+        group_size=config.group_size,
+        longest_sequence=info.max_token_len,
+    )
+
+
+def evaluation_is_due(config: EnvConfig, step: int, num_steps: int) -> bool:
+    """Before the first step, after the last, and every `steps_per_eval` steps between."""
+    if config.num_eval == 0:
+        return False
+    return step in (0, num_steps) or (config.steps_per_eval > 0 and step % config.steps_per_eval == 0)
+
+
+async def run(desk: Desk, hub: HubClient) -> None:
+    """Deliver groups and evaluate when due; returns after the last evaluation."""
+    config = desk.config
+    pace = choose_pace(config, desk.environment)
+    registered = await hub.register_env(
+        RegisterEnv(
+            max_token_length=config.max_token_length,
+            desired_name=desk.name,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+        )
+    )
+    course = plan_course(config, registered, await hub.info())
+    log.info(
+        "registered",
+        name=desk.name,
+        env_id=course.env_id,
+        pace=pace,
+        groups_accepted=course.groups_accepted,
+        steps=course.num_steps,
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            path = config.data_path_to_save_groups
+            keep = _keep_nothing if path is None else stack.enter_context(GroupFile(path)).write
+            await (_run_waves if pace == "waves" else _run_stream)(desk, hub, course, keep)
+    finally:
+        await _say_goodbye(hub, course.env_id)
+
+
+async def _run_waves(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
+    if course.batch_size % course.group_size:
+        raise ConfigError(
+            f"the batch of {course.batch_size} sequences is no multiple of group_size {course.group_size}",
+            fix="choose --env.group-size so that it divides the trainer's batch size",
+        )
+    for wave in range(course.next_wave, course.num_steps + 1):
+        step = wave - 1 - desk.config.max_age
+        await _wait_for_step(hub, step)
+        if step > 0 or wave == 1:
+            await _evaluate_if_due(desk, hub, course, max(step, 0))
+        await _deliver_wave(desk, hub, course, wave, keep)
+    await _evaluate_if_due(desk, hub, course, course.num_steps)
+
+
+async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
+    folder = desk.config.state_dir / desk.name
+    folder.mkdir(parents=True, exist_ok=True)
+    cursor, spool = Cursor(folder / "cursor.json"), Spool(folder)
+    _begin_anew_in_a_new_run(folder, course, cursor, spool)
+    for path in spool.waiting():  # killed between the two: the group was safe, and its item not yet done
+        cursor.finish(item_of(spool.key_of(path)))
+    selection = _selection(desk.environment, folder / "difficulty.json")
+
+    def remember(num_delivered: int) -> None:
+        _remember_accepted(folder, course.groups_accepted + num_delivered)
+
+    async with Delivery(hub, spool, on_delivered=remember) as delivery:
+        stream = Stream(
+            desk, course.env_id, course.longest_sequence, cursor, selection, delivery,
+            FlightLimit(desk.config.max_num_workers), keep,
+        )  # fmt: skip
+        terms = Terms(course.batch_size / course.group_size, course.num_steps, desk.config.max_age)
+        if (await hub.status()).current_step == 0:
+            await _evaluate_if_due(desk, hub, course, 0)
+        evaluating = asyncio.create_task(_evaluate_beside(desk, hub, course, stream.limit))
+        try:
+            await stream.keep_going(hub, terms)
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
+    await _evaluate_if_due(desk, hub, course, course.num_steps)
+
+
+def _keep_nothing(_: ScoredGroup) -> None:
+    return None
+
+
+def _selection(environment: Environment, path: Path) -> Selection:
+    config = environment.config
+    if config.sampling == "even":
+        return InTurn()
+    num_items = environment.num_train_items
+    if num_items is None:
+        raise ConfigError(
+            f"the environment '{config.own_name}' does not list its items, so none can be preferred",
+            fix="--env.sampling even",
+        )
+    return ByDifficulty(num_items, config.seed, path)
+
+
+def _begin_anew_in_a_new_run(folder: Path, course: Course, cursor: Cursor, spool: Spool) -> None:
+    """A hub that has taken fewer groups than it once had is another run's: its items begin again with the first."""
+    known = folder / "accepted"
+    if known.is_file() and int(known.read_text() or 0) > course.groups_accepted:
+        log.info("new_run", groups_put_aside=str(spool.put_aside()), items_done_before=cursor.num_done)
+        cursor.start_over()
+        (folder / "difficulty.json").unlink(missing_ok=True)
+    _remember_accepted(folder, course.groups_accepted)
+
+
+def _remember_accepted(folder: Path, num_groups: int) -> None:
+    replace_text(folder / "accepted", str(num_groups))
+
+
+async def _evaluate_beside(desk: Desk, hub: HubClient, course: Course, limit: FlightLimit) -> None:
+    """Evaluations between the first step and the last, on a part of the engine, while training goes on."""
+    last = 0
+    while True:
+        step = (await hub.status()).current_step
+        due = [s for s in range(last + 1, step + 1) if s < course.num_steps]
+        last = max(last, step)
+        if any(evaluation_is_due(desk.config, s, course.num_steps) for s in due):
+            at_once = max(1, int(desk.config.eval_limit_ratio * limit.value * course.group_size))
+            await _evaluate(desk, hub, course, step, rollouts_at_once=at_once)
+        await asyncio.sleep(1.0)
+
+
+async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int, keep: Keep) -> None:
+    started = time.monotonic()
+    groups = await roll_wave(
+        desk,
+        wave,
+        prompts_per_wave=course.prompts_per_wave,
+        env_id=course.env_id,
+        longest_sequence=course.longest_sequence,
+    )
+    for group in groups:
+        keep(group)
+    await hub.post_groups(groups, key=f"{desk.name}-{desk.config.seed}-wave-{wave}")
+    log.info(
+        "wave_delivered",
+        wave=wave,
+        policy_version=min(group.policy_version or 0 for group in groups),
+        accuracy=sum((group.metrics or {})["accuracy"] for group in groups) / len(groups),
+        seconds=time.monotonic() - started,
+    )
+
+
+async def _evaluate_if_due(desk: Desk, hub: HubClient, course: Course, step: int) -> None:
+    if evaluation_is_due(desk.config, step, course.num_steps):
+        await _evaluate(desk, hub, course, step)
+
+
+async def _evaluate(
+    desk: Desk, hub: HubClient, course: Course, step: int, *, rollouts_at_once: int = ROLLOUTS_AT_ONCE
+) -> None:
+    """Evaluate the policy of this step. In waves, the trainer publishes no later one before the next is delivered."""
+    folder = desk.config.data_dir_to_save_evals
+    if folder is not None and result_path(folder, step).exists():
+        log.info("evaluation_exists", step=step, path=str(result_path(folder, step)))
+        return
+    await _wait_for_step(hub, step)
+    result = await evaluate_policy(
+        desk,
+        step,
+        wave_prefix=f"{desk.name}-eval-{step}",
+        longest_sequence=course.longest_sequence,
+        rollouts_at_once=rollouts_at_once,
+    )
+    if folder is not None:
+        save_result(result, folder)
+    log.info(
+        "evaluated",
+        step=step,
+        policy_version=result.policy_version,
+        accuracy=result.accuracy,
+        low=result.interval_95[0],
+        high=result.interval_95[1],
+        prompts=result.num_prompts,
+        seconds=result.seconds,
+    )
+
+
+async def _wait_for_step(hub: HubClient, step: int) -> None:
+    """Wait until the trainer has taken so many steps. How long it may take is the trainer's business."""
+    while True:
+        status = await hub.status()
+        if status.current_step >= step:
+            return
+        await asyncio.sleep(_STATUS_POLL_S)
+
+
+async def _say_goodbye(hub: HubClient, env_id: int) -> None:
+    """Best effort: the hub may be gone already, and whoever stops us is not kept waiting."""
+    try:
+        async with asyncio.timeout(_GOODBYE_S):
+            await hub.disconnect(env_id)
+    except (TreadleError, TimeoutError) as error:
+        log.warning("not_disconnected", env_id=env_id, problem=str(error))

@@ -1,0 +1,65 @@
+"""Scored groups on disk until the hub has taken them: neither a failed post nor a killed process loses one.
+
+STATE/spool/000130-gsm8k-0-item-126.groups      waits to be posted, oldest first
+STATE/refused/...                               the hub will never take it; kept to be looked at
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from treadle.wire.binary import join_groups, pack_group, split_groups
+from treadle.wire.groups import ScoredGroup
+
+SUFFIX = ".groups"
+
+
+class Spool:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "spool"
+        self._refused = folder / "refused"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._count = max((int(path.name.partition("-")[0]) for path in self.waiting()), default=-1) + 1
+
+    def put(self, key: str, groups: list[ScoredGroup]) -> Path:
+        """On disk when this returns. `key` is what the hub knows a repeated delivery by."""
+        path = self._folder / f"{self._count:06d}-{key}{SUFFIX}"
+        self._count += 1
+        unfinished = path.with_suffix(".partial")
+        with unfinished.open("wb") as file:
+            file.write(join_groups([pack_group(group) for group in groups]))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        return path
+
+    def waiting(self) -> list[Path]:
+        return sorted(self._folder.glob(f"*{SUFFIX}"))
+
+    @staticmethod
+    def key_of(path: Path) -> str:
+        return path.name.removesuffix(SUFFIX).partition("-")[2]
+
+    @staticmethod
+    def read(path: Path) -> list[bytes]:
+        """Packed groups, as HubClient.post_packed takes them."""
+        return list(split_groups(path.read_bytes()))
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def refuse(self, path: Path) -> Path:
+        self._refused.mkdir(exist_ok=True)
+        return path.replace(self._refused / path.name)
+
+    def put_aside(self) -> Path | None:
+        """What an earlier run left: not this run's to deliver. Where it went, or None if there was nothing."""
+        left = self.waiting()
+        if not left:
+            return None
+        aside = self._folder.parent / f"spool-of-an-earlier-run-{int(left[0].stat().st_mtime)}"
+        aside.mkdir(exist_ok=True)
+        for path in left:
+            path.replace(aside / path.name)
+        return aside

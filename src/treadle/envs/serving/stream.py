@@ -1,0 +1,182 @@
+"""Groups one by one, as many at once as keep the engine busy and the data fresh.
+
+    every POLL_S: how things stand at the hub (pace.room)  -->  begin so many items
+    an item:      roll its group --> worth sending? --> on disk (delivery) --> done (cursor)
+
+Nothing that runs is thrown away when there is enough: fewer are begun. An item that fails is asked again later; one
+that always fails is left out with a count, and when nothing succeeds any more the process ends and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from treadle.envs.chat import Sampling
+from treadle.envs.grouping import build_group, settle, why_useless
+from treadle.envs.hub_client import HubClient
+from treadle.envs.rollout import Desk, Rollout, roll_group
+from treadle.envs.seeds import stable_seed
+from treadle.envs.serving.cursor import Cursor
+from treadle.envs.serving.delivery import Delivery
+from treadle.envs.serving.pace import FlightLimit, Terms, room
+from treadle.envs.serving.selection import Selection
+from treadle.errors import ConfigError, EngineError, TreadleError
+from treadle.log import get_logger
+from treadle.wire.groups import ScoredGroup
+
+log = get_logger("env")
+
+POLL_S = 0.1
+ENGINE_LOOK_S = 1.0
+MAX_TRIES = 3  # of one item
+MAX_FAILURES = 12  # in a row, of any items
+
+
+def key_of(name: str, seed: int, index: int) -> str:
+    """What the hub knows the delivery of an item by: `key_of("gsm8k", 0, 126) == "gsm8k-0-item-126"`."""
+    return f"{name}-{seed}-item-{index}"
+
+
+def item_of(key: str) -> int:
+    return int(key.rpartition("-")[2])
+
+
+@dataclass
+class Stream:
+    """The items in flight, and what became of the others."""
+
+    desk: Desk
+    env_id: int
+    longest_sequence: int
+    cursor: Cursor
+    selection: Selection
+    delivery: Delivery
+    limit: FlightLimit
+    keep: Callable[[ScoredGroup], None]
+    in_flight: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by item
+    dropped: Counter[str] = field(default_factory=Counter)  # groups, by reason; since the last group that was sent
+    _tries: Counter[int] = field(default_factory=Counter)
+    _failures_in_a_row: int = 0
+
+    async def keep_going(self, hub: HubClient, terms: Terms) -> None:
+        """Until the trainer has taken its last step. Leaves nothing running behind it."""
+        watch = asyncio.create_task(self._watch_engine())
+        try:
+            while True:
+                # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
+                num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
+                standing = await hub.standing(self.env_id)
+                if standing.step >= terms.num_steps:
+                    return
+                self._begin(
+                    room(
+                        terms,
+                        standing,
+                        num_spooled=num_spooled,
+                        num_in_flight=num_in_flight,
+                        limit=self.limit.value,
+                    )
+                )
+                await self.cursor.save()
+                await self._wait_for_a_change()
+        finally:
+            for task in (watch, *self.in_flight.values()):
+                task.cancel()
+            await asyncio.gather(watch, *self.in_flight.values(), return_exceptions=True)
+            await self.cursor.save()
+
+    def _begin(self, count: int) -> None:
+        for _ in range(count):
+            index = self.cursor.take()
+            self.in_flight[index] = asyncio.create_task(self._bring(index))
+
+    async def _wait_for_a_change(self) -> None:
+        """An item that ends, a hub that refuses, or a while."""
+        await asyncio.wait(
+            [self.delivery.failed, *self.in_flight.values()], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self.delivery.failed.done():
+            await self.delivery.failed
+        for index, task in list(self.in_flight.items()):
+            if task.done():
+                del self.in_flight[index]
+                task.result()  # a mistake of ours ends the process
+
+    async def _bring(self, index: int) -> None:
+        """One item, from its prompt to a group that is safe on disk."""
+        try:
+            async with asyncio.timeout(self.desk.config.worker_timeout):
+                await self._roll_and_send(index)
+        except TimeoutError:
+            self._ask_again(index, EngineError(f"a group took longer than {self.desk.config.worker_timeout:.0f} s"))
+        except (EngineError, ConfigError) as error:
+            self._ask_again(index, error)
+        else:
+            self._failures_in_a_row = 0
+
+    async def _roll_and_send(self, index: int) -> None:
+        config = self.desk.config
+        sampling = Sampling(
+            max_tokens=config.max_token_length,
+            temperature=config.temperature,
+            seed=stable_seed(config.seed, "item", index, self._tries[index]),
+            longest_sequence=self.longest_sequence,
+        )
+        place = self.selection.place_of(index)
+        started = time.monotonic()
+        rollouts = await roll_group(
+            self.desk, self.desk.environment.train_item(place), sampling, num_rollouts=config.group_size
+        )
+        self.selection.learn(place, rollouts)
+        rollouts = settle(self.desk.environment, rollouts)
+        reason = why_useless(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
+        if reason is not None:
+            self.dropped[reason] += 1
+            log.info("group_dropped", item=place, reason=reason)
+        else:
+            await self._send(index, place, rollouts, time.monotonic() - started)
+        self.cursor.finish(index)
+
+    async def _send(self, index: int, place: int, rollouts: list[Rollout], seconds: float) -> None:
+        config = self.desk.config
+        group = build_group(rollouts, temperature=config.temperature)
+        group.item, group.env_id = place, self.env_id
+        dropped, self.dropped = self.dropped, Counter()
+        group.metrics = {
+            **(group.metrics or {}),
+            "group_s": seconds,
+            "in_flight": float(len(self.in_flight)),
+            **{f"dropped_{reason}": float(count) for reason, count in dropped.items()},
+        }
+        self.keep(group)
+        await self.delivery.accept(key_of(self.desk.name, config.seed, index), [group])
+
+    def _ask_again(self, index: int, error: TreadleError) -> None:
+        self._tries[index] += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES:
+            raise error
+        if self._tries[index] < MAX_TRIES:
+            log.warning("group_failed", item=index, again=True, problem=str(error))
+            self.cursor.give_back(index)
+        else:
+            log.error("item_left_out", item=index, tries=self._tries[index], problem=str(error))
+            self.dropped["failed"] += 1
+            self.cursor.finish(index)
+
+    async def _watch_engine(self) -> None:
+        """How much the engine has to do, now and then; one that is away is noticed by those who ask it."""
+        while True:
+            await asyncio.sleep(ENGINE_LOOK_S)
+            try:
+                health = await self.desk.engine.health()
+            except EngineError as error:
+                log.warning("engine_not_seen", problem=str(error))
+                continue
+            self.limit.learn(
+                num_running=health.num_running, num_waiting=health.num_waiting, num_in_flight=len(self.in_flight)
+            )

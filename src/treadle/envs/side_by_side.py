@@ -1,0 +1,71 @@
+"""Several pieces of work at once, and how far they have come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+T = TypeVar("T")
+R = TypeVar("R")
+Tell = Callable[[int, str], None]  # how many are done, and a few words on them
+
+ROLLOUTS_AT_ONCE = 64  # what an engine generates side by side, unless it was told otherwise
+_PLAIN_LINE_EVERY_S = 5.0
+
+
+def groups_at_once(num_rollouts: int, rollouts_at_once: int = ROLLOUTS_AT_ONCE) -> int:
+    """How many groups of `num_rollouts` keep an engine busy."""
+    return max(1, rollouts_at_once // num_rollouts)
+
+
+async def in_order(work: Callable[[T], Awaitable[R]], items: Iterable[T], *, at_once: int) -> AsyncGenerator[R, None]:
+    """The results in the order of `items`, of which so many are worked on at once. The first failure ends the rest.
+
+    To be closed (`contextlib.aclosing`): that ends what is still being worked on.
+    """
+    free = asyncio.Semaphore(at_once)
+
+    async def one(item: T) -> R:
+        async with free:
+            return await work(item)
+
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iterator[Tell]:
+    """A bar where there is a terminal (standard error, unless told otherwise), else a plain line now and then."""
+    console = Console(file=file, stderr=file is None)
+    if not console.is_terminal:
+        yield _PlainLines(console, title, total).tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(title, total=total, note="")
+        yield lambda num_done, note: bar.update(task, completed=num_done, note=note)
+
+
+class _PlainLines:
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self._console, self._title, self._total = console, title, total
+        self._last_told = time.monotonic()
+
+    def tell(self, num_done: int, note: str) -> None:
+        now = time.monotonic()
+        if num_done < self._total and now - self._last_told < _PLAIN_LINE_EVERY_S:
+            return
+        self._last_told = now
+        self._console.out(f"{self._title}: {num_done} of {self._total}, {note}", highlight=False)

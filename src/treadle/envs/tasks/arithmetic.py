@@ -1,0 +1,194 @@
+"""Small sums with one right answer: the default environment, learnable on a CPU within minutes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import ClassVar
+
+from treadle.config.env import EnvConfig
+from treadle.config.load import suggest
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.catalogue import environment
+from treadle.envs.engine_client import Completion
+from treadle.envs.seeds import stable_seed
+from treadle.errors import ConfigError
+
+Numbers = tuple[int, ...]  # that a question is about
+MAX_DIFFICULTY = 20  # a dozen numbers of a dozen digits
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions about `num_terms` numbers of `low`..`high`. How they are split does not depend on a run's seed."""
+
+    name: str
+    question: str
+    sign: str  # between the numbers
+    answer: Callable[[Numbers], int]
+    low: int
+    high: int
+    last_sign: str = ""  # between the last two; empty: the same
+    num_terms: int = 2
+    num_held_out: int = 256
+    num_train: int = 4000  # at most; a small task trains on whatever is not held out
+    is_fair: Callable[[Numbers], bool] = lambda numbers: True
+
+    def item(self, numbers: Numbers) -> Item:
+        *others, last = map(str, numbers)
+        terms = f"{self.sign.join(others)}{self.last_sign or self.sign}{last}"
+        return Item.ask(self.question.format(terms), answer=str(self.answer(numbers)))
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="addition",
+            question="What is {}? Answer with only the number.",
+            sign=" + ",
+            answer=sum,
+            low=10,
+            high=99,
+        ),
+        Task(
+            name="comparison",
+            question="Which number is larger, {}? Answer with only the number.",
+            sign=", ",
+            last_sign=" or ",
+            answer=max,
+            low=100,
+            high=999,
+            is_fair=lambda numbers: len(set(numbers)) == len(numbers),
+        ),
+        Task(
+            name="multiplication",
+            question="What is {}? Answer with only the number.",
+            sign=" x ",
+            answer=math.prod,
+            low=2,
+            high=12,
+            num_held_out=24,  # of 66 products
+        ),
+    )
+}
+# Whole decades: multiplication by 2..12 goes on with numbers of two digits, the others with one digit more.
+_FIRST_HARDER_DIGITS = {"addition": 3, "comparison": 4, "multiplication": 2}
+
+
+def harder(task: Task, difficulty: int) -> Task:
+    """0: the task itself; 1: a digit more; 2: a number more; 3: another digit; 4: another number; and so on."""
+    if difficulty == 0:
+        return task
+    if difficulty > MAX_DIFFICULTY:
+        raise ConfigError(
+            f"the environment 'arithmetic' has no difficulty {difficulty}", fix=f"choose 0 to {MAX_DIFFICULTY}"
+        )
+    digits = _FIRST_HARDER_DIGITS[task.name] + (difficulty - 1) // 2
+    num_terms = task.num_terms + difficulty // 2
+    return replace(
+        task,
+        name=f"{task.name}-{difficulty}",
+        question=task.question.replace("larger", "the largest") if num_terms > 2 else task.question,
+        low=10 ** (digits - 1),
+        high=10**digits - 1,
+        num_terms=num_terms,
+        num_held_out=256,
+    )
+
+
+@dataclass(frozen=True)
+class Split:
+    held_out: tuple[Numbers, ...]
+    train: tuple[Numbers, ...]
+
+
+def split(task: Task) -> Split:
+    """The same two sets for ever. Numbers that are held out are not trained on in another order either."""
+    questions = _distinct_questions(task)
+    held_out: dict[Numbers, Numbers] = {}
+    while len(held_out) < task.num_held_out:
+        numbers = next(questions)
+        held_out.setdefault(_in_order(numbers), numbers)
+    train = (numbers for numbers in questions if _in_order(numbers) not in held_out)
+    return Split(tuple(held_out.values()), tuple(itertools.islice(train, task.num_train)))
+
+
+@environment("arithmetic")
+class Arithmetic(Environment):
+    """Reward 1 for the right number; `config.brevity` adds up to that much when it ends early.
+
+    >>> Arithmetic(EnvConfig(task="addition")).train_item(0).prompt
+    'What is 20 + 27? Answer with only the number.'
+    """
+
+    defaults: ClassVar = {"task": "addition"}  # `config.difficulty`: see `harder`
+
+    def __init__(self, config: EnvConfig) -> None:
+        super().__init__(config)
+        if config.task not in TASKS:
+            hint = suggest(config.task, TASKS) or f"known tasks: {', '.join(TASKS)}"
+            raise ConfigError(f"unknown task '{config.task}' of the environment 'arithmetic'", fix=hint)
+        self._task = harder(TASKS[config.task], config.difficulty)
+        self._split = split(self._task)
+
+    def train_items(self) -> Sequence[Item]:
+        return [self._task.item(numbers) for numbers in self._split.train]
+
+    def eval_items(self) -> Sequence[Item]:
+        return [self._task.item(numbers) for numbers in self._split.held_out]
+
+    def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
+        is_right = last_number(completion_text) == Decimal(item.answer)
+        return Score(reward=is_right + self._brevity_bonus(completion) if is_right else 0.0, is_right=is_right)
+
+    def _brevity_bonus(self, completion: Completion) -> float:
+        """Only for right answers (a short wrong one is worth nothing), and cut off is not brief."""
+        if completion.finish_reason != "stop":
+            return 0.0
+        return self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
+
+
+# A minus sign counts only where no digit stands before it: "-140" is negative, "60-140" holds 140.
+_NUMBER = re.compile(r"(?<![0-9])([-−]?)([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text: `last_number("57 + 83 = 1,240.") == 1240`; None when there is none."""
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    sign, whole, fraction = matches[-1].groups(default="")
+    return Decimal(("-" if sign else "") + whole.replace(",", "") + fraction)
+
+
+def _in_order(numbers: Numbers) -> Numbers:
+    return tuple(sorted(numbers))
+
+
+def _distinct_questions(task: Task) -> Iterator[Numbers]:
+    """All fair questions of the task, one after the other in a fixed random order, without listing them first."""
+    num_questions = (task.high - task.low + 1) ** task.num_terms
+    seen: set[Numbers] = set()
+    for draw in itertools.count():
+        if len(seen) == num_questions:
+            return
+        numbers = _draw(task, draw)
+        if numbers in seen:
+            continue
+        seen.add(numbers)
+        if task.is_fair(numbers):
+            yield numbers
+
+
+def _draw(task: Task, draw: int) -> Numbers:
+    """Two numbers come out of one seed, more of one each: together they would be too many for a seed."""
+    span = task.high - task.low + 1
+    if task.num_terms == 2:
+        first, second = divmod(stable_seed("arithmetic", task.name, draw) % (span * span), span)
+        return task.low + first, task.low + second
+    return tuple(task.low + stable_seed("arithmetic", task.name, draw, place) % span for place in range(task.num_terms))

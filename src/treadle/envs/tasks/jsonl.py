@@ -1,0 +1,83 @@
+"""Any file of prompts and answers.
+
+treadle env jsonl serve --env.data rows.jsonl
+treadle env jsonl serve --env.data rows.jsonl --env.args '{"answer_field": "target", "rewards": ["boxed_math"]}'
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from treadle.config.env import EnvConfig
+from treadle.envs.args import parse_args
+from treadle.envs.base import Item, Message
+from treadle.envs.catalogue import environment
+from treadle.envs.data import DataEnvironment
+from treadle.envs.gold import wants_box
+from treadle.envs.rewards import registry
+from treadle.envs.rows import Row, RowError
+
+PROMPT_FIELDS = ("messages", "prompt", "question")
+ANSWER_FIELDS = ("answer", "solution", "gold")
+
+
+class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `--env.args` may say."""
+
+    prompt_field: str | None = None  # of text, or of chat messages; None: the first of PROMPT_FIELDS
+    answer_field: str | None = None  # None: the first of ANSWER_FIELDS; "": there is none, the rewards need none
+    rewards: Any = ("exact_match",)  # whatever `registry.create` takes
+
+
+@environment("jsonl")
+class Jsonl(DataEnvironment):
+    """A row is a prompt and its answer; its other fields are there for rewards, as metadata."""
+
+    defaults: ClassVar = {"max_token_length": 256}
+
+    def __init__(self, config: EnvConfig) -> None:
+        super().__init__(config)
+        self._args = parse_args(config, Args)
+        registry.create(self._args.rewards)  # a misspelt reward must not wait for the data to be told
+        self.rewards = self._args.rewards
+
+    def to_item(self, row: Row) -> Item:
+        prompt_fields = (self._args.prompt_field,) if self._args.prompt_field is not None else PROMPT_FIELDS
+        answer_fields = (self._args.answer_field,) if self._args.answer_field is not None else ANSWER_FIELDS
+        prompt_field, answer_field = row.has(*prompt_fields), row.has(*answer_fields)
+        prompt = row.fields[prompt_field] if prompt_field is not None else None
+        messages = _as_messages(prompt) if isinstance(prompt, list) else [_user(row.text(*prompt_fields))]
+        return Item(
+            messages=tuple(_with_system_prompt(messages, self.system_prompt)),
+            answer="" if self._args.answer_field == "" else row.text(*answer_fields),
+            metadata=row.rest(prompt_field or "", answer_field or ""),
+        )
+
+    def own_system_prompt(self) -> str:
+        return "Put your final answer into \\boxed{}." if wants_box(self.rewards) else ""
+
+
+def _as_messages(given: list[Any]) -> list[Message]:
+    """Chat messages as they are, when the model can answer them."""
+    for message in given:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise RowError('has a message that is not {"role": "user", "content": "..."}')
+    if not given or given[-1]["role"] == "assistant":
+        raise RowError("has messages that do not end with something to answer")
+    return given
+
+
+def _with_system_prompt(messages: list[Message], system_prompt: str) -> list[Message]:
+    """What the user has to say first stands in the place of what the row says."""
+    if not system_prompt:
+        return messages
+    return [
+        {"role": "system", "content": system_prompt},
+        *(message for message in messages if message["role"] != "system"),
+    ]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

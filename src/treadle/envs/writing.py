@@ -1,0 +1,129 @@
+"""`treadle env NAME process`: groups into a file with a page to look at, from an engine alone.
+
+Groups are written in the order of their items, several of them in the making at once, so the same seed and policy give
+the same file. One whose rollouts all have the same score is written too: what a file is for is up to its reader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import Item
+from treadle.envs.catalogue import load_environment
+from treadle.envs.chat import Sampling
+from treadle.envs.engine_client import EngineClient
+from treadle.envs.group_file import GroupFile, as_written
+from treadle.envs.grouping import build_group, settle, why_useless
+from treadle.envs.page import write_page
+from treadle.envs.process import load_tokenizer, open_desk
+from treadle.envs.rollout import Desk, Rollout, roll_group
+from treadle.envs.seeds import stable_seed
+from treadle.envs.side_by_side import Tell, groups_at_once, in_order, show_progress
+from treadle.envs.transport import Patience
+from treadle.errors import ConfigError
+
+DEFAULT_NUM_GROUPS = 16
+
+
+@dataclass
+class Tally:
+    """What was written so far."""
+
+    num_groups: int = 0
+    num_rollouts: int = 0
+    num_right: int = 0
+    num_tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    started: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0  # until the last group
+
+    def add(self, rollouts: Sequence[Rollout], reason_to_drop: str | None) -> None:
+        self.seconds = time.monotonic() - self.started
+        self.num_tokens += sum(rollout.num_sampled for rollout in rollouts)
+        if reason_to_drop is not None:
+            self.dropped[reason_to_drop] += 1
+            return
+        self.num_groups += 1
+        self.num_rollouts += len(rollouts)
+        self.num_right += sum(rollout.score.is_right for rollout in rollouts)
+        self.rewards += [rollout.score.reward for rollout in rollouts if rollout.score.reward is not None]
+
+    @property
+    def brief(self) -> str:
+        mean = sum(self.rewards) / max(len(self.rewards), 1)
+        right = self.num_right / max(self.num_rollouts, 1)
+        return f"mean score {mean:.3f}, {right:.1%} right, {self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s"
+
+    def in_words(self) -> str:
+        lines = [f"{self.num_groups} groups, {self.num_rollouts} rollouts: {self.brief}"]
+        unscored = self.num_rollouts - len(self.rewards)
+        if unscored:
+            lines.append(f"  not scored: {unscored} of these rollouts; not right, and in no mean")
+        if self.dropped:
+            reasons = ", ".join(f"{reason}: {times}" for reason, times in self.dropped.items())
+            lines.append(f"  dropped groups: {self.dropped.total()} ({reasons})")
+        return "\n".join(lines)
+
+
+async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
+    """The whole life of `treadle env NAME process`; exit code 1 when no group was fit to be written."""
+    environment = load_environment(env)
+    total = num_groups_to_write(environment.config)
+    # A person waits for this one, so an engine that does not run is told soon.
+    async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
+        tokenizer = await load_tokenizer(engine, server.model_name)
+        async with open_desk(environment, engine, tokenizer) as desk:
+            with GroupFile(groups_path(desk.config)) as file:
+                tally = Tally()
+                try:
+                    with show_progress("groups", total) as tell:
+                        await write_all(desk, file, total, tally, tell)
+                finally:  # also of what an interrupted one has written
+                    print(f"{tally.in_words()}\nwritten to {file.path}")
+                    write_page(file.path, file.page)
+                    print(f"to look at: {file.page}")
+    return 0 if tally.num_groups else 1
+
+
+def num_groups_to_write(config: EnvConfig) -> int:
+    if config.total_steps == -1:
+        return DEFAULT_NUM_GROUPS
+    if config.total_steps < 1:
+        raise ConfigError(
+            f"there is nothing to write: total_steps is {config.total_steps}",
+            fix=f"pass --env.total-steps {DEFAULT_NUM_GROUPS}: the number of groups",
+        )
+    return config.total_steps
+
+
+def groups_path(config: EnvConfig) -> Path:
+    return config.data_path_to_save_groups or Path("data") / f"{config.own_name}.jsonl"
+
+
+async def write_all(desk: Desk, file: GroupFile, total: int, tally: Tally, tell: Tell) -> None:
+    """Sample the first `total` items' groups, and write each as soon as those before it are written."""
+    config = desk.config
+    sampling = Sampling(config.max_token_length, config.temperature)
+
+    async def roll(index: int) -> tuple[int, Item, list[Rollout]]:
+        item = desk.environment.train_item(index)
+        own = replace(sampling, seed=stable_seed(config.seed, "process", index))
+        return index, item, settle(desk.environment, await roll_group(desk, item, own, num_rollouts=config.group_size))
+
+    at_once = config.max_num_workers if config.max_num_workers > 0 else groups_at_once(config.group_size)
+    async with aclosing(in_order(roll, range(total), at_once=at_once)) as arriving:
+        async for index, item, rollouts in arriving:
+            reason = why_useless(rollouts, drop_equal_scores=False)
+            if reason is None:
+                group = build_group(rollouts, temperature=config.temperature)
+                group.item = index
+                file.write(as_written(group, item, rollouts, desk.tokenizer.decode))
+            tally.add(rollouts, reason)
+            tell(tally.num_groups + tally.dropped.total(), tally.brief)

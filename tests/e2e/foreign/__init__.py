@@ -1,0 +1,1 @@
+"""Programs and environments that know nothing of us."""

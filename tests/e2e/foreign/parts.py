@@ -1,0 +1,69 @@
+"""What the tests of foreign environments share: where verifiers is, and whether what was recorded is exact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.processes import free_port, running, wait_until_healthy
+
+HERE = Path(__file__).parent
+PYTHON = HERE.parents[2] / ".venv-verifiers" / "bin" / "python"
+
+# It keeps what was said when a conversation is rendered again, and ends every turn of the model with one token.
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<turn>{{ m['content'] }}<end>"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+)
+TURN, END = 2, 1  # their ids in the tiny models
+
+
+def need_verifiers() -> None:
+    """Without it there is nothing to test; a build that lost it must not pass for that."""
+    if not PYTHON.is_file():
+        remedy = "the real verifiers is not installed here: run scripts/setup-verifiers.sh"
+        if os.environ.get("CI"):
+            pytest.fail(remedy)
+        pytest.skip(remedy)
+
+
+@contextmanager
+def engine(model: Path, log: Path) -> Iterator[str]:
+    """The real engine, in fp32 on a CPU; yields its URL."""
+    port = free_port()
+    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1"]
+    with running("engine", *flags, "--engine", "transformers", "--device", "cpu", log=log) as process:
+        wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+
+
+def check_exact(engine_url: str, tokens: list[int], masks: list[int], logprobs: list[float]) -> int:
+    """What the engine itself says of these ids is what was recorded; how many sampled tokens were looked at."""
+    body = {"prompt": {"prompt_token_ids": tokens}, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{engine_url}/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()["prompt_logprobs"]
+    sampled = [place for place, mask in enumerate(masks) if mask != -100]
+    assert [masks[place] for place in sampled] == [tokens[place] for place in sampled]
+    assert all(logprobs[place] == 1.0 for place in range(len(tokens)) if place not in sampled)
+    recorded = [logprobs[place] for place in sampled]
+    assert recorded == pytest.approx([told[place][str(tokens[place])] for place in sampled], abs=1e-3)
+    return len(sampled)
+
+
+def check_turns(tokens: list[int], masks: list[int], num_turns: int) -> None:
+    """Each turn of the model begins behind one <turn>, and is ended by one <end>: its own, or the template's."""
+    starts = [place for place, token in enumerate(tokens) if token == TURN and masks[place] == -100]
+    assert len(starts) == num_turns
+    for turn, start in enumerate(starts):
+        stop = starts[turn + 1] if turn + 1 < num_turns else len(tokens)
+        ends = tokens[start:stop].count(END)
+        assert ends == 1 or (turn + 1 == num_turns and ends == 0)  # the last may have been cut off
+        trained = [masks[place] != -100 for place in range(start + 1, stop)]
+        assert trained == sorted(trained, reverse=True)  # from the turn's first token on, and without a gap
+        assert trained[0]

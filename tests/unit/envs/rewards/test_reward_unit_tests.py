@@ -1,0 +1,106 @@
+"""Code as an answer: where it is found in a text, and what its tests make of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.envs.fences import needs_fences
+from treadle.envs.rewards import RewardInput, RewardPool, registry
+from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, code_in, read_tests
+from treadle.errors import ConfigError
+
+pytestmark = needs_fences
+
+ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
+RIGHT = "```python\ndef add(a, b):\n    return a + b\n```"
+HALF = "```python\ndef add(a, b):\n    return 0\n```"
+
+
+def score(text, reward=None, **row):
+    return (reward or UnitTestsReward()).score(RewardInput(text, metadata=row))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("First\n```python\nx = 1\n```\nno, rather\n```py\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```sql\nselect 1\n```", "```sql\nselect 1\n```"),
+        ("```Python3 title\nx = 1\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\n</think>x = 3", "x = 3"),
+        ('```python\nx = """\n   ```inline``` stays\n"""\n```', 'x = """\n   ```inline``` stays\n"""\n'),
+        ("```python\nx = 1", "x = 1"),  # cut off
+        ("", ""),
+    ],
+)
+def test_the_last_python_block_is_the_answer(text, code):
+    assert code_in(text) == code
+
+
+def test_the_share_of_tests_that_pass_or_all_or_nothing():
+    assert score(RIGHT, tests=ASSERTS) == 1.0
+    assert score(HALF, tests=ASSERTS) == 0.5
+    assert score(HALF, UnitTestsReward(all_or_nothing=True), tests=ASSERTS) == 0.0
+    assert score(RIGHT, UnitTestsReward(all_or_nothing=True), tests=ASSERTS) == 1.0
+    assert score("I do not know.", tests=ASSERTS) == 0.0
+
+
+def test_tests_as_a_source_with_functions_and_a_setup():
+    source = (
+        "def test_small():\n    assert add(ONE, 2) == 3\ndef test_wrong():\n    assert add(1, 1) == 3\ndef g(): pass"
+    )
+    assert score(RIGHT, tests=source, setup="ONE = 1") == 0.5
+    assert score(RIGHT, tests="for n in range(3):\n    assert add(n, n) == 2 * n") == 1.0
+
+
+def test_tests_as_pairs_of_input_and_output():
+    pairs = [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4\n"}, {"input": "0 0", "output": "1"}]
+    assert score("```python\nprint(sum(map(int, input().split())))\n```", tests=pairs) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{}, {"tests": []}, {"tests": ""}, {"tests": 3}, {"tests": [3]},
+     {"tests": ["assert f()", {"input": "", "output": ""}]},
+     {"tests": [{"input": "1"}]}, {"tests": [{"input": 1, "output": "1"}]}, {"tests": ["x"], "setup": 4}],
+)  # fmt: skip
+def test_a_row_without_usable_tests_is_an_error_and_not_a_low_score(row):
+    with pytest.raises(ValueError, match="tests"):
+        read_tests(row)
+
+
+def test_a_test_that_is_no_python_fails_alone():
+    assert RowTests(tests=["assert (", "assert add(1, 2) == 3"]).sources == ["assert (", "assert add(1, 2) == 3"]
+    assert score(RIGHT, tests=["assert (", "assert add(1, 2) == 3"]) == 0.5
+
+
+@pytest.mark.parametrize("settings", [{"test_s": 0}, {"test_s": 9, "total_s": 5}, {"memory_mb": 8}])
+def test_limits_that_cannot_be_are_refused(settings):
+    with pytest.raises(ConfigError, match="cannot be"):
+        registry.create("unit_tests", **settings)
+
+
+def test_in_the_workers_harmful_answers_are_worth_nothing_and_end_nothing():
+    answers = [
+        RIGHT,
+        "```python\nwhile True: pass\n```",
+        "```python\nimport os\nwhile True: os.fork()\n```",
+        "```python\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n```",
+        "```python\nx = bytearray(2**34)\n```",
+        HALF,
+    ]
+    reward = UnitTestsReward(test_s=1, total_s=2)
+
+    async def run():
+        async with RewardPool(num_workers=2, time_limit_s=20) as pool:
+            return await pool.score(reward, [RewardInput(text, metadata={"tests": ASSERTS}) for text in answers])
+
+    results = asyncio.run(run())
+    assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
+    assert {result.outcome for result in results} == {"scored"}

@@ -1,0 +1,174 @@
+import asyncio
+import contextlib
+import json
+import re
+
+import pytest
+from env_doubles import EngineDouble, FlakyNetwork, save_tokenizer
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.engine_client import EngineClient
+from treadle.envs.evaluation import (
+    eval_temperature,
+    evaluate_policy,
+    in_words,
+    save_for_atropos,
+    save_result,
+    worthwhile_ks,
+)
+from treadle.envs.process import open_desk
+from treadle.envs.seeds import stable_seed
+from treadle.envs.tokens import ChatTokenizer
+from treadle.errors import ConfigError
+from treadle.launch.history import read_evaluation
+
+
+class Digits(Environment):
+    """Say the digit; for 9 scoring fails."""
+
+    def eval_items(self):
+        return [Item.ask(f"Say {digit}", answer=str(digit)) for digit in range(10)]
+
+    def score(self, item, completion_text, completion):
+        if item.answer == "9":
+            raise RuntimeError("no idea")
+        return Score(reward=float(completion_text == item.answer), is_right=completion_text == item.answer)
+
+
+class DigitsInTurns(Digits):
+    async def rollout(self, item, model):
+        chat = model.chat(item.messages)
+        await chat.ask()
+        chat.add({"role": "user", "content": "Again"})
+        return float((await chat.ask()).text == item.answer)
+
+
+def right_in_half(prompt, request):
+    """Right in every second answer, and always for 0 and 1."""
+    digit = re.search(r"Say (\d)", prompt)[1]
+    return [digit if digit in "01" or i % 2 == 0 else "?" for i in range(request.n)]
+
+
+class Scene:
+    def __init__(self, tmp_path, kind, write=right_in_half, **settings):
+        self.environment = kind(EnvConfig(name="digits", task="", max_token_length=8, **settings))
+        self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
+        self.told = []
+
+    @contextlib.asynccontextmanager
+    async def desk(self):
+        async with EngineClient(ServerConfig(), transport=FlakyNetwork(self.engine.app)) as engine:
+            tokenizer = ChatTokenizer.load(self.engine.folder)
+            async with open_desk(self.environment, engine, tokenizer) as desk:
+                yield desk
+
+    def evaluate(self):
+        async def work():
+            async with self.desk() as desk:
+                tell = lambda done, note: self.told.append((done, note))  # noqa: E731
+                return await evaluate_policy(desk, 3, wave_prefix="digits-eval-3", tell=tell)
+
+        return asyncio.run(work())
+
+
+def test_several_answers_give_pass_at_k(tmp_path):
+    scene = Scene(tmp_path, Digits, eval_samples=4, seed=5)
+    result = scene.evaluate()
+    # 0 and 1: 4 of 4 right; 2 to 8: 2 of 4; 9: none can be scored.
+    assert (result.num_prompts, result.num_answers, result.num_right) == (10, 40, 22)
+    assert result.pass_at_k == pytest.approx({"1": 0.55, "2": (2 + 7 * 5 / 6) / 10, "4": 0.9})
+    assert result.accuracy == result.pass_at_k["1"]
+    assert result.interval_95 == result.pass_at_k_interval_95["1"]
+    for k, (low, high) in result.pass_at_k_interval_95.items():
+        assert low < result.pass_at_k[k] < high
+    assert result.generation_params == {"n": 4, "temperature": 1.0, "max_tokens": 8}
+    assert len(result.samples) == 40
+    assert scene.told[-1] == (10, "55.0% right so far")
+
+
+def test_single_turns_go_in_waves_of_sixty_four_rollouts_with_a_seed_each(tmp_path):
+    scene = Scene(tmp_path, Digits, eval_samples=16, seed=5, eval_temperature=0.7)
+    scene.evaluate()
+    asked = sorted((r.wave.id, r.wave.index, r.wave.size, r.n, r.temperature, r.seed) for r in scene.engine.requests)
+    assert asked == [
+        *[("digits-eval-3-0", i, 4, 16, 0.7, stable_seed(5, "eval", i)) for i in range(4)],
+        *[("digits-eval-3-1", i, 4, 16, 0.7, stable_seed(5, "eval", 4 + i)) for i in range(4)],
+        *[("digits-eval-3-2", i, 2, 16, 0.7, stable_seed(5, "eval", 8 + i)) for i in range(2)],
+    ]
+
+
+def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
+    result = Scene(tmp_path, Digits).evaluate()
+    assert (result.num_right, result.num_prompts, result.num_unscored, result.unscored) == (9, 10, 1, {"raised": 1})
+    assert (result.samples[9].is_right, result.samples[9].reward) == (False, None)
+    assert "no idea" in result.samples[9].error
+    words = in_words(result, num_samples=10)
+    assert "digits/digits at policy version 0: 9 of 10 right = 90.0% (95 % interval 59.6% to 98.2%)" in words
+    assert "not scored, and counted as wrong: 1 (raised: 1)" in words
+    assert "(not scored: RuntimeError: no idea)" in words
+
+
+def test_environments_with_turns_are_evaluated_too(tmp_path):
+    scene = Scene(tmp_path, DigitsInTurns, lambda prompt, request: [re.search(r"Say (\d)", prompt)[1]], eval_samples=3)
+    result = scene.evaluate()
+    assert (result.num_prompts, result.num_answers, result.num_right, result.num_unscored) == (10, 30, 30, 0)
+    assert result.pass_at_k == {"1": 1.0, "2": 1.0, "3": 1.0}
+    assert len(scene.engine.requests) == 10 * 3 * 2
+    assert len({request.seed for request in scene.engine.requests}) == 60, "no two turns draw the same numbers"
+    assert scene.told[-1][0] == 10
+
+
+def test_one_answer_in_turns_is_greedy(tmp_path):
+    scene = Scene(tmp_path, DigitsInTurns, lambda prompt, request: ["0"], num_eval=4)
+    assert scene.evaluate().num_right == 1
+    assert {(request.temperature, request.seed) for request in scene.engine.requests} == {(0.0, None)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 0.0),
+        ({"eval_samples": 4}, 1.0),
+        ({"eval_samples": 4, "temperature": 0.8}, 0.8),
+        ({"eval_samples": 4, "eval_temperature": 0.6}, 0.6),
+        ({"eval_temperature": 0.6}, 0.6),
+    ],
+)
+def test_the_temperature_of_an_evaluation(settings, expected):
+    assert eval_temperature(EnvConfig(**settings)) == expected
+
+
+def test_several_greedy_answers_are_refused():
+    with pytest.raises(ConfigError, match="all 4 answers to a prompt are the same") as caught:
+        eval_temperature(EnvConfig(eval_samples=4, eval_temperature=0))
+    assert "--env.eval-temperature" in caught.value.fix
+
+
+def test_the_launcher_reads_a_result_of_several_answers(tmp_path):
+    result = Scene(tmp_path, Digits, eval_samples=4).evaluate()
+    read = read_evaluation(save_result(result, tmp_path))
+    assert (read.step, read.accuracy, read.low, read.high) == (3, result.accuracy, *result.interval_95)
+
+
+def test_the_files_that_atropos_leaves(tmp_path):
+    result = Scene(tmp_path, Digits, eval_samples=2).evaluate()
+    save_for_atropos(result, tmp_path / "evals", model_name="tiny")
+    metrics = json.loads((tmp_path / "evals" / "metrics.json").read_text())
+    general = metrics["config_general"]
+    assert general["model_name"] == "tiny"
+    assert float(general["total_evaluation_time_seconds"]) == result.seconds
+    assert general["generation_parameters"] == {"n": 2, "temperature": 1.0, "max_tokens": 8, "max_new_tokens": 8}
+    assert metrics["results"]["all"] == metrics["results"]["atropos|digits_eval|0"]
+    assert metrics["results"]["all"]["eval/percent_correct"] == result.accuracy
+    assert metrics["results"]["all"]["eval/pass@2"] == result.pass_at_k["2"]
+    samples = [json.loads(line) for line in (tmp_path / "evals" / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 20
+    assert samples[0] | {"prompt": "Say 0", "completion": "0", "gold": "0", "is_right": True} == samples[0]
+    assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == ["metrics.json", "samples.jsonl"]
+    assert read_evaluation(tmp_path / "evals" / "metrics.json") is None, "the launcher takes it for no evaluation"
+
+
+@pytest.mark.parametrize(("num", "ks"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_which_ks_are_told(num, ks):
+    assert worthwhile_ks(num) == ks

@@ -1,0 +1,148 @@
+"""GSM8K: its rows, its prompt, and what an answer is worth."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from treadle.config.env import EnvConfig
+from treadle.envs.catalogue import load_environment
+from treadle.envs.engine_client import Completion
+from treadle.envs.rewards import BoxedMath, RewardInput, RewardPool
+from treadle.envs.rows import RowError
+from treadle.envs.scoring import Judge
+from treadle.envs.tasks.gsm8k import gold_answer
+from treadle.errors import ConfigError
+
+DATA = Path(__file__).parents[2] / "data" / "gsm8k"
+
+
+def opened(**settings):
+    env = load_environment(EnvConfig(name="gsm8k", **{"data": str(DATA), **settings}))
+    asyncio.run(env.open())
+    return env
+
+
+@pytest.mark.parametrize(
+    ("solution", "gold"),
+    [
+        ("She has 3 + 4 = <<3+4=7>>7.\n#### 7", "7"),
+        ("#### 1,234,567", "1234567"),
+        ("#1 is better than #2.\n#### -8 ", "-8"),
+        ("#### 0.5", "0.5"),
+        ("72", "72"),  # no mark: all of it
+    ],
+)
+def test_the_gold_answer_follows_the_last_mark(solution, gold):
+    assert gold_answer(solution) == gold
+
+
+@pytest.mark.parametrize("solution", ["#### seven", "####", "#### 7 apples", "7 ####", "no number here"])
+def test_a_gold_answer_that_is_no_number_is_refused(solution):
+    with pytest.raises(RowError, match="is no number"):
+        gold_answer(solution)
+
+
+def test_a_row_without_a_readable_gold_answer_is_skipped_with_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = [{"question": f"Q{n}?", "answer": f"#### {n}"} for n in range(10)]
+    bad = [{"question": "Q?", "answer": "#### many"}, {"answer": "#### 1"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*good, *bad]))
+    broken = opened(data=str(path)).data.broken
+    assert [row.place for row in broken] == [f"{path}:11", f"{path}:12"]
+    assert "'many' is no number" in broken[0].problem
+
+
+def test_the_sample_has_30_rows_to_train_on_and_10_held_out():
+    env = opened()
+    assert (len(env.train_items()), len(env.eval_items())) == (30, 10)
+    by_answer = {item.prompt.rpartition("\n")[2]: item.answer for item in env.train_items()}
+    natalia = next(question for question in by_answer if question.startswith("Natalia sold clips to 48"))
+    assert by_answer[natalia] == "72"
+
+
+def test_the_seed_decides_the_order_of_training_and_nothing_else():
+    one, same, other = opened(seed=1), opened(seed=1), opened(seed=2)
+    order = [one.train_item(index).prompt for index in range(30)]
+    assert order == [same.train_item(index).prompt for index in range(30)]
+    assert order != [other.train_item(index).prompt for index in range(30)]
+    assert one.eval_items() == other.eval_items()
+
+
+def test_the_prompt_asks_to_think_names_the_budget_and_the_box():
+    system, question = opened(max_token_length=300).train_item(0).messages
+    assert system["role"] == "system"
+    assert all(words in system["content"] for words in ("<think>", "</think>", "300 tokens", "\\boxed{42}"))
+    assert question["role"] == "user"
+
+
+def test_a_system_prompt_of_ones_own_stands_in_its_place():
+    assert opened(system_prompt="Be brief.").train_item(0).messages[0]["content"] == "Be brief."
+    assert [message["role"] for message in opened(system_prompt="").train_item(0).messages] == ["user"]
+
+
+def test_its_defaults_hold_where_the_user_says_nothing():
+    config = load_environment(EnvConfig(name="gsm8k", max_token_length=512)).config
+    assert (config.group_size, config.max_token_length, config.temperature) == (8, 512, 1.0)
+    assert config.ensure_scores_are_not_same
+    assert config.length_penalty
+    assert config.task_name == "gsm8k"
+
+
+def test_data_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no file or folder"):
+        opened(data="./no/such/folder")
+
+
+def test_completions_are_scored_in_workers_and_right_ones_count_as_accuracy():
+    env = opened()
+    item = env.train_item(0)
+
+    def completion(text):
+        return Completion([1] * 20, [-0.5] * 20, text, "stop", policy_version=0)
+
+    async def score():
+        async with RewardPool(num_workers=1) as pool:
+            texts = [
+                env.gold_completion(item),
+                f"<think>{env.gold_completion(item)}</think> no box",
+                "\\boxed{-77}",
+                "",
+            ]
+            return await Judge(env, pool).scores(item, [completion(text) for text in texts])
+
+    scores = asyncio.run(score())
+    assert [(score.reward, score.is_right) for score in scores] == [(1, True), (-1, False), (-1, False), (-1, False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "is_right"),
+    [
+        (r"<think>2\cdot36</think>The answer is \boxed{72}", "72", True),
+        (r"\boxed{72.00}", "72", True),
+        (r"\boxed{\$72}", "72", True),
+        (r"\boxed{72\text{ clips}}", "72", True),
+        (r"\boxed{1{,}234}", "1234", True),
+        (r"\boxed{1,234}", "1234", True),
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{\frac{144}{2}}", "72", True),
+        (r"\boxed{50\%}", "50", True),
+        (r"\boxed{70 + 2 = 72}", "72", True),  # holds only with the gold answer as the first argument of verify
+        (r"\boxed{71} no, \boxed{72}", "72", True),
+        (r"\boxed{72} no, \boxed{71}", "72", False),
+        (r"<think>\boxed{72}</think>", "72", False),
+        (r"<think>a</think>\boxed{71}</think>\boxed{72}", "72", True),
+        (r"<think>\boxed{72}", "72", True),  # it never ended its thinking: all of it is looked at
+        (r"72", "72", False),
+        (r"\boxed{72", "72", False),
+        (r"\boxed{}", "72", False),
+        (r"\boxed{\frac12}", "0.5", False),  # malformed operators are not mended
+        (r"\boxed{seventy-two}", "72", False),
+        (r"\boxed{72 or 73}", "72", False),
+        (r"\boxed{-72}", "72", False),
+        (r"\boxed{7.2}", "72", False),
+    ],
+)
+def test_answers_on_which_graders_disagree(text, gold, is_right):
+    assert BoxedMath().score(RewardInput(text, answer=gold)) == (1.0 if is_right else -1.0)

@@ -1,0 +1,437 @@
+"""The recorder, through the real client of OpenAI and a real socket: what an agent says is kept token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import pytest
+from env_doubles import save_tokenizer
+from tokenizers import Tokenizer
+
+from treadle.envs.base import Item, Score
+from treadle.envs.chat import Model, Sampling
+from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.foreign.recorder import Recorder
+from treadle.envs.foreign.server import serving
+from treadle.envs.foreign.sessions import GivenUp, Session, Sessions
+from treadle.envs.grouping import build_group
+from treadle.envs.rollout import Rollout
+from treadle.envs.tokens import ChatTokenizer
+from treadle.errors import EngineError
+
+END = "<|im_end|>"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {"type": "object"}}}]
+ITEM = Item.ask("What is 2 + 3?", answer="5")
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+
+
+@dataclass
+class Script:
+    """An engine at its port: says the next of its lines, and ends its turn as a model does."""
+
+    tokenizer: Tokenizer
+    lines: list[str | Exception]
+    calls: list[dict] = field(default_factory=list)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    num_given_up: int = 0
+
+    async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
+        prompt = self.tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False)
+        self.calls.append({"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.num_given_up += 1
+            raise
+        line = self.lines.pop(0)
+        if isinstance(line, Exception):
+            raise line
+        ids = [*self.tokenizer.encode(line).ids, self.tokenizer.token_to_id(END)][:max_tokens]
+        reason = "length" if len(ids) == max_tokens else "stop"
+        return Generation([Completion(ids, [-0.25 * (i + 1) for i in range(len(ids))], line, reason, 4)], 0.1)
+
+
+@dataclass
+class Stage:
+    url: str
+    session: Session
+    engine: Script
+    sessions: Sessions
+
+    @property
+    def client(self):
+        return openai.AsyncOpenAI(base_url=f"{self.url}/{self.session.key}/v1", api_key="none", max_retries=0)
+
+    async def chat(self, *messages, **wishes):
+        return await self.client.chat.completions.create(model="any", messages=list(messages), **wishes)
+
+    def text(self, number=0):
+        tokens = self.session.model.transcripts[number].tokens
+        return self.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def trained(self, number=0):
+        """The text of what is trained on, run by run."""
+        runs, previous = [], -100
+        for token in self.session.model.transcripts[number].masks:
+            if token >= 0 and previous < 0:
+                runs.append([])
+            if token >= 0:
+                runs[-1].append(token)
+            previous = token
+        return [self.engine.tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, hands_out=False):
+    """Run `play(stage)` against a recorder whose engine says `lines`."""
+    folder = save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+
+    @asynccontextmanager
+    async def stage():
+        engine = Script(tokenizer, list(lines))
+        engine.go.set()
+        sampling = Sampling(max_tokens=100, temperature=temperature, seed=7, longest_sequence=longest_sequence)
+        model = Model(engine, ChatTokenizer.load(folder), sampling)
+        sessions = Sessions()
+        async with serving(Recorder(sessions, hands_out=hands_out).app, "127.0.0.1", 0) as url:
+            with sessions.open(model, ITEM) as session:
+                yield Stage(url, session, engine, sessions)
+
+    async def scenario():
+        async with asyncio.timeout(20), stage() as on:
+            await play(on)
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_with_a_tool_call_is_one_sequence_in_which_only_what_was_sampled_is_trained(tmp_path):
+    async def play(on):
+        first = await on.chat(QUESTION, tools=TOOLS)
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert message.content is None
+        call = message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+        # As most agents do it: the message goes back with every field that its type has.
+        second = await on.chat(QUESTION, message.model_dump(), result, tools=TOOLS)
+        assert second.choices[0].message.content == "It is 5."
+        assert second.usage.completion_tokens == len("It is 5.") + 1
+
+        assert len(on.session.model.transcripts) == 1
+        assert on.text() == (
+            f"<|im_start|>user\nWhat is 2 + 3?{END}\n<|im_start|>assistant\n{CALL}{END}\n"
+            f"<|im_start|>tool\n5{END}\n<|im_start|>assistant\nIt is 5.{END}"
+        )
+        assert on.trained() == [f"{CALL}{END}", f"It is 5.{END}"]
+        transcript = on.session.model.transcripts[0]
+        assert [logprob == 1.0 for logprob in transcript.logprobs] == [mask < 0 for mask in transcript.masks]
+        assert on.engine.calls[0]["seed"] != on.engine.calls[1]["seed"]
+
+    played(tmp_path, [CALL, "It is 5."], play)
+
+
+@pytest.mark.parametrize(
+    "sent_back",
+    [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"b":3,"a":2}'}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}, "id": "x"}],
+        },
+    ],
+)
+def test_a_tool_call_is_known_again_however_the_agent_writes_it(tmp_path, sent_back):
+    async def play(on):
+        await on.chat(QUESTION, tools=TOOLS)
+        await on.chat(QUESTION, sent_back, {"role": "tool", "tool_call_id": "x", "content": "5"}, tools=TOOLS)
+        assert len(on.session.model.transcripts) == 1
+
+    played(tmp_path, [CALL, "It is 5."], play)
+
+
+@pytest.mark.parametrize("said", ["<tool_call>{oops}</tool_call>", f"{CALL}<tool_call>?</tool_call>"])
+def test_a_call_that_cannot_be_read_stays_text(tmp_path, said):
+    async def play(on):
+        choice = (await on.chat(QUESTION, tools=TOOLS)).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
+
+    played(tmp_path, [said], play)
+
+
+def test_without_tools_a_reply_is_only_text(tmp_path):
+    async def play(on):
+        assert (await on.chat(QUESTION)).choices[0].message.content == CALL
+        assert (await on.chat(QUESTION, tools=TOOLS, tool_choice="none")).choices[0].message.content == CALL
+
+    played(tmp_path, [CALL, CALL], play)
+
+
+def test_an_earlier_turn_that_was_changed_begins_a_sequence_of_its_own(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        await on.chat(QUESTION, {"role": "assistant", "content": "Six."}, {"role": "user", "content": "Sure?"})
+        await on.chat(QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"})
+        assert [on.trained(i) for i in range(2)] == [[f"Five.{END}", f"Yes.{END}"], [f"No.{END}"]]
+        assert "Six." in on.text(1)
+
+    played(tmp_path, ["Five.", "No.", "Yes."], play)
+
+
+def test_several_choices_are_branches_and_what_they_share_is_trained_once(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        sure = {"role": "user", "content": "Sure?"}
+        known = [QUESTION, {"role": "assistant", "content": "Five."}, sure]
+        both = await on.chat(*known, n=2)
+        assert [choice.message.content for choice in both.choices] == ["Yes.", "No."]
+        await on.chat(*known, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"})
+        assert on.trained(0) == [f"Five.{END}", f"Yes.{END}"]
+        assert on.trained(1) == [f"No.{END}", f"Because.{END}"]
+        assert on.text(1).startswith(on.text(0).removesuffix(f"Yes.{END}"))
+
+    played(tmp_path, ["Five.", "Yes.", "No.", "Because."], play)
+
+
+def test_a_stream_says_the_same_as_a_whole_answer(tmp_path):
+    async def play(on):
+        stream = await on.chat(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        call = next(call for delta in deltas for call in delta.tool_calls or ())
+        assert call.function.name == "add"
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+        assert reasons == [None, "tool_calls"]
+        assert chunks[-1].usage.completion_tokens == len(CALL) + 1
+        assert on.trained() == [f"{CALL}{END}"]
+        text = [chunk async for chunk in await on.client.completions.create(model="m", prompt="Once", stream=True)]
+        assert text[0].choices[0].text == " upon"
+
+    played(tmp_path, [CALL, " upon"], play)
+
+
+def test_logprobs_and_token_ids_are_those_that_are_recorded(tmp_path):
+    async def play(on):
+        answer = await on.chat(QUESTION, logprobs=True, extra_body={"return_token_ids": True})
+        transcript = on.session.model.transcripts[0]
+        choice = answer.choices[0]
+        assert [entry.logprob for entry in choice.logprobs.content] == [-0.25, -0.5, -0.75]
+        assert choice.model_extra["token_ids"] == transcript.tokens[-3:]
+        assert answer.model_extra["prompt_token_ids"] == transcript.tokens[:-3]
+
+    played(tmp_path, ["ab"], play)
+
+
+def test_a_temperature_of_the_agents_own_is_used_and_sent_along_with_its_sequence(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION, temperature=1.0)
+        known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
+        await on.chat(*known, temperature=0.5)
+        assert [call["temperature"] for call in on.engine.calls] == [1.0, 0.5]
+        rollout = Rollout(on.session.model.transcripts, Score(1.0, is_right=True), 0.0)
+        assert build_group([rollout], temperature=1.0).overrides == [{}, {"temperature": 0.5}]
+        assert on.trained(1) == [f"Yes.{END}"]
+
+    played(tmp_path, ["Five.", "Yes."], play)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"temperature": 0}, "leave it out"),
+        ({"top_p": 0.9}, "another distribution"),
+        ({"frequency_penalty": 0.5}, "another distribution"),
+        ({"tool_choice": "required", "tools": TOOLS}, "a tool cannot be forced"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"best_wishes": 1}}, "best_wishes"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishes, said):
+    async def play(on):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await on.chat(QUESTION, **wishes)
+        assert said in refused.value.body["message"]
+        assert refused.value.body["type"] == "invalid_request_error"
+        assert on.session.model.transcripts == []
+
+    played(tmp_path, [], play)
+
+
+def test_evaluations_are_greedy_when_agents_ask_for_it(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION, temperature=0)
+        assert on.engine.calls[0]["temperature"] == 0
+
+    played(tmp_path, ["Five."], play, temperature=0.0)
+
+
+def test_completions_go_on_from_text_and_from_token_ids(tmp_path):
+    async def play(on):
+        create = on.client.completions.create
+        first = await create(model="m", prompt="Once", logprobs=0)
+        assert first.choices[0].text == " upon"
+        # The model ended here itself; its end stays in the tokens, and is no text.
+        second = await create(model="m", prompt="Once upon a time", max_tokens=4)
+        assert (second.choices[0].text, second.choices[0].finish_reason) == (" the", "length")
+        assert on.text() == f"Once upon{END} a time the"
+        assert on.trained() == [f" upon{END}", " the"]
+        tokens = on.session.model.transcripts[0].tokens
+        await create(model="m", prompt=[*tokens, *on.engine.tokenizer.encode("!").ids])
+        assert on.trained() == [f" upon{END}", " the", f" End.{END}"]
+        await create(model="m", prompt="Another")
+        assert len(on.session.model.transcripts) == 2
+
+    played(tmp_path, [" upon", " the", " End.", " one"], play)
+
+
+def test_a_conversation_without_room_is_told_as_openai_tells_it(tmp_path):
+    async def play(on):
+        first = await on.chat(QUESTION)
+        assert first.choices[0].finish_reason == "length"
+        cut = first.choices[0].message.model_dump()
+        with pytest.raises(openai.BadRequestError) as refused:
+            await on.chat(QUESTION, cut, {"role": "user", "content": "Go on"})
+        assert refused.value.code == "context_length_exceeded"
+        assert on.session.model.transcripts[0].finish_reason == "length"
+
+    played(tmp_path, ["Five."], play, longest_sequence=len("?user\nWhat is 2 + 3??\n?assistant\n") + 4)
+
+
+def test_a_call_that_the_agent_gave_up_leaves_nothing_and_can_be_made_again(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
+        on.engine.go.clear()
+        with pytest.raises(openai.APITimeoutError):
+            await on.chat(*known, timeout=0.2)
+        async with asyncio.timeout(5):
+            while not on.engine.num_given_up:
+                await asyncio.sleep(0.01)
+        on.engine.go.set()
+        await on.chat(*known)
+        assert on.trained() == [f"Five.{END}", f"Yes.{END}"]
+        assert on.text().count("Sure?") == 1
+
+    played(tmp_path, ["Five.", "Yes."], play)
+
+
+def test_calls_side_by_side_are_sequences_of_their_own(tmp_path):
+    async def play(on):
+        await asyncio.gather(on.chat(QUESTION), on.chat(QUESTION))
+        assert sorted(on.trained(0) + on.trained(1)) == [f"Five.{END}", f"Six.{END}"]
+
+    played(tmp_path, ["Five.", "Six."], play)
+
+
+def test_an_engine_that_is_gone_fails_the_rollout_and_not_the_agent(tmp_path):
+    async def play(on):
+        with pytest.raises(openai.InternalServerError, match="the engine is away"):
+            await on.chat(QUESTION)
+        with pytest.raises(EngineError, match="the engine is away"):
+            on.session.score.result()
+
+    played(tmp_path, [EngineError("the engine is away")], play)
+
+
+def test_a_score_ends_a_session(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        async with httpx.AsyncClient(base_url=f"{on.url}/{on.session.key}") as http:
+            assert (await http.post("/score", json={"score": "much"})).status_code == 400
+            body = {"score": 0.5, "is_right": False, "parts": {"style": 0.25}}
+            assert (await http.post("/score", json=body)).status_code == 200
+            assert (await http.post("/score", json=body)).status_code == 200  # the answer may have been lost
+            assert (await http.post("/score", json={"score": 1.0})).status_code == 410
+        assert on.session.score.result() == Score(0.5, is_right=False, parts={"style": 0.25})
+        with pytest.raises(openai.APIStatusError, match="this session has ended"):
+            await on.chat(QUESTION)
+
+    played(tmp_path, ["Five."], play)
+
+
+def test_what_is_still_being_sampled_when_the_score_comes_is_no_part_of_the_rollout(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        on.engine.go.clear()
+        late = asyncio.ensure_future(on.chat({"role": "user", "content": "By the way"}))
+        async with asyncio.timeout(5):
+            while len(on.engine.calls) < 2:
+                await asyncio.sleep(0.01)
+        on.session.finish(Score(1.0, is_right=True))
+        on.engine.go.set()
+        with pytest.raises(openai.APIStatusError, match="this session has ended"):
+            await late
+        assert len(on.session.model.transcripts) == 1
+
+    played(tmp_path, ["Five.", "Late."], play)
+
+
+def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp_path):
+    async def play(on):
+        on.sessions.offer(on.session)
+        async with httpx.AsyncClient(base_url=on.url) as http:
+            assert (await http.get("/health")).json() == {"status": "ok", "sessions": 1}
+            made = (await http.post("/sessions/create", json={"tool_parser": "hermes", "track_tree": False})).json()
+            assert made["uuid"] == on.session.key
+            assert on.session.taken.is_set()
+            assert made["base_url"] == f"{on.url}/{on.session.key}/v1"
+            assert made["item"] == {"messages": [QUESTION], "answer": "5", "metadata": {}}
+            await on.chat(QUESTION)
+            (node,) = (await http.get(f"/{made['uuid']}/nodes")).json()["nodes"]
+            assert (node["tokens"], node["masked_tokens"]) == (
+                on.session.model.transcripts[0].tokens,
+                on.session.model.transcripts[0].masks,
+            )
+            assert node["metadata"] == {"finish_reason": "stop"}
+            assert [one["uuid"] for one in (await http.get("/sessions")).json()["sessions"]] == [made["uuid"]]
+            assert (await http.delete(f"/{made['uuid']}")).status_code == 200
+        with pytest.raises(GivenUp):
+            on.session.score.result()
+
+    played(tmp_path, ["Five."], play, hands_out=True)
+
+
+def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_path):
+    async def play(on):
+        client = openai.AsyncOpenAI(base_url=f"{on.url}/shared/v1", api_key="none", max_retries=0)
+
+        async def ask(speaker):
+            headers = {"X-Session-ID": speaker}
+            return await client.chat.completions.create(model="m", messages=[QUESTION], extra_headers=headers)
+
+        with pytest.raises(openai.NotFoundError):
+            await ask("player")
+        for speaker in ("player", "judge"):
+            on.sessions.join(speaker, on.session)
+            await ask(speaker)
+        assert [on.trained(i) for i in range(2)] == [[f"Five.{END}"], [f"Good.{END}"]]
+        on.session.forget(["judge"])
+        assert [on.trained(i) for i in range(len(on.session.model.transcripts))] == [[f"Five.{END}"]]
+
+    played(tmp_path, ["Five.", "Good."], play)
+
+
+def test_a_session_that_never_was_is_not_found(tmp_path):
+    async def play(on):
+        client = openai.AsyncOpenAI(base_url=f"{on.url}/nonsense/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.NotFoundError):
+            await client.models.list()
+        assert [model.id async for model in on.client.models.list()] == ["policy"]
+        async with httpx.AsyncClient() as http:
+            assert (await http.post(f"{on.url}/sessions/create")).status_code == 410
+            page = await http.get(f"{on.url}/sessions", headers={"Origin": "http://evil.example"})
+            assert page.status_code == 403
+
+    played(tmp_path, [], play)

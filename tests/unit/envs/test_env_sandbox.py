@@ -1,0 +1,309 @@
+"""Answers that cheat or do harm, each tried for real. Every test here is over within seconds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.envs.fences import needs_fences
+from treadle.envs.sandbox.runs import Case, Limits, run_cases, run_tests
+
+pytestmark = needs_fences
+
+LIMITS = Limits(test_s=5, total_s=20, memory_mb=256)
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def passes(source, *tests, limits=LIMITS, names=()):
+    return [problem == "" for problem in run_tests(source, tests, limits, names=names)]
+
+
+def problem_of(source, test="assert f() == 1", limits=LIMITS):
+    (problem,) = run_tests(source, [test], limits)
+    return problem
+
+
+def test_right_and_wrong_answers():
+    tests = ["assert add(2, 3) == 5", "assert add(2, 3) == 6", "assert add('a', 'b') == 'ab'"]
+    assert passes(ADD, *tests) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 1, -(10**40), 0.1, float("inf"), "é\ud800\n'\"", b"\x00\xff", bytearray(b"a"), 1 + 2j, [], [[1], (2,)],
+     (1, [2]), {1, 2}, frozenset({"a"}), {"a": [1, {2: (3,)}], (1, 2): None}],
+)  # fmt: skip
+def test_plain_values_pass_unchanged_both_ways(value):
+    test = f"given = {value!r}\nassert same(given) == given and type(same(given)) is type(given)".replace(
+        "inf", "1e999"
+    )
+    assert passes("def same(value):\n    return value\n", test) == [True]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "s = Stack()\ns.push([1])\ns.push(2)\nassert len(s) == 2 and s.pop() == 2 and 2 not in s",
+        "assert isinstance(Stack(), Stack) and not isinstance(3, Stack)",
+        "assert Stack([1]) == Stack([1]) and Stack([1]) != Stack([2])",
+        "assert Stack([1]).items == [1] and str(Stack([1])) == 'Stack 1'",
+        "from itertools import islice\nassert list(islice(count(), 3)) == [0, 1, 2] and next(count()) == 0",
+        "values = [3, 1]\ntidy(values)\nassert values == [1, 3]",
+        "try:\n    fail('no')\nexcept KeyError as error:\n    assert 'no' in str(error)\nelse:\n    assert False",
+    ],
+)
+def test_tests_can_use_classes_generators_exceptions_and_lists_changed_in_place(test):
+    answer = """
+class Stack:
+    def __init__(self, items=()): self.items = list(items)
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __contains__(self, item): return item in self.items
+    def __eq__(self, other): return self.items == other.items
+    def __str__(self): return f"Stack {len(self.items)}"
+def count():
+    number = 0
+    while True:
+        yield number
+        number += 1
+def tidy(values): values.sort()
+def fail(why): raise KeyError(why)
+"""
+    assert run_tests(answer, [test], LIMITS) == [""]
+
+
+CHEATS = {
+    "equal to everything": "class Any:\n    __eq__ = __lt__ = __gt__ = lambda s, o: True\ndef f(): return Any()",
+    "a number that equals everything": "class N(int):\n    __eq__ = lambda s, o: True\n    __hash__ = None\n"
+    "def f(): return N(7)",
+    "ends well at once": "import sys\nsys.exit(0)",
+    "ends well when called": "import sys\ndef f(): sys.exit(0)",
+    "ends its process well": "import os\ndef f(): os._exit(0)",
+    "prints a verdict": "print('passed')\nprint('\"\"')\ndef f():\n    print('passed')\n    return 0",
+    "overrides builtins": "import builtins\nbuiltins.AssertionError = Exception\nbuiltins.all = lambda *a: 1\n"
+    "def f(): return 0",
+    "hides the builtins that tests use": "def all(x): return True\nlen = isinstance = all\ndef f(): return 0",
+    "hides the modules that tests import": "class math:\n    isclose = lambda *a: True\ndef f(): return 0",
+    "patches the process it is in": "import sys\nfor module in list(sys.modules.values()):\n"
+    "    for name in ('encode', 'decode'):\n        if hasattr(module, name): setattr(module, name, lambda *a: None)\n"
+    "def f(): return 0",
+    "writes to every descriptor": "import os\nfor fd in range(64):\n    try: os.write(fd, b'\"\"\\n' * 9)\n"
+    "    except OSError: pass\ndef f(): return 0",
+    "closes every descriptor": "import os\nos.closerange(0, 64)\ndef f(): return 1",
+    "raises what tests expect of nothing": "def f(): raise AssertionError",
+    "is empty": "",
+    "is no Python": "def f(:",
+    "is a null byte": "\0",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_passes_no_test(cheat):
+    tests = ["assert f() == 1", "import math\nassert math.isclose(f(), 1)", "assert all([f() == 1, len([f()]) == 1])"]
+    assert passes(CHEATS[cheat], *tests) == [False, False, False]
+
+
+def test_the_answer_sees_neither_tests_nor_expected_values():
+    spy = """
+import gc, sys
+def f():
+    things = gc.get_objects()
+    frame = sys._getframe()
+    while frame:
+        things += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    seen = [repr(thing)[::-1] for thing in things if type(thing) in (dict, list, tuple, str)]
+    return [any("1174-terces" in text for text in seen), any("stcejbo_teg.cg" in text for text in seen)]
+"""
+    found_secret, found_itself = False, True
+    test = f"expected = 'secret-4711'\nassert f() == [{found_secret}, {found_itself}]"
+    assert run_tests(spy, [test], LIMITS) == [""]
+
+
+def test_names_of_builtins_are_the_answers_only_when_the_row_says_so():
+    answer = "def sorted(values):\n    return 'mine'\n"
+    assert passes(answer, "assert sorted([2, 1]) == [1, 2]") == [True]
+    assert passes(answer, "assert sorted([2, 1]) == 'mine'", names=["sorted"]) == [True]
+
+
+def test_an_answer_that_dies_in_one_test_is_judged_by_the_others_all_the_same():
+    answer = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    return x\n"
+    assert passes(answer, "assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2") == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "def f():\n    while True: pass",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ndef f(): time.sleep(60)",
+        "def f():\n    try:\n        while True: pass\n    except BaseException:\n        f()",
+        "f = lambda: 9**9**9",
+    ],
+)
+def test_what_takes_too_long_is_ended(source):
+    started = time.monotonic()
+    assert "took longer" in problem_of(source, limits=Limits(test_s=0.5, total_s=1.5))
+    assert time.monotonic() - started < 5
+
+
+HARM = {
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
+    "a socket of any kind": "import socket\nsocket.socket(socket.AF_UNIX)",
+    "another process": "import os\nos.fork()",
+    "another program": "import subprocess\nsubprocess.run(['true'])",
+    "another program in its place": "import os\nos.execv('/bin/true', ['true'])",
+    "signals to its parent": "import os\nos.kill(os.getppid(), 0)",
+    "signals to everybody": "import os\nos.kill(-1, 0)",
+    "leaving its process group": "import os\nos.setsid()",
+    "reading a user's files": "open('/etc/passwd').read()",
+    "reading the folders of others": "import os\nos.listdir('/')",
+    "reading about processes": "import os\nopen(f'/proc/{os.getppid()}/cmdline').read()",
+    "reading its parent's memory": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')",
+    "installed packages": "import treadle.envs.tasks.code",
+    "writing in its folder": "open('x', 'w')",
+    "writing elsewhere": "import tempfile\ntempfile.TemporaryFile()",
+    "deleting": "import os\nos.rmdir(os.getcwd())",
+    "changing modes": "import os\nos.chmod(os.getcwd(), 0)",
+    "its environment": "import os\nassert not set(os.environ) - {'PYTHONHASHSEED', 'LC_CTYPE'}\nraise PermissionError",
+    "more time": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (999, 999))",
+    "shared memory": "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=1)",
+    "a raw system call": "import ctypes\nif ctypes.CDLL(None).syscall(41, 2, 1, 0) < 0: raise PermissionError",
+}
+
+
+@pytest.mark.parametrize("what", HARM)
+def test_an_answer_cannot_have(what):
+    problem = problem_of(HARM[what] + "\ndef f(): return 1\n")
+    assert re.match(r"PermissionError|ModuleNotFoundError|ValueError: not allowed|FileNotFoundError", problem), problem
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x = bytearray(2**32)", "x = []\nwhile True: x.append(bytearray(2**20))", "x = 'a' * 2**33", "x = [0] * 2**31"],
+)
+def test_memory_is_limited(source):
+    assert problem_of(source + "\ndef f(): return 1").startswith(("MemoryError", "EOFError"))
+
+
+def test_a_bomb_of_processes_or_threads_goes_nowhere():
+    assert "PermissionError" in problem_of("import os\nwhile True: os.fork()")
+    threads = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+    assert re.match("RuntimeError|MemoryError|EOFError|took longer", problem_of(threads, limits=Limits(2, 4, 256)))
+
+
+def test_threads_asyncio_and_the_standard_library_work():
+    source = """
+import asyncio, collections, dataclasses, datetime, decimal, hashlib, heapq, json, math, random, sqlite3, threading
+@dataclasses.dataclass
+class Point:
+    x: int
+def f():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(1))
+    thread.start()
+    thread.join()
+    asyncio.run(asyncio.sleep(0))
+    return found[0]
+"""
+    assert run_tests(source, ["assert f() == 1 and Point(3).x == 3"], LIMITS) == [""]
+
+
+def test_programs_read_their_input_and_are_judged_by_their_output():
+    cases = [Case("4\n", "8"), Case("5", "10\n"), Case("5", "11")]
+    assert run_cases("print(int(input()) * 2)", cases, LIMITS) == ["", "", "wrote something else"]
+    assert run_cases("print(open(0).read().upper(), '  ')", [Case("a\nb\n", "A\nB\n")], LIMITS) == [""]
+    main = "def main():\n    print('x')\nif __name__ == '__main__':\n    main()"
+    assert run_cases(main, [Case("", "x")], LIMITS) == [""]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("print('x'); import sys; sys.exit(3)", "exit code 3"),
+        ("print('x'); import os; os._exit(97)", "exit code 97"),
+        ("print('x'); raise ValueError", "exit code 1"),
+        ("while True: print('x' * 1000)", "wrote more than"),
+        ("print('x', flush=True)\nwhile True: pass", "took longer"),
+        ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+        ("print('y')", "something else"),
+        ("", "something else"),
+    ],
+)
+def test_a_program_that_does_not_do_its_task_fails(source, problem):
+    (told,) = run_cases(source, [Case("", "x")], Limits(test_s=2, total_s=4))
+    assert problem in told
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = (
+        "from treadle.envs.sandbox.runs import *\n"
+        "run_tests('import os\\ndef f():\\n    os._exit(1)', ['f()', 'f()'], Limits())\n"
+        "run_cases('while True: pass', [Case('', '')], Limits(test_s=0.3, total_s=1))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_answer_dies_with_whoever_runs_it(tmp_path):
+    flag = tmp_path / "running"
+    script = (
+        "import os, pathlib, subprocess, sys\n"
+        "from treadle.envs.sandbox import runs\n"
+        "limits = runs.Limits(test_s=60, total_s=60)\n"
+        "with runs._file_with(b'') as stdin:\n"
+        "    orders = {'role': 'program', 'source': 'print(1, flush=True)\\nwhile True: pass'}\n"
+        "    with runs._start(orders, limits, stdin=stdin, stdout=subprocess.PIPE) as child:\n"
+        "        child.stdout.readline()\n"
+        f"        pathlib.Path({str(flag)!r}).write_text(str(child.pid))\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    child = int(flag.read_text())
+    deadline = time.monotonic() + 10
+    while _is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_running(child)
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+WITHOUT_LANDLOCK = """
+import ctypes, struct, sys
+from treadle.envs.sandbox.runs import Limits, check_fences
+from treadle.errors import ConfigError
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("@HxxxxxxQ", len(steps), ctypes.addressof(program)), 0, 0) == 0
+try:
+    check_fences(Limits())
+except ConfigError as error:
+    print(error)
+check_fences(Limits(allow_weak=True))
+print("runs when it must")
+"""
+
+
+def test_where_the_system_lacks_a_fence_nothing_runs_and_the_error_names_it():
+    """The system call that Landlock begins with is refused, as by a kernel that does not have it."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LANDLOCK], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "it lacks files (Landlock: Function not implemented)" in run.stdout
+    assert "allow_weak_sandbox" in run.stdout
+    assert run.stdout.endswith("runs when it must\n")

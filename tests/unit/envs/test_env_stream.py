@@ -1,0 +1,273 @@
+"""The stream: as many groups in flight as the age allows, nothing lost by kills, refusals and hubs that are away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+
+import pytest
+from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import Environment, Item
+from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.engine_client import EngineClient
+from treadle.envs.hub_client import HubClient
+from treadle.envs.process import open_desk
+from treadle.envs.serving.cursor import Cursor
+from treadle.envs.serving.pace import FlightLimit, Terms, choose_pace, room
+from treadle.envs.serving.runner import run
+from treadle.envs.serving.selection import ByDifficulty
+from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.transport import Patience
+from treadle.errors import ConfigError, EngineError, HubError
+from treadle.wire.hub import EnvStanding
+
+QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+
+
+@environment("test-two-turns")
+class TwoTurns(Environment):
+    """Asks twice; an item divisible by 3 gives equal scores."""
+
+    defaults = {"ensure_scores_are_not_same": True, "num_eval": 0}  # noqa: RUF012
+
+    def train_item(self, index):
+        return Item.ask(f"Say {index}", answer=str(index))
+
+    def eval_items(self):
+        return [Item.ask("Say 1", answer="1")]
+
+    async def rollout(self, item, model):
+        chat = model.chat(item.messages)
+        first = await chat.ask()
+        chat.add({"role": "user", "content": "Again"})
+        await chat.ask()
+        return 1.0 if int(item.answer) % 3 == 0 else float(first.text.endswith("!"))
+
+
+class TrainingHub(HubDouble):
+    """A hub beside a trainer that trains whatever makes a batch, at once."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.steps_at_once = False
+        self.is_away = False
+        self.most_untrained = 0
+        self.app.router.routes.append(Route("/v1/envs/7", self._standing))
+
+    @property
+    def groups(self):
+        return [group for _, groups in self.deliveries for group in groups]
+
+    def train(self):
+        self.current_step = min(self.num_steps, sum(len(g.tokens) for g in self.groups) // self.info["batch_size"])
+
+    @property
+    def untrained(self):
+        return len(self.groups) - self.current_step * self.info["batch_size"] // 4
+
+    async def _standing(self, _: Request) -> Response:
+        self.most_untrained = max(self.most_untrained, self.untrained)
+        standing = {"step": self.current_step, "untrained_groups": self.untrained, "leased_groups": 0, "share": 1.0}
+        return JSONResponse(standing)
+
+    async def _deliver(self, http: Request) -> Response:
+        if self.is_away:
+            return JSONResponse({"detail": "starting"}, 503)
+        answer = await super()._deliver(http)
+        self.train()
+        return answer
+
+
+def write(prompt, request):
+    """The first of two seeds is loud: scores differ within a group."""
+    said = re.findall(r"\d+", prompt)[-1] if "Again" not in prompt else "again"
+    return [said + ("!" if (request.seed >> 20) % 2 else "")] * request.n
+
+
+class Scene:
+    def __init__(self, tmp_path, hub=None, **settings):
+        self.config = EnvConfig(
+            **{"name": "test-two-turns", "group_size": 4, "state_dir": tmp_path / "state", **settings}
+        )
+        self.hub = hub or TrainingHub(batch_size=8, num_steps=5)
+        self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
+        self.engine.policy_version = lambda: self.hub.current_step
+
+    async def serve(self):
+        async with (
+            EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(self.engine.app)) as engine,
+            HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(self.hub.app)) as hub,
+        ):
+            tokenizer = ChatTokenizer.load(self.engine.folder)
+            async with open_desk(load_environment(self.config), engine, tokenizer) as desk:
+                await asyncio.wait_for(run(desk, hub), 20)
+
+    @property
+    def folder(self):
+        return self.config.state_dir / "test-two-turns"
+
+
+def test_a_run_is_served_to_its_end_and_groups_that_teach_nothing_are_dropped_with_a_count(tmp_path):
+    scene = Scene(tmp_path)
+    asyncio.run(scene.serve())
+    assert scene.hub.current_step == 5
+    assert all(group.item % 3 for group in scene.hub.groups)
+    dropped = sum(group.metrics.get("dropped_equal_scores", 0) for group in scene.hub.groups)
+    assert dropped >= 1
+    group = scene.hub.groups[0]
+    assert len(group.tokens) == 4
+    assert all(
+        len(t) == len(m) == len(lp)
+        for t, m, lp in zip(group.tokens, group.masks, group.inference_logprobs, strict=True)
+    )
+    sampled = [token for token in group.masks[0] if token != -100]
+    text = scene.engine.tokenizer.decode(sampled)
+    assert text.replace("!", "") == f"{group.item}again"  # both turns, and only they, are trained
+    assert scene.hub.disconnected == [7]
+
+
+def test_no_more_is_begun_than_the_age_allows(tmp_path):
+    scene = Scene(tmp_path, max_age=0)
+    asyncio.run(scene.serve())
+    assert scene.hub.most_untrained <= 2  # one step's worth: 8 sequences are 2 groups
+    assert [group.policy_version for group in scene.hub.groups][:4] == [0, 0, 1, 1]
+
+
+def test_what_was_scored_while_the_hub_was_away_is_delivered_by_the_next_life(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.is_away = True
+
+    async def killed_life():
+        task = asyncio.create_task(scene.serve())
+        while len(list(scene.folder.glob("spool/*.groups"))) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(killed_life())
+    kept = sorted(path.name for path in scene.folder.glob("spool/*.groups"))
+    assert len(kept) >= 2
+    assert scene.hub.deliveries == []
+    scene.hub.is_away = False
+    asyncio.run(scene.serve())
+    items = [group.item for group in scene.hub.groups]
+    assert len(items) == len(set(items)), "an item was delivered twice"
+    delivered = {key for key, _ in scene.hub.deliveries}
+    assert {name.partition("-")[2].removesuffix(".groups") for name in kept} <= delivered
+    assert list(scene.folder.glob("spool/*.groups")) == []
+    assert scene.hub.current_step == 5
+
+
+def test_the_items_of_a_new_run_begin_with_the_first(tmp_path):
+    scene = Scene(tmp_path)
+    asyncio.run(scene.serve())
+    later = Scene(tmp_path)
+    asyncio.run(later.serve())
+    assert min(group.item for group in later.hub.groups) == 1  # item 0 teaches nothing
+
+
+def test_a_group_that_the_hub_refuses_is_kept_and_named(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
+    with pytest.raises(HubError, match=r"mask has the wrong length.*kept in .*refused"):
+        asyncio.run(scene.serve())
+    assert len(list(scene.folder.glob("refused/*.groups"))) == 1
+
+
+def test_an_engine_that_answers_garbage_is_tried_again_and_then_named(tmp_path):
+    scene = Scene(tmp_path)
+    scene.engine.write = lambda prompt, request: ["too", "many", "answers"]
+    with pytest.raises(EngineError, match="asked for 1 completions"):
+        asyncio.run(scene.serve())
+    assert len(scene.engine.requests) >= 12
+
+
+def test_an_item_that_always_fails_is_left_out_and_the_run_goes_on(tmp_path):
+    scene = Scene(tmp_path)
+    scene.engine.write = lambda prompt, request: write(prompt, request) * (2 if "Say 4<" in prompt else 1)
+    asyncio.run(scene.serve())
+    assert scene.hub.current_step == 5
+    assert 4 not in [group.item for group in scene.hub.groups]
+
+
+def standing(**values):
+    return EnvStanding(**{"step": 0, "untrained_groups": 0, "leased_groups": 0, "share": 1.0, **values})
+
+
+@pytest.mark.parametrize(
+    ("now", "spooled", "flying", "begin"),
+    [
+        (standing(), 0, 0, 16),  # the step that comes and one ahead
+        (standing(untrained_groups=8, leased_groups=8), 1, 3, 4),
+        (standing(untrained_groups=16, leased_groups=8), 0, 0, 0),
+        (standing(share=0.25), 0, 1, 3),
+        (standing(step=99), 0, 0, 8),  # the last step needs no more
+        (standing(step=100), 0, 0, 0),
+        (standing(untrained_groups=16), 0, 0, 1),  # no batch fits in what waits
+        (standing(untrained_groups=16), 0, 1, 0),
+        (standing(untrained_groups=64), 0, 0, 0),
+    ],
+)
+def test_room_for_groups(now, spooled, flying, begin):
+    terms = Terms(groups_per_step=8, num_steps=100, max_age=1)
+    assert room(terms, now, num_spooled=spooled, num_in_flight=flying, limit=64) == begin
+
+
+def test_groups_in_flight_follow_what_the_engine_takes():
+    limit = FlightLimit(at_most=40)
+    for _ in range(10):
+        limit.learn(num_running=8, num_waiting=0, num_in_flight=limit.value)
+    assert limit.value == 40
+    limit.learn(num_running=8, num_waiting=32, num_in_flight=40)
+    assert limit.value == 32
+    limit.learn(num_running=8, num_waiting=4, num_in_flight=32)
+    assert limit.value == 32
+
+
+def test_the_cursor_forgets_nothing(tmp_path):
+    cursor = Cursor(tmp_path / "cursor.json")
+    assert [cursor.take() for _ in range(5)] == [0, 1, 2, 3, 4]
+    for index in (0, 2, 3):
+        cursor.finish(index)
+    asyncio.run(cursor.save())
+    again = Cursor(tmp_path / "cursor.json")
+    assert (again.num_done, [again.take() for _ in range(3)]) == (3, [1, 4, 5])
+    again.give_back(4)
+    assert [again.take(), again.take()] == [4, 6]
+    (tmp_path / "cursor.json").write_text("{")
+    with pytest.raises(ConfigError, match="delete it"):
+        Cursor(tmp_path / "cursor.json")
+
+
+def test_items_that_are_sometimes_right_come_more_often(tmp_path):
+    class Told:
+        def __init__(self, right):
+            self.score = type("S", (), {"reward": float(right), "is_right": right})()
+
+    chooser = ByDifficulty(10, seed=0, path=tmp_path / "difficulty.json")
+    for _ in range(2):
+        for place in range(10):
+            chooser.learn(place, [Told((place == 3 and n == 0) or place > 6) for n in range(2)])
+    counts = [sum(chooser.place_of(index) == place for index in range(400)) for place in range(10)]
+    assert counts[3] == max(counts)
+    assert counts[3] > 2 * sorted(counts)[-2]
+    assert json.loads((tmp_path / "difficulty.json").read_text())["3"] == 0.5
+    assert ByDifficulty(10, seed=0, path=tmp_path / "difficulty.json").place_of(7) == chooser.place_of(7)
+
+
+def test_waves_are_refused_where_they_cannot_be(tmp_path):
+    scene = Scene(tmp_path, pace="waves")
+    with pytest.raises(ConfigError, match="several turns"):
+        choose_pace(scene.config, load_environment(scene.config))
+    plain = EnvConfig()
+    assert choose_pace(plain, load_environment(plain)) == "waves"
+    dropping = EnvConfig(ensure_scores_are_not_same=True)
+    assert choose_pace(dropping, load_environment(dropping)) == "stream"
