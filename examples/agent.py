@@ -50,13 +50,15 @@ def multiply(arguments: str) -> str:
         return f"error: {error}"  # the model made the call, so it is told
 
 
-def post_score(score: float) -> None:
+def post_score(url: str, score: float) -> None:
     body = json.dumps({"score": score}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
-    urllib.request.urlopen(urllib.request.Request(os.environ["TREADLE_SCORE_URL"], body, headers)).close()  # noqa: S310
+    urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()  # noqa: S310
 
 
 if __name__ == "__main__":
     item = json.load(sys.stdin)
+    # Out of the environment: a tool that runs programs for the model must not hand them the answer, or the score.
+    score_url, _ = os.environ.pop("TREADLE_SCORE_URL"), os.environ.pop("TREADLE_ITEM", None)
     said = solve(openai.OpenAI(), item["messages"])
-    post_score(float(item["answer"] in said))
+    post_score(score_url, float(item["answer"] in said))

@@ -12,7 +12,7 @@ CAPITALS = {"France": "Paris", "Peru": "Lima", "Kenya": "Nairobi", "Japan": "Tok
 
 @reward
 def names_it(completion: RewardInput) -> float:
-    return completion.answer.lower() in completion.text.lower() and len(completion.text) < 100
+    return completion.text.strip(" .").lower() == completion.answer.lower()
 
 
 @environment("capitals")
@@ -20,7 +20,7 @@ class Capitals(Environment):
     rewards = (names_it,)
 
     def train_items(self) -> list[Item]:
-        return [Item.ask(f"What is the capital of {land}?", answer=city) for land, city in CAPITALS.items()]
+        return [Item.ask(f"What is the capital of {land}? One word.", answer=city) for land, city in CAPITALS.items()]
 
     def eval_items(self) -> list[Item]:
-        return [Item.ask("What is the capital of Italy?", answer="Rome")]
+        return [Item.ask("What is the capital of Italy? One word.", answer="Rome")]

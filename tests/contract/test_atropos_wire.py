@@ -214,7 +214,7 @@ class Test11Transport:
         answer = calls.send("/scored_data", broken, JSON | {"Content-Encoding": "gzip"})
         assert (answer.status_code, answer.json()) == (400, {"detail": "Invalid gzip payload"})
 
-    @pytest.mark.parametrize("body", [b"", gzip.compress(b"")])
+    @pytest.mark.parametrize("body", [b"", gzip.compress(b"", mtime=0)])
     def test_an_empty_gzip_body_is_an_empty_body(self, calls: Atropos, body: bytes):
         assert calls.send("/scored_data", body, JSON | {"Content-Encoding": "gzip"}).status_code == 422
 

@@ -1,44 +1,63 @@
-"""Real vLLM on a CPU. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment)."""
+"""Real vLLM on a CPU. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment).
+
+A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
+it (test_life.py) come last.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+import uvicorn
+from tokenizers import Tokenizer, decoders
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 
 # Four heads of a size that vLLM has CPU kernels for; and completions that take long enough to do something meanwhile.
 SIZES = {"hidden_size": 256, "num_layers": 16}
+START_S = 300.0  # for a start of vLLM on a machine that has much else to do
+HERE = Path(__file__).parent
+COMES_LAST = HERE / "test_life.py"
 
 
 def pytest_collection_modifyitems(items):
     """Every test here needs vLLM. Where it is missing they are skipped, but never in CI."""
     missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: scripts/setup-vllm.sh"))
+    items.sort(key=lambda item: item.path == COMES_LAST)
 
 
 class Served:
-    """An engine and the event loop it lives in, called from a test: `served(engine.generate(...))`."""
+    """An engine, its HTTP surface, and the event loop that both live in: `served(engine.generate(...))` from a test."""
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        from treadle.engines.surface.app import build_app
         from treadle.engines.vllm.start import start_vllm
+        from treadle.wire.serving import take_port
 
-        self.folder = folder
-        self.engine = start_vllm(config, folder)
+        self.folder = Path(config.model)
+        self.engine = start_vllm(config, self.folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        listener = take_port("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = build_app(self.engine, config, {})
+        self._http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        self._serving = self.begin(self._http.serve(sockets=[listener]))
 
     def __call__(self, coroutine, timeout_s=120.0):
         return self.begin(coroutine).result(timeout_s)
@@ -48,6 +67,8 @@ class Served:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self):
+        self._http.should_exit = True
+        self._serving.result(30)
         self(self.engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
@@ -58,22 +79,57 @@ class Served:
 def vllm_processes():
     """Those that this test process started."""
     ours = psutil.Process().children(recursive=True)
-    return [p for p in ours if p.is_running() and "vllm" in " ".join([p.name(), *_command_line(p)]).lower()]
+    return [p for p in ours if "vllm" in " ".join(words_of(p)).lower()]
 
 
-def _command_line(process):
+def words_of(process):
+    """Its name and command line; nothing of one that has ended."""
     try:
-        return process.cmdline()
+        return [process.name(), *process.cmdline()] if process.is_running() else []
     except psutil.Error:
         return []
 
 
+def wait_until(condition, deadline_s=START_S):
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def served(tiny_model, tmp_path_factory):
+    """One server with everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
+    config = EngineConfig(
+        engine="vllm",
+        model=str(tiny_model),
+        dtype="float32",
+        weights_file=tmp_path_factory.mktemp("shared") / "weights",
+        enable_lora=True,
+        max_lora_rank=16,
+        vllm_python=sys.executable,
+    )
+    served = Served(config)
+    yield served
+    served.close()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", **SIZES)
+    return _write_model(tmp_path_factory.mktemp("tiny") / "model", **SIZES)
 
 
 @pytest.fixture(scope="session")
-def other_tiny_model(tmp_path_factory):
-    """The same shapes with other weights."""
-    return write_tiny_model(tmp_path_factory.mktemp("other") / "model", **SIZES, seed=1)
+def other_model(tmp_path_factory):
+    """Other shapes and other weights."""
+    return _write_model(tmp_path_factory.mktemp("other") / "model", **SIZES | {"num_layers": 12}, seed=1)
+
+
+def _write_model(folder, **sizes):
+    """vLLM decodes a completion as what follows its prompt. That is what it is by itself only where a token's text does
+    not depend on the one before, as in real tokenizers."""
+    write_tiny_model(folder, **sizes)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,43 +1,27 @@
-"""What the engine samples, and what changes it: weights in a shared file, a reload, adapters."""
+"""What the engine samples, and what changes it: weights in a shared file, holds, adapters. What the HTTP surface shows
+of that is put to the test in test_surface.py."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx
 import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.vllm.conftest import Served, vllm_processes
+from tests.vllm.conftest import vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
-from treadle.config import EngineConfig
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
-from treadle.sync.fingerprint import fingerprint
 from treadle.sync.weights_file import bind_parameters, map_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
-NUM_SWAPS = 20
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model, tmp_path_factory):
-    config = EngineConfig(
-        engine="vllm",
-        dtype="float32",
-        max_num_seqs=16,
-        weights_file=tmp_path_factory.mktemp("shared") / "weights",
-        enable_lora=True,
-        max_lora_rank=8,
-    )
-    served = Served(config, tiny_model)
-    yield served
-    served.close()
+LONG = 230  # tokens: enough that a test can do something in the middle
+NUM_SWAPS = 10  # more than vLLM keeps adapters, on its device and beside it
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +31,9 @@ def plain(tiny_model):
 
 @pytest.fixture(scope="module")
 def adapters(tiny_model, tmp_path_factory):
-    """Two adapters that change a lot, and one whose rank is too high."""
+    """Two adapters that change a lot."""
     folders = []
-    for seed, rank in ((1, 4), (2, 8), (3, 16)):
+    for seed, rank in ((1, 4), (2, 8)):
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=4 * rank, target_modules="all-linear", init_lora_weights=False)
         folder = tmp_path_factory.mktemp("adapters") / f"rank-{rank}"
@@ -63,29 +47,6 @@ def request(**changes):
     return Request(**given | changes)
 
 
-def test_logprobs_are_those_of_a_plain_forward(served, plain):
-    generation = served(served.engine.generate(request(n=8, seed=5)))
-    assert len({tuple(c.token_ids) for c in generation.completions}) == 8
-    assert all(c.finish_reason == "length" and len(c.token_ids) == 24 for c in generation.completions)
-    assert mean_difference(plain, PROMPT, generation.completions) < 1e-4
-    again = served(served.engine.generate(request(n=8, seed=5)))
-    assert [c.token_ids for c in again.completions] == [c.token_ids for c in generation.completions]
-
-
-def test_logprobs_at_another_temperature_are_of_what_was_sampled_from(served, plain):
-    generation = served(served.engine.generate(request(n=8, sampling=SamplingParams(temperature=0.5))))
-    assert mean_difference(plain, PROMPT, generation.completions, temperature=0.5) < 1e-4
-    assert mean_difference(plain, PROMPT, generation.completions) > 0.05
-
-
-def test_logprobs_under_top_k_are_over_the_kept_tokens(served, plain):
-    (completion,) = served(served.engine.generate(request(sampling=SamplingParams(top_k=3)))).completions
-    kept = logits_after(plain, PROMPT, completion.token_ids).topk(3)
-    for t, token in enumerate(completion.token_ids):
-        place = kept.indices[t].tolist().index(token)
-        assert completion.logprobs[t] == pytest.approx(torch.log_softmax(kept.values[t], -1)[place].item(), abs=1e-4)
-
-
 def test_greedy_completions_are_the_likeliest_tokens_n_times(served, plain):
     generation = served(served.engine.generate(request(n=3, sampling=SamplingParams(temperature=0), num_top=2)))
     assert len(generation.completions) == 3
@@ -93,14 +54,6 @@ def test_greedy_completions_are_the_likeliest_tokens_n_times(served, plain):
         assert completion.token_ids == logits_after(plain, PROMPT, completion.token_ids).argmax(-1).tolist()
         assert all(max(top, key=top.get) == t for top, t in zip(completion.tops, completion.token_ids, strict=True))
     assert mean_difference(plain, PROMPT, generation.completions) < 1e-4
-
-
-def test_prompt_logprobs_and_the_likeliest_beside_them(served, plain):
-    generation = served(served.engine.generate(request(max_tokens=1, num_prompt_top=1)))
-    assert generation.prompt_tops[0] == {}
-    expected = logprobs_of(plain, PROMPT[:1], PROMPT[1:])
-    for token, tops, logprob in zip(PROMPT[1:], generation.prompt_tops[1:], expected.tolist(), strict=True):
-        assert tops[token] == pytest.approx(logprob, abs=1e-4)
 
 
 def test_a_stream_adds_up_to_the_whole_answer(served):
@@ -124,51 +77,80 @@ def test_what_vllm_refuses_is_the_requests_fault(served):
     assert served(served.engine.state()).failure is None
 
 
-async def _stream_across_an_update(engine, layout, change):
-    """Stream a long completion; in its midst hold, change the weights, release. Deltas, and how many were before."""
-    deltas, at_hold, release = [], 0, None
+class Frozen:
+    """A stream and a whole completion that a hold has caught in the middle."""
 
-    async def update():
-        nonlocal at_hold
-        await engine.hold("keep", 30)
-        await asyncio.sleep(0.2)  # what was sampled is here by now
-        at_hold = len(deltas)
-        await asyncio.sleep(0.3)
-        assert len(deltas) == at_hold, "a token was sampled while held"
-        change(map_weights(layout))
-        await engine.release(1)
+    def __init__(self, engine):
+        self._engine = engine
+        self.deltas = []
+        self._reading = asyncio.ensure_future(self._read())
+        self._whole = asyncio.ensure_future(engine.generate(request(max_tokens=LONG)))
 
-    async for delta in engine.stream(request(max_tokens=200, seed=3)):
-        deltas.append(delta)
-        if len(deltas) == 5:
-            release = asyncio.ensure_future(update())
-    await release
-    return deltas, at_hold
+    @classmethod
+    async def of(cls, engine, attempts=5):
+        """On a busy machine a hold may come too late, after the last token; then others are tried."""
+        for _ in range(attempts):
+            frozen = cls(engine)
+            while len(frozen.deltas) < 5:
+                await asyncio.sleep(0.001)
+            await engine.hold("keep", 60)
+            await frozen.settle()
+            if not frozen._reading.done() and not frozen._whole.done():
+                return frozen
+            await engine.release(None)
+            await frozen.end()
+        raise AssertionError(f"{attempts} completions of {LONG} tokens were over before a hold came")
+
+    async def settle(self):
+        """What was sampled before a hold is on its way here, ahead of the answers to what is asked after it. And these
+        questions go through vLLM's loop, which would go on sampling between them if it were not held."""
+        for _ in range(5):
+            await self._engine.state()
+            await self._engine.fingerprints(0)
+
+    async def end(self):
+        await self._reading
+        return self.deltas, (await self._whole).completions[0]
+
+    async def _read(self):
+        async for delta in self._engine.stream(request(max_tokens=LONG, seed=3)):
+            self.deltas.append(delta)
+
+
+async def _update_in_midst(engine, change, version):
+    """Hold, change the weights, release. (The deltas, how many of them came before, another completion)."""
+    frozen = await Frozen.of(engine)
+    at_hold = len(frozen.deltas)
+    await frozen.settle()
+    assert len(frozen.deltas) == at_hold, "a token was sampled while held"
+    change()
+    await engine.release(version)
+    deltas, whole = await frozen.end()
+    return deltas, at_hold, whole
 
 
 def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
     engine = served.engine
-    layout = served(engine.layout())
-    saved = {name: weight.clone() for name, weight in map_weights(layout).items()}
+    weights = map_weights(served(engine.layout()))
+    saved = {name: weight.clone() for name, weight in weights.items()}
+    first = served(engine.state()).policy_version
     before = served(engine.generate(request(n=2, seed=1)))
 
-    def add_noise(weights):
+    def add_noise():
         torch.manual_seed(0)
         for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
             weights[name].add_(torch.randn_like(weights[name]) * 0.1)
 
-    begun = served.begin(engine.generate(request(max_tokens=230)))
-    deltas, at_hold = served(_stream_across_an_update(engine, layout, add_noise))
-    versions = [d.policy_version for d in deltas]
-    assert versions == [0] * at_hold + [1] * (len(deltas) - at_hold)
+    deltas, at_hold, whole = served(_update_in_midst(engine, add_noise, first + 1), timeout_s=300)
+    assert [d.policy_version for d in deltas] == [first] * at_hold + [first + 1] * (len(deltas) - at_hold)
     assert 5 <= at_hold < len(deltas)
-    assert begun.result(60).completions[0].policy_versions == [0, 1]
-    assert served(engine.state()).policy_version == 1
+    assert whole.policy_versions == [first, first + 1]
+    assert served(engine.state()).policy_version == first + 1
 
     tokens = [t for d in deltas for t in d.token_ids]
     logprobs = torch.tensor([lp for d in deltas for lp in d.logprobs])
     noisy = load(served.folder)
-    noisy.load_state_dict({n: w.clone() for n, w in map_weights(layout).items()}, strict=False)
+    noisy.load_state_dict({n: w.clone() for n, w in weights.items()}, strict=False)
     cut = sum(len(d.token_ids) for d in deltas[:at_hold])
     assert (logprobs_of(plain, PROMPT, tokens)[:cut] - logprobs[:cut]).abs().mean() < 1e-4
     # As if its tokens had been prefilled by the new weights: nothing of the old ones' keys and values is left.
@@ -177,53 +159,32 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
 
     changed = served(engine.generate(request(n=2, seed=1)))
     assert mean_difference(noisy, PROMPT, changed.completions) < 1e-4
-    served(engine.hold("keep", 30))
-    for name, weight in map_weights(layout).items():
+    served(engine.hold("keep", 60))
+    for name, weight in weights.items():
         weight.copy_(saved[name])
-    served(engine.release(2))
+    served(engine.release(first + 2))
     restored = served(engine.generate(request(n=2, seed=1)))
     assert [c.token_ids for c in restored.completions] == [c.token_ids for c in before.completions]
-    for after, original in zip(restored.completions, before.completions, strict=True):
-        # Not to the bit: which of the two is prefilled beside the other differs from call to call.
-        assert after.logprobs == pytest.approx(original.logprobs, abs=1e-4)
-    assert [c.policy_versions for c in restored.completions] == [[2], [2]]
-
-
-def test_weights_change_only_while_held(served):
-    with pytest.raises(EngineError, match="only while the engine is held"):
-        served(served.engine.release(7))
+    assert mean_difference(plain, PROMPT, restored.completions) < 1e-4
+    assert [c.policy_versions for c in restored.completions] == [[first + 2]] * 2
 
 
 def test_requests_wait_while_held_and_go_on_afterwards(served):
-    served(served.engine.hold("wait", 30))
+    served(served.engine.hold("wait", 60))
     waiting = served.begin(served.engine.generate(request(max_tokens=3)))
-    deadline = time.monotonic() + 10
-    while served(served.engine.state()).num_waiting == 0:
-        assert time.monotonic() < deadline
+    wait_until(lambda: served(served.engine.state()).num_waiting == 1)
     state = served(served.engine.state())
     assert (state.is_held, state.num_running, state.num_waiting) == (True, 0, 1)
     served(served.engine.release(None))
-    assert len(waiting.result(30).completions[0].token_ids) == 3
+    assert len(waiting.result(60).completions[0].token_ids) == 3
 
 
 def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
-    running = served.begin(served.engine.generate(request(max_tokens=230)))
+    running = served.begin(served.engine.generate(request(max_tokens=LONG)))
     with pytest.raises(EngineError, match="still running"):
         served(served.engine.hold("wait", 0.05))
-    assert len(running.result(60).completions[0].token_ids) == 230
+    assert len(running.result(120).completions[0].token_ids) == LONG
     assert not served(served.engine.state()).is_held
-
-
-def test_a_hold_that_aborts_gives_back_what_there_is(served):
-    running = served.begin(served.engine.generate(request(max_tokens=230)))
-    deadline = time.monotonic() + 10
-    while served(served.engine.state()).num_running == 0:
-        assert time.monotonic() < deadline
-    served(served.engine.hold("abort", 30))
-    (completion,) = running.result(30).completions
-    served(served.engine.release(None))
-    assert completion.finish_reason == "abort"
-    assert len(completion.token_ids) < 230
 
 
 def test_one_physical_copy_serves_both_processes(served):
@@ -252,134 +213,66 @@ def test_a_trainers_model_stands_on_the_engines_weights(served, plain):
     assert trainer.lm_head.weight is trainer.model.embed_tokens.weight
 
 
-def test_fingerprints_equal_the_trainers(served, plain):
-    theirs = served(served.engine.fingerprints(4))
-    assert theirs == {name: fingerprint(p, 4) for name, p in plain.named_parameters()}
-
-
-def test_a_reload_takes_saved_weights_and_what_runs_goes_on(served, other_tiny_model, tiny_model):
-    engine = served.engine
-    version = served(engine.state()).policy_version
-    running = served.begin(engine.generate(request(max_tokens=230)))
-    served(engine.reload(other_tiny_model, version + 1))
-    other = load(other_tiny_model)
-    generation = served(engine.generate(request(n=4)))
-    assert mean_difference(other, PROMPT, generation.completions) < 1e-4
-    assert generation.completions[0].policy_versions == [version + 1]
-    assert len(running.result(60).completions[0].token_ids) == 230
-    served(engine.reload(tiny_model, version + 2))
-    theirs = served(engine.fingerprints(0))
-    assert theirs == {name: fingerprint(p, 0) for name, p in load(tiny_model).named_parameters()}
-
-
-def test_a_reload_of_some_weights_changes_those(served, other_tiny_model, tiny_model, tmp_path):
-    engine = served.engine
-    name = "model.layers.2.mlp.gate_proj.weight"
-    before = served(engine.fingerprints(0))
-    save_file({name: load_file(other_tiny_model / "model.safetensors")[name]}, tmp_path / "some.safetensors")
-    version = served(engine.state()).policy_version
-    served(engine.reload(tmp_path, version + 1))
-    after = served(engine.fingerprints(0))
-    assert {n for n in after if after[n] != before[n]} == {name}
-    served(engine.reload(tiny_model, version + 2))
-    assert served(engine.fingerprints(0)) == before
-
-
-@pytest.mark.parametrize(
-    ("saved", "words"),
-    [
-        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight in .* is \[7\]"),
-        ({"model.norm.wait": torch.zeros(7)}, "model.norm.wait, which this model does not have"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_is_written(served, tmp_path, saved, words):
-    before = served(served.engine.fingerprints(0))
-    fits = {"model.layers.0.input_layernorm.weight": torch.zeros(256)}
-    save_file(fits | saved, tmp_path / "model.safetensors")
-    version = served(served.engine.state()).policy_version
-    with pytest.raises(EngineError, match=words):
-        served(served.engine.reload(tmp_path, version + 1))
-    assert served(served.engine.fingerprints(0)) == before
-    state = served(served.engine.state())
-    assert (state.policy_version, state.is_held) == (version, False)
-
-
-def test_a_folder_without_weights_is_refused(served, tmp_path):
-    with pytest.raises(RequestError, match="safetensors"):
-        served(served.engine.reload(tmp_path / "absent", 9))
-
-
-def test_an_adapter_serves_those_who_name_it_and_then_everybody(served, plain, adapters, tiny_model):
-    engine = served.engine
-    loaded = served(engine.load_adapter("by-hand", adapters[0], None))
-    assert (loaded.rank, loaded.policy_version) == (4, None)
-    named = served(engine.generate(request(n=4, adapter="by-hand")))
-    with_first = load(tiny_model, adapters[0])
-    assert mean_difference(with_first, PROMPT, named.completions) < 1e-4
-    assert mean_difference(plain, PROMPT, named.completions) > 0.05
-    unnamed = served(engine.generate(request(n=4)))
-    assert mean_difference(plain, PROMPT, unnamed.completions) < 1e-4
-    served(engine.load_adapter("policy", adapters[1], 50))
-    unnamed = served(engine.generate(request(n=4)))
-    assert mean_difference(load(tiny_model, adapters[1]), PROMPT, unnamed.completions) < 1e-4
-    assert unnamed.completions[0].policy_versions == [50]
-    assert served(engine.state()).policy_version == 50
-    served(engine.unload_adapter("by-hand"))
-    with pytest.raises(RequestError, match="no adapter 'by-hand'"):
-        served(engine.generate(request(adapter="by-hand")))
-    served(engine.unload_adapter("policy"))
-    unnamed = served(engine.generate(request(n=4)))
-    assert mean_difference(plain, PROMPT, unnamed.completions) < 1e-4
-
-
 def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapters, tiny_model):
     engine = served.engine
-    answers = []
-
-    def version_of(generation):
-        (version,) = generation.completions[0].policy_versions
-        return version
+    first = served(engine.state()).policy_version + 100
+    answers = {}  # by the version that they were sampled under
 
     async def keep_asking(stop):
         while not stop.is_set():
-            answers.append(await engine.generate(request(max_tokens=12)))
+            generation = await engine.generate(request(max_tokens=12))
+            (version,) = generation.completions[0].policy_versions
+            answers.setdefault(version, generation)
 
     async def swap():
         stop = asyncio.Event()
         load = [asyncio.ensure_future(keep_asking(stop)) for _ in range(4)]
         for number in range(NUM_SWAPS):
-            await engine.load_adapter(f"policy-{number}", adapters[number % 2], 100 + number)
+            await engine.load_adapter(f"policy-{number}", adapters[number % 2], first + number)
             if number:
                 await engine.unload_adapter(f"policy-{number - 1}")
-            while not any(version_of(answer) == 100 + number for answer in answers):
+            while first + number not in answers:
+                assert not any(task.done() for task in load), "a request failed"
                 await asyncio.sleep(0.005)
         stop.set()
         await asyncio.gather(*load)
 
-    served(swap())
-    assert {version_of(answer) for answer in answers} >= set(range(100, 100 + NUM_SWAPS))
-    reference = [load(tiny_model, folder) for folder in adapters[:2]]
-    for generation in answers[:: len(answers) // 12]:
-        version = version_of(generation)
-        if version >= 100:
-            assert mean_difference(reference[version % 2], PROMPT, generation.completions) < 1e-4
-    assert [a.policy_version for a in engine.adapters()] == [100 + NUM_SWAPS - 1]
+    served(swap(), timeout_s=300)
+    reference = [load(tiny_model, folder) for folder in adapters]
+    for number in range(NUM_SWAPS):
+        assert mean_difference(reference[number % 2], PROMPT, answers[first + number].completions) < 1e-4
+    assert [a.policy_version for a in engine.adapters()] == [first + NUM_SWAPS - 1]
+    with pytest.raises(RequestError, match="no adapter 'policy-0'"):
+        served(engine.generate(request(adapter="policy-0")))
     served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
 
 
-def test_adapters_that_cannot_be_served_are_refused(served, adapters, tmp_path):
-    with pytest.raises(RequestError, match="cannot be read as a LoRA adapter"):
-        served(served.engine.load_adapter("absent", tmp_path / "absent", 1))
-    with pytest.raises(RequestError, match="has rank 16, this engine takes up to 8"):
-        served(served.engine.load_adapter("large", adapters[2], 1))
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "adapter_config.json").write_text((adapters[0] / "adapter_config.json").read_text())
-    save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)}, broken / "adapter_model.safetensors")
+def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(served, adapters, tmp_path):
+    (tmp_path / "adapter_config.json").write_text((adapters[0] / "adapter_config.json").read_text())
+    save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(RequestError, match="it has no such weight"):
-        served(served.engine.load_adapter("broken", broken, 1))
+        served(served.engine.load_adapter("broken", tmp_path, 1))
     assert served(served.engine.state()).failure is None
     assert served.engine.adapters() == []
+
+
+def test_one_token_is_sampled_ahead_of_the_rollouts_that_wait(served):
+    """What proves a publish, or that the engine generates, must not wait for all that came before it."""
+    engine, finished = served.engine, []
+
+    async def finish(name, asked):
+        await engine.generate(asked)
+        finished.append(name)
+
+    async def ask():
+        full = engine.facts.max_num_seqs
+        rollouts = [asyncio.ensure_future(finish("rollouts", request(n=full, max_tokens=40))) for _ in range(2)]
+        while (await engine.state()).num_waiting < full:
+            await asyncio.sleep(0.005)
+        await asyncio.gather(finish("question", request(max_tokens=1, num_prompt_top=1)), *rollouts)
+
+    served(ask(), timeout_s=300)
+    assert finished.index("question") < 2
 
 
 def test_routes_that_are_not_used_are_closed_and_the_key_is_needed(served):

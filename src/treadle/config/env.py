@@ -15,13 +15,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def parse_object(value: Any) -> Any:
-    """'{"low": 2}' -> {"low": 2}; what is no JSON object is left to the type to refuse."""
+    """'{"low": 2}' -> {"low": 2}. Only text is looked at: the type refuses the rest."""
     if not isinstance(value, str):
         return value
+    example = """write it like this, quotes included: --env.args '{"low": 2}'"""
     try:
-        return json.loads(value or "{}")
+        parsed = json.loads(value or "{}")
     except json.JSONDecodeError as error:
-        raise ValueError(f"'{value}' is not JSON: {error}") from None
+        raise ValueError(f"--env.args is not JSON: {value} ({error})\n  -> {example}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"--env.args is no JSON object: {value}\n  -> {example}")
+    return parsed
 
 
 class ServerConfig(Section):
@@ -106,7 +110,9 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
 
     name: str = option("arithmetic", "a built-in environment, verifiers:NAME, or the path of a .py file")
     group_size: PositiveInt = option(8, "completions per prompt")
-    max_token_length: PositiveInt = option(24, "longest completion, in tokens")
+    max_token_length: PositiveInt = option(
+        24, "longest completion, in tokens; most environments have their own, else 512"
+    )
     temperature: NotNegative = option(1.0, "sampling temperature in training")
     seed: int = option(0, "the same seed gives the same prompts and the same samples")
     rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")

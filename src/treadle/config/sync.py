@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from treadle.config.section import PositiveInt, Seconds, Section, option
 
+FIND_BRIDGE_FILE = Path("auto")
 LORA_MODES = ("lora_only", "lora_restart")
 RESTART_MODES = ("lora_restart", "none")
 
@@ -36,7 +37,9 @@ class SyncOptions(Section):
         "(shared_vllm: always 1)",
     )
     vllm_config_path: Path | None = option(
-        None, "shared_vllm: read where the weights lie from this file of the engine's instead of asking it; auto: ask"
+        None,
+        "shared_vllm: the engine's vllm_bridge_config.json, which must name the weights that it serves; auto: look for "
+        "one in $VLLM_BRIDGE_CONFIG_PATH, $LOGDIR and this folder; empty: only ask the engine",
     )
     live_path: Path | None = option(
         None, "folder of weights on their way to the engine (a memory disk is fastest); empty: live in save_path"
@@ -65,8 +68,6 @@ class SyncOptions(Section):
             values = values | {"weight_bridge_mode": "shared_vllm"}
         if mode in LORA_MODES:
             values = {"lora": True} | values
-        if values.get("vllm_config_path") == "auto":
-            values = values | {"vllm_config_path": None}
         return values
 
     @model_validator(mode="after")

@@ -146,8 +146,9 @@ class Engine(Protocol):
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
         """By the name a trainer knows each weight by (sync/fingerprint.py). May be asked while held."""
 
-    async def reload(self, folder: Path, policy_version: int) -> None:
-        """Take the weights of a saved model (or only those in it that changed); what runs goes on under them."""
+    async def reload(self, folder: Path, policy_version: int | None) -> None:
+        """Take the weights of a saved model (or only those in it that changed); what runs goes on under them. Without
+        a version they are the next one."""
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         """Begin anew from a saved model; requests wait meanwhile."""

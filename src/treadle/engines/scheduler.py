@@ -255,6 +255,7 @@ class Scheduler:
         for job in admitted:
             job.admitted = time.monotonic()
             job.adapter = self._adapter_for(job)
+            job.policy_version = self._version_of(job.adapter)  # now: without the lock it may be unloaded at any moment
         self._running += admitted
         return admitted
 
@@ -286,7 +287,7 @@ class Scheduler:
         ):
             if jobs:
                 streamed = [place for place, job in enumerate(jobs) if job.tell is not None]
-                begun = begin([job.request for job in jobs], self._version_of(adapter), streamed=streamed)
+                begun = begin([job.request for job in jobs], admitted[0].policy_version, streamed=streamed)
                 for job, sequences in zip(jobs, begun, strict=True):
                     job.sequences, job.num_told = sequences, [0] * len(sequences)
 
@@ -295,6 +296,7 @@ class Scheduler:
         self._active_adapter = adapter
 
     def _version_of(self, adapter: str | None) -> int:
+        """Called with the lock held."""
         named = self.adapters.get(adapter) if adapter is not None else None
         if named is None or named.policy_version is None:
             return self.policy_version

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from treadle.config import EngineConfig
@@ -17,6 +18,7 @@ from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
 from treadle.errors import EngineError, require
 from treadle.log import get_logger
+from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import remove_shared_file
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.serving import serve_until_stopped, take_port
@@ -24,10 +26,12 @@ from treadle.wire.serving import serve_until_stopped, take_port
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
 LOOK_S = 2.0
 RESTART_GRACE_S = 20.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to their owner
 log = get_logger("engine")
 
 
 def run_engine(config: EngineConfig) -> None:
+    config = share_if_switched_on(config, os.environ)
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)  # before the slow part: a port in use is known at once
     try:
@@ -44,7 +48,9 @@ def run_engine(config: EngineConfig) -> None:
         )
         log.info("listening", host=config.host, port=config.port)
         life = EngineLife(engine)
-        app = app_of(engine, config, access, life=life)
+        file = config.weights_file
+        bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
+        app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
         limits = HttpLimits(max_connections=MAX_CONNECTIONS)
         serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
         if life.failure is not None:
@@ -53,6 +59,14 @@ def run_engine(config: EngineConfig) -> None:
         listener.close()
         if config.weights_file is not None:
             remove_shared_file(config.weights_file)
+
+
+def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> EngineConfig:
+    """VLLM_ENABLE_SHARED_WEIGHTS=1 is --weights-file with a file of its own, in memory where it has files."""
+    if config.weights_file is not None or not is_switched_on(env):
+        return config
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return config.model_copy(update={"weights_file": folder / f"treadle-engine-{os.getpid()}.weights"})
 
 
 def start_engine(config: EngineConfig, folder: Path) -> Engine:

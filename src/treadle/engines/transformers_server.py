@@ -108,10 +108,11 @@ class TransformersServer:
 
         return await self._between_tokens(read)
 
-    async def reload(self, folder: Path, policy_version: int) -> None:
+    async def reload(self, folder: Path, policy_version: int | None) -> None:
         def write() -> None:
             write_weights(found, self._engine.named_weights)
-            self._scheduler.weights_changed(policy_version)
+            following = self._scheduler.policy_version + 1
+            self._scheduler.weights_changed(following if policy_version is None else policy_version)
 
         async with self._changing:
             found = await asyncio.to_thread(read_weights, folder, self._engine.named_weights)

@@ -33,7 +33,8 @@ class Job:
     num_told: list[int] = field(default_factory=list)
     prompt_tops: list[dict[int, float]] | None = None
     admitted: float = 0.0
-    adapter: str | None = None  # fixed when it is admitted
+    adapter: str | None = None  # fixed when it is admitted, as is the version that it begins with
+    policy_version: int = 0
 
     @property
     def takes_no_row(self) -> bool:

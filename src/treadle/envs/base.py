@@ -54,14 +54,21 @@ class Item:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # rewards see it
 
     @classmethod
-    def ask(cls, question: str, *, answer: str, system: str = "", **metadata: Any) -> Self:
+    def ask(cls, question: str, *, answer: str | float, system: str = "", **metadata: Any) -> Self:
+        """A number as the answer is written as a person would: 51.0 is "51"."""
         before = ({"role": "system", "content": system},) if system else ()
-        return cls(messages=(*before, {"role": "user", "content": question}), answer=answer, metadata=metadata)
+        return cls(
+            messages=(*before, {"role": "user", "content": question}), answer=_as_text(answer), metadata=metadata
+        )
 
     @property
     def prompt(self) -> str:
         """The prompt as a person reads it."""
-        return "\n".join(str(message["content"]) for message in self.messages)
+        return "\n".join(str(message.get("content", "")) for message in self.messages)
+
+
+def _as_text(answer: str | float) -> str:
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)  # what each reward gave, before weights
     outcome: Outcome | Literal["too_short"] = "scored"
     error: str = ""
+    seconds: float = 0.0  # that its rewards took
 
 
 class Environment(ABC):
@@ -80,7 +88,8 @@ class Environment(ABC):
 
     rewards: RewardLike | Sequence[RewardLike] = ()
     min_trained_tokens: ClassVar[int] = 0  # a rollout that sampled fewer teaches nothing
-    defaults: ClassVar[Mapping[str, Any]] = {}  # settings that suit the task: {"max_token_length": 512}
+    # Settings that suit the task, for whatever the user does not set. Those of the base hold where a task names others.
+    defaults: ClassVar[Mapping[str, Any]] = {"max_token_length": 512}
 
     def __init__(self, config: EnvConfig) -> None:
         self.config = config

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from treadle.config.env import EnvConfig
-from treadle.config.load import suggest
+from treadle.config.load import parse, suggest
 from treadle.envs.base import Environment
+from treadle.envs.rewards import registry
 from treadle.envs.rewards.source import load_file
 from treadle.errors import ConfigError
 
@@ -48,7 +49,27 @@ def load_environment(config: EnvConfig) -> Environment:
     Its `config` has the environment's own defaults for whatever was not set.
     """
     kind = _find(config)
-    return kind(config.model_copy(update={k: v for k, v in kind.defaults.items() if k not in config.model_fields_set}))
+    defaults = _checked_defaults(kind)
+    made = kind(config.model_copy(update={k: v for k, v in defaults.items() if k not in config.model_fields_set}))
+    if made.rewards:
+        registry.create(made.rewards)  # what is wrong with them must not wait for an engine to be told
+    elif kind.score is Environment.score and not made.has_turns:
+        raise ConfigError(
+            f"the environment '{config.own_name}' does not say what an answer is worth",
+            fix=f"give {kind.__name__} rewards, or a method score or rollout",
+        )
+    return made
+
+
+def _checked_defaults(kind: type[Environment]) -> dict[str, Any]:
+    """The settings that suit the task, as the configuration understands them; those of the base are below them."""
+    given = {**Environment.defaults, **kind.defaults}
+    try:
+        understood = parse(EnvConfig, given, source=f"the defaults of {kind.__name__}")
+    except ConfigError as error:
+        is_unknown = error.message.startswith("unknown key")
+        raise ConfigError(error.message, fix=error.fix if is_unknown else "correct it in the class") from None
+    return {name: getattr(understood, name) for name in given}
 
 
 def _find(config: EnvConfig) -> type[Environment]:
@@ -63,9 +84,16 @@ def _find(config: EnvConfig) -> type[Environment]:
         importlib.import_module(_BUILT_IN[config.name])
     if config.name not in _REGISTRY:
         known = sorted({*_BUILT_IN, *_REGISTRY, *(f"{library}:NAME" for library in _OF_OTHERS)})
-        hint = suggest(config.name, known) or f"known environments: {', '.join(known)}; or the path of a .py file"
+        hint = _file_of(config.name) or suggest(config.name, known)
+        hint = hint or f"known environments: {', '.join(known)}; or the path of a .py file"
         raise ConfigError(f"unknown environment '{config.name}'", fix=hint)
     return _REGISTRY[config.name]
+
+
+def _file_of(name: str) -> str:
+    """`did you mean my_env.py?`, where the suffix was forgotten."""
+    stem, colon, chosen = name.partition(":")
+    return f"did you mean {stem}.py{colon}{chosen}?" if stem and Path(f"{stem}.py").is_file() else ""
 
 
 def _from_file(path: Path, chosen: str) -> type[Environment]:

@@ -8,6 +8,7 @@ ids, masks and logprobs of everything before stay as they are, whatever the temp
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from treadle.envs.engine_client import Completion, Generation
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import RequestError
 from treadle.wire.groups import IGNORED, NO_LOGPROB
+
+LONG_TEXT = 100_000  # characters
 
 
 class Sampler(Protocol):
@@ -99,6 +102,7 @@ class Chat:
         self._model = model
         self._tools = tuple(tools)
         self.transcript = Transcript(messages=[dict(message) for message in messages], temperature=temperature)
+        self._last_sampled: int | None = None  # the last token of the last reply; None: it had none
         self._unread = len(messages)  # of the last messages, those that the model has not seen yet
 
     @property
@@ -114,20 +118,25 @@ class Chat:
         """Another conversation that goes on from here. What was sampled so far is trained on once: in this one."""
         other = self._model.chat(self.messages, tools=self._tools, temperature=self.transcript.temperature)
         other.transcript.read(self.transcript.tokens)
-        other._unread = self._unread
+        other._unread, other._last_sampled = self._unread, self._last_sampled
         return other
 
     @property
     def num_tokens_left(self) -> int | None:
         """How long the next reply may get; None: as long as one reply may be."""
+        return self._room_behind(self._next_prompt())
+
+    def _room_behind(self, read: Sequence[int]) -> int | None:
         limit = self._model.sampling.longest_sequence
-        return None if limit <= 0 else max(0, limit - len(self.transcript.tokens) - len(self._next_prompt()))
+        return None if limit <= 0 else max(0, limit - len(self.transcript.tokens) - len(read))
 
     async def ask(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
         """The model's next turn. Without room for a token, an empty reply that says "length"."""
-        read = self._next_prompt()
+        unread_chars = sum(len(str(message.get("content"))) for message in self.messages[-self._unread :])
+        # To tokenize megabytes takes seconds, in which no other rollout would go on.
+        read = self._next_prompt() if unread_chars < LONG_TEXT else await asyncio.to_thread(self._next_prompt)
         wanted = max_tokens if max_tokens is not None else self._model.sampling.max_tokens
-        left = self.num_tokens_left
+        left = self._room_behind(read)
         room = wanted if left is None else min(wanted, left)
         if room < 1:
             self.transcript.finish_reason = "length"
@@ -137,6 +146,7 @@ class Chat:
         )
         self.transcript.read(read)
         self.transcript.wrote(completion)
+        self._last_sampled = completion.token_ids[-1] if completion.token_ids else None
         self._unread = 0
         reply = Reply(completion.text, completion.finish_reason, len(completion.token_ids))
         self.messages.append(reply.message)
@@ -149,7 +159,7 @@ class Chat:
         if not self._unread:
             raise RequestError("the model has just spoken", fix="add a message before the next ask")
         unread = self.messages[-self._unread :]
-        return self._model.tokenizer.encode_next_turn(unread, after=self.transcript.tokens[-1], tools=self._tools)
+        return self._model.tokenizer.encode_next_turn(unread, after=self._last_sampled, tools=self._tools)
 
 
 class Model:
@@ -161,6 +171,7 @@ class Model:
         self.sampling = sampling
         self.chats: list[Chat] = []
         self.seconds = 0.0  # the engine's own time
+        self.last_completion: Completion | None = None  # in whichever chat
         self._num_calls = 0
 
     def chat(
@@ -194,7 +205,8 @@ class Model:
             stop=stop,
         )
         self.seconds += generation.seconds
-        return generation.completions[0]
+        (self.last_completion,) = generation.completions
+        return self.last_completion
 
     @property
     def transcripts(self) -> list[Transcript]:

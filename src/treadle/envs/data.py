@@ -32,7 +32,7 @@ log = get_logger("env")
 
 MAX_HELD_OUT = 256  # rows set aside when no held-out ones are given, but never more than one in ten
 _NUM_REPORTED = 5  # broken rows that get a line of their own
-_HELD_OUT_NAMES = ("test", "eval", "validation")
+_HELD_OUT_NAMES = ("test", "eval", "validation", "valid", "val", "dev")
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
     else:
         held_out, also_broken = hold_out(train), []
     num_set_aside = 0 if config.eval_data or splits.held_out else len(held_out)
-    asked = {_question(item) for item in held_out}
-    kept = [item for item in train if _question(item) not in asked]
+    asked = {question_of(item) for item in held_out}
+    kept = [item for item in train if question_of(item) not in asked]
     if not kept:
         raise ConfigError(f"{name} has nothing to train on: its rows are all held out", fix="give more rows")
     data = Data(
@@ -118,7 +118,7 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
 
 def hold_out(items: Sequence[Item]) -> list[Item]:
     """Some of the items: the same ones for ever, whatever the seed and the order of the rows."""
-    distinct = {_question(item): item for item in items}
+    distinct = {question_of(item): item for item in items}
     count = min(MAX_HELD_OUT, max(1, len(distinct) // 10))
     chosen = sorted(distinct, key=lambda question: stable_seed("held out", question))[:count]
     return [distinct[question] for question in chosen]
@@ -137,15 +137,23 @@ def read_splits(name: str) -> Splits:
 
 
 def _read_folder(folder: Path) -> Splits:
-    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
-    held_out_name = next((name for name in _HELD_OUT_NAMES if any(path.stem == name for path in files)), None)
-    held_out = [path for path in files if path.stem == held_out_name]
-    train = [path for path in files if path.stem == "train"]
-    train = train or [path for path in files if path.stem not in _HELD_OUT_NAMES]
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
+    held_out_name = next((name for name in _HELD_OUT_NAMES if any(_split_of(path) == name for path in files)), None)
+    held_out = [path for path in files if _split_of(path) == held_out_name]
+    train = [path for path in files if _split_of(path) == "train"]
+    train = train or [path for path in files if _split_of(path) not in _HELD_OUT_NAMES]
     if not train:
         wanted = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(f"the folder {folder} has no rows to train on", fix=f"put train.jsonl there, or any {wanted}")
-    return Splits(train=_read_files(train), held_out=_read_files(held_out))
+    splits = Splits(train=_read_files(train), held_out=_read_files(held_out))
+    if held_out and not splits.held_out:
+        raise ConfigError(f"{held_out[0]} has no rows", fix="delete it to hold out some of the training rows")
+    return splits
+
+
+def _split_of(path: Path) -> str:
+    """ "test" of test.jsonl and of test-00000-of-00002.jsonl."""
+    return path.stem.partition("-")[0].lower()
 
 
 def _read_files(paths: Iterable[Path]) -> list[Row | BrokenRow]:
@@ -189,18 +197,19 @@ def _to_items(
             else:
                 items.append(to_item(row))
         except RowError as error:
-            broken.append(BrokenRow(row.place, str(error)))
+            broken.append(BrokenRow(row.place, str(error), error.fix))
     for row in broken[:_NUM_REPORTED]:
         log.warning("row_skipped", place=row.place, problem=row.problem)
     if len(broken) > _NUM_REPORTED:
         log.warning("rows_skipped", source=source, count=len(broken), usable=len(items))
     if not items:
         problem = f"{source} has no usable row" + (f": {broken[0]}" if broken else ": it is empty")
-        raise ConfigError(problem, fix="write one JSON object a line, with the fields that the environment asks for")
+        usual = "write one JSON object a line, with the fields that the environment asks for"
+        raise ConfigError(problem, fix=(broken[0].fix if broken else "") or usual)
     return items, broken
 
 
-def _question(item: Item) -> str:
+def question_of(item: Item) -> str:
     """What two items that ask the same have in common, whatever they are told first and however they are spaced."""
     words = [str(message["content"]) for message in item.messages if message["role"] != "system"]
     return " ".join(" ".join(words).split()).casefold()

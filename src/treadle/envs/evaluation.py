@@ -33,6 +33,7 @@ class EvalSample(msgspec.Struct, kw_only=True):
     """One answer; several answers to a prompt follow each other."""
 
     prompt: str
+    question: str = ""  # the last message of the prompt: without what every prompt begins with
     completion: str
     gold: str
     is_right: bool
@@ -199,6 +200,7 @@ def worthwhile_ks(num_answers: int) -> list[int]:
 def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
     return EvalSample(
         prompt=item.prompt,
+        question=str(item.messages[-1]["content"]) if item.messages else "",
         completion=rollout.text,
         gold=item.answer,
         is_right=rollout.score.is_right,
@@ -261,7 +263,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 def in_words(result: EvalResult, num_samples: int = 3) -> str:
     """The result as a person reads it, with the first answers to a few prompts."""
-    name = f"{result.env}/{result.task} at policy version {result.policy_version}"
+    name = f"{_title(result)} at policy version {result.policy_version}"
     effort = f"{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
     if result.num_answers == result.num_prompts:
         found = f"{result.num_right} of {result.num_prompts} right = {_share(result, '1')}"
@@ -280,6 +282,12 @@ def in_words(result: EvalResult, num_samples: int = 3) -> str:
     return "\n".join(lines + [_sample_in_words(sample) for sample in shown])
 
 
+def _title(result: EvalResult) -> str:
+    """ "arithmetic/addition"; "gsm8k", which has one task only; "my_env" of ./my_env.py."""
+    own = EnvConfig(name=result.env).own_name
+    return own if result.task in ("", own) else f"{own}/{result.task}"
+
+
 def _share(result: EvalResult, k: str) -> str:
     low, high = result.pass_at_k_interval_95[k]
     return f"{result.pass_at_k[k]:.1%} (95 % interval {low:.1%} to {high:.1%})"
@@ -289,4 +297,4 @@ def _sample_in_words(sample: EvalSample) -> str:
     verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
     if sample.reward is None:
         verdict = f"not scored: {sample.error or sample.outcome}"
-    return f"  {sample.prompt!r} -> {sample.completion!r} ({verdict})"
+    return f"  {sample.question!r} -> {sample.completion!r} ({verdict})"

@@ -22,11 +22,12 @@ def settle(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollou
 
 def why_useless(rollouts: Sequence[Rollout], *, drop_equal_scores: bool) -> str | None:
     """Why a group is not worth sending: "unscored", "nothing_sampled" or "equal_scores"; None: it is."""
-    rewards = {rollout.score.reward for rollout in rollouts if rollout.score.reward is not None}
+    sampled = [rollout for rollout in rollouts if rollout.num_sampled]
+    if not sampled:
+        return "nothing_sampled"
+    rewards = {rollout.score.reward for rollout in sampled if rollout.score.reward is not None}
     if not rewards:
         return "unscored"
-    if not any(rollout.num_sampled for rollout in rollouts):
-        return "nothing_sampled"
     return "equal_scores" if drop_equal_scores and len(rewards) == 1 else None
 
 
@@ -68,6 +69,7 @@ def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics = {
         "accuracy": sum(rollout.score.is_right for rollout in rollouts) / count,
         "generation_s": sum(rollout.seconds for rollout in rollouts),
+        "score_s": sum(rollout.score.seconds for rollout in rollouts),
         "generated_tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
         "truncated": sum(rollout.is_truncated for rollout in rollouts) / count,
     }

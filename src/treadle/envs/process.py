@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -19,14 +18,13 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
-from treadle.envs.rewards import RewardPool
 from treadle.envs.rollout import Desk
-from treadle.envs.scoring import Judge
+from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.serving.runner import run
 from treadle.envs.side_by_side import show_progress
 from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
 from treadle.envs.transport import Patience
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
 
 log = get_logger("env")
@@ -71,10 +69,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
 @asynccontextmanager
 async def open_desk(environment: Environment, engine: EngineClient, tokenizer: ChatTokenizer) -> AsyncIterator[Desk]:
     """The environment opened, and workers for its rewards."""
-    config = environment.config
-    async with RewardPool(
-        config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
-    ) as pool:
+    async with reward_pool(environment.config) as pool:
         await environment.open()
         try:
             yield Desk(environment, engine, tokenizer, Judge(environment, pool))
@@ -88,8 +83,11 @@ def run_until_signal(work: Coroutine[None, None, int | None]) -> int:
     last_resort = threading.Timer(_STOP_WITHIN_S, os._exit, (0,))
     last_resort.daemon = True
     try:
-        with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_cancel_on_signal(work, last_resort)) or 0
+    except asyncio.CancelledError:
+        if not last_resort.is_alive() and not last_resort.finished.is_set():
+            raise ProcessDied("the environment was cancelled from within", fix="its log says more") from None
         return 0
     finally:
         last_resort.cancel()

@@ -12,10 +12,7 @@ from treadle.envs.chat import Model, Sampling, Transcript
 from treadle.envs.engine_client import Completion, EngineClient, Generation
 from treadle.envs.scoring import Judge, as_score, failed
 from treadle.envs.tokens import ChatTokenizer
-from treadle.errors import ConfigError, EngineError
-from treadle.log import get_logger
-
-log = get_logger("env")
+from treadle.errors import ConfigError, EngineError, RequestError, UserError
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,7 @@ class Rollout:
     transcripts: list[Transcript]  # every one of them is trained on
     score: Score
     seconds: float  # of the engine
+    text: str = ""  # the last thing that the policy said
 
     @property
     def num_sampled(self) -> int:
@@ -33,11 +31,6 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         return any(transcript.finish_reason == "length" for transcript in self.transcripts)
-
-    @property
-    def text(self) -> str:
-        """The last thing that the policy said."""
-        return str(self.transcripts[-1].messages[-1]["content"]) if self.transcripts else ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ async def score_generation(desk: Desk, item: Item, prompt: Sequence[int], genera
     scores = await desk.judge.scores(item, generation.completions)
     share_s = generation.seconds / len(generation.completions)
     return [
-        Rollout([_single_turn(item, prompt, completion)], score, share_s)
+        Rollout([_single_turn(item, prompt, completion)], score, share_s, completion.text)
         for completion, score in zip(generation.completions, scores, strict=True)
     ]
 
@@ -110,26 +103,34 @@ async def _roll_one(desk: Desk, item: Item, sampling: Sampling) -> Rollout:
     try:
         given = await desk.environment.rollout(item, model)
         score = as_score(given) if given is not None else await _judge_last_reply(desk, item, model)
-    except EngineError:  # not the environment's fault, and not one rollout's
+    except RequestError as error:  # asked in a way that cannot be: the code's mistake, in this rollout
+        score = _failed(desk, item, error)
+    except (EngineError, UserError):  # the engine's fault, or a setting's: not this one rollout's
         raise
-    except Exception as error:  # the border to code that a user writes
-        log.error("rollout_failed", exc_info=True, prompt=item.prompt)
-        score = failed(error)
-    return Rollout(model.transcripts, score, model.seconds)
+    except asyncio.CancelledError as error:
+        if _is_being_cancelled():
+            raise
+        score = _failed(desk, item, error)  # the user's code cancelled itself
+    except (Exception, SystemExit) as error:  # the border to code that a user writes
+        score = _failed(desk, item, error)
+    last = model.last_completion
+    return Rollout(model.transcripts, score, model.seconds, "" if last is None else last.text)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failed(desk: Desk, item: Item, error: BaseException) -> Score:
+    desk.judge.failures.note("rollout_failed", f"{type(error).__name__}: {error}", item, "", with_trace=True)
+    return failed(error)
 
 
 async def _judge_last_reply(desk: Desk, item: Item, model: Model) -> Score:
-    last = model.transcripts[-1] if model.transcripts else None
-    if last is None:
+    if model.last_completion is None:
         raise ValueError("the rollout asked the model nothing, and gave no score")
-    said = Completion(
-        token_ids=[token for token in last.masks if token >= 0],
-        logprobs=[],
-        text=str(last.messages[-1]["content"]),
-        finish_reason=last.finish_reason,
-        policy_version=min(last.policy_versions),
-    )
-    (score,) = await desk.judge.scores(item, [said])
+    (score,) = await desk.judge.scores(item, [model.last_completion])
     return score
 
 

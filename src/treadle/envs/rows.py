@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -18,7 +18,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class RowError(ValueError):
-    """Why a row cannot be used: `RowError("has no field 'answer'")`."""
+    """Why a row cannot be used: `RowError("has no field 'answer'")`; `fix` says what to do when all rows are so."""
+
+    def __init__(self, problem: str, *, fix: str = "") -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,7 @@ class Row:
         """The first of these fields that is there, as text. A number is text too: 51.0 is "51"."""
         name = self.has(*names)
         if name is None:
-            fields = ", ".join(f"'{name}'" for name in names)
-            raise RowError(f"has no field {fields}" if len(names) == 1 else f"has none of the fields {fields}")
+            raise RowError(self.lacks(*names))
         value = self.fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):
             return _plain(value)
@@ -46,6 +49,11 @@ class Row:
     def has(self, *names: str) -> str | None:
         """The first of these names that the row has a field of."""
         return next((name for name in names if self.fields.get(name) is not None), None)
+
+    def lacks(self, *names: str) -> str:
+        """That none of these is there, in words, and what is."""
+        missing = "has no field" if len(names) == 1 else "has none of the fields"
+        return f"{missing} {_quoted(names)}; it has {_quoted(filter(self.has, self.fields)) or 'none at all'}"
 
     def rest(self, *used: str) -> dict[str, Any]:
         """The other fields, for rewards to look at."""
@@ -61,6 +69,7 @@ class Row:
 class BrokenRow:
     place: str
     problem: str
+    fix: str = ""
 
     def __str__(self) -> str:
         return f"{self.place} {self.problem}"
@@ -116,6 +125,10 @@ def _parse_row(text: bytes, place: str) -> Row | BrokenRow:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BrokenRow(place, f"is not JSON: {error}")
     return Row(fields, place) if isinstance(fields, dict) else BrokenRow(place, "is no JSON object")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def _plain(number: float) -> str:

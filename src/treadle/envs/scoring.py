@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.engine_client import Completion
-from treadle.envs.rewards import Reward, RewardInput, RewardResult, Scorer, registry
+from treadle.envs.rewards import Reward, RewardInput, RewardPool, RewardResult, Scorer, registry
+from treadle.envs.rewards.calls import describe
 from treadle.log import get_logger
 
 log = get_logger("env")
+
+_SHOWN = 200  # characters of a prompt or completion in the log
+
+
+def reward_pool(config: EnvConfig) -> RewardPool:
+    """Workers within the limits that the user set."""
+    return RewardPool(
+        config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
+    )
+
+
+class FailureLog:
+    """Each kind of failure once with all there is to know, then how often: a task that always fails must not flood."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, event: str, what: str, item: Item, said: str, *, with_trace: bool = False) -> None:
+        self._counts[what] += 1
+        count = self._counts[what]
+        if count == 1:
+            shown = {"prompt": item.prompt[-_SHOWN:], "completion": said[:_SHOWN]}
+            log.error(event, exc_info=with_trace, problem=what, **shown)
+        elif count in (10, 100) or count % 1000 == 0:
+            log.error(event, problem=what, times=count)
 
 
 class Judge:
@@ -19,14 +49,18 @@ class Judge:
     def __init__(self, environment: Environment, scorer: Scorer) -> None:
         self._environment = environment
         self._scorer = scorer
+        self.failures = FailureLog()
         self._reward: Reward | None = None
         if environment.rewards:
             self._reward = registry.create(environment.rewards)
 
     async def scores(self, item: Item, completions: Sequence[Completion]) -> list[Score]:
         if self._reward is None:
-            return [score_here(self._environment, item, completion) for completion in completions]
+            return [score_here(self._environment, item, c, self.failures) for c in completions]
         results = await self._scorer.score(self._reward, [as_reward_input(item, c) for c in completions])
+        for result, completion in zip(results, completions, strict=True):
+            if result.score is None:
+                self.failures.note("score_failed", f"{result.outcome}: {result.detail}", item, completion.text)
         return [self._as_score(result) for result in results]
 
     def _as_score(self, result: RewardResult) -> Score:
@@ -36,6 +70,7 @@ class Judge:
             parts={name: worth for name, worth in result.parts.items() if worth is not None},
             outcome=result.outcome,
             error=result.detail,
+            seconds=result.seconds,
         )
 
 
@@ -50,24 +85,37 @@ def as_reward_input(item: Item, completion: Completion) -> RewardInput:
     )
 
 
-def score_here(environment: Environment, item: Item, completion: Completion) -> Score:
+def score_here(environment: Environment, item: Item, completion: Completion, failures: FailureLog) -> Score:
     """By the environment's own method; an error in its code marks this completion, not the run."""
     try:
         return as_score(environment.score(item, completion.text, completion))
     except Exception as error:  # the border to code that a user writes
-        log.error("score_failed", exc_info=True, prompt=item.prompt, completion=completion.text)
+        failures.note("score_failed", f"{type(error).__name__}: {error}", item, completion.text, with_trace=True)
         return failed(error)
 
 
 def as_score(given: Score | float) -> Score:
-    """A plain number is right when it is above nothing. Not a finite number: ValueError, unless the score says why."""
-    score = given if isinstance(given, Score) else Score(reward=float(given), is_right=given > 0)
+    """What a user's code gave, as plain finite numbers; ValueError or TypeError where it is none.
+
+    A plain number is right when it is above nothing. A score of None is one that says why there is none.
+    """
+    score = given if isinstance(given, Score) else Score(reward=_number("reward", given), is_right=bool(given > 0))
     if score.reward is None and score.outcome != "scored":
         return score
-    if score.reward is None or not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}")
-    return score
+    return replace(
+        score,
+        reward=_number("reward", score.reward),
+        is_right=bool(score.is_right),
+        parts={str(name): _number(f"part '{name}'", worth) for name, worth in score.parts.items()},
+    )
 
 
-def failed(error: Exception) -> Score:
-    return Score(reward=None, is_right=False, outcome="raised", error=f"{type(error).__name__}: {error}")
+def _number(name: str, value: Any) -> float:
+    """Also NumPy's numbers, and True and False; but no text, and not NaN."""
+    if isinstance(value, str | bytes) or value is None or not math.isfinite(value):
+        raise ValueError(f"the {name} is {value}")
+    return float(value)
+
+
+def failed(error: BaseException) -> Score:
+    return Score(reward=None, is_right=False, outcome="raised", error=describe(error))

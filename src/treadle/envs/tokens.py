@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from treadle.log import get_logger
 log = get_logger("env")
 
 _NUM_RECENT = 256
-_END_OF_TURN = "(the last words of a turn)"
+_END_OF_TURN = f"(the last words of a turn, {secrets.token_hex(8)})"  # nobody else can say them
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -97,9 +98,9 @@ class ChatTokenizer:
         return list(self._recent[key])
 
     def encode_next_turn(
-        self, messages: Sequence[Mapping[str, Any]], *, after: int, tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Mapping[str, Any]], *, after: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Token ids from the end of the model's turn, whose last token is `after`, to the beginning of its next.
+        """Token ids from the end of the model's turn, whose last sampled token is `after`, to the begin of its next.
 
         The template is asked with a short conversation of our own: it may rewrite earlier turns (drop what was
         thought in them), and those are sampled tokens here, which nobody rewrites.

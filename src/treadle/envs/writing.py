@@ -41,12 +41,15 @@ class Tally:
     num_tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    first_error: str = ""  # of scoring
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0  # until the last group
 
     def add(self, rollouts: Sequence[Rollout], reason_to_drop: str | None) -> None:
         self.seconds = time.monotonic() - self.started
         self.num_tokens += sum(rollout.num_sampled for rollout in rollouts)
+        errors = (rollout.score.error or rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
+        self.first_error = self.first_error or next(errors, "")
         if reason_to_drop is not None:
             self.dropped[reason_to_drop] += 1
             return
@@ -63,12 +66,16 @@ class Tally:
 
     def in_words(self) -> str:
         lines = [f"{self.num_groups} groups, {self.num_rollouts} rollouts: {self.brief}"]
+        if not self.num_groups:
+            lines = ["no group was fit to be written"]
         unscored = self.num_rollouts - len(self.rewards)
         if unscored:
             lines.append(f"  not scored: {unscored} of these rollouts; not right, and in no mean")
         if self.dropped:
             reasons = ", ".join(f"{reason}: {times}" for reason, times in self.dropped.items())
             lines.append(f"  dropped groups: {self.dropped.total()} ({reasons})")
+        if self.first_error:
+            lines.append(f"  the first that could not be scored: {self.first_error}")
         return "\n".join(lines)
 
 
@@ -86,10 +93,18 @@ async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
                     with show_progress("groups", total) as tell:
                         await write_all(desk, file, total, tally, tell)
                 finally:  # also of what an interrupted one has written
-                    print(f"{tally.in_words()}\nwritten to {file.path}")
-                    write_page(file.path, file.page)
-                    print(f"to look at: {file.page}")
+                    _conclude(file, tally)
     return 0 if tally.num_groups else 1
+
+
+def _conclude(file: GroupFile, tally: Tally) -> None:
+    print(tally.in_words())
+    if not tally.num_groups:
+        file.path.unlink()  # nobody has a use for an empty file
+        return
+    print(f"written to {file.path}")
+    write_page(file.path, file.page)
+    print(f"to look at: {file.page}")
 
 
 def num_groups_to_write(config: EnvConfig) -> int:

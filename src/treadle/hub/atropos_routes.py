@@ -167,6 +167,7 @@ class AtroposRoutes:
                 checkpoint_interval=run.trainer.save_checkpoint_interval,
                 num_steps=run.trainer.num_steps,
                 groups_accepted=registered.groups_accepted,
+                run_id=run.run_id,
             )
         )
 

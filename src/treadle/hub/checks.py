@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.hub.messages import INT64, MAX_NAME_CHARS
+from treadle.hub.messages import INT64, MAX_DIGITS, MAX_NAME_CHARS
 from treadle.hub.refusals import Refused, problem, unprocessable
 from treadle.wire.binary import BinaryGroup, RareFields
 from treadle.wire.groups import ScoredGroup
@@ -95,8 +95,8 @@ def origin_problems(group: ScoredGroup | BinaryGroup, rules: Rules, loc: Loc) ->
     """Where a group comes from: its environment, the policy it was sampled under, its item, its own figures."""
     for name in ("env_id", "policy_version", "item"):
         number = getattr(group, name)
-        if number is not None and number not in INT64:
-            yield problem("int_out_of_range", (*loc, name), "must fit in 64 bits")
+        if number is not None and abs(number) >= 10**MAX_DIGITS:
+            yield problem("int_out_of_range", (*loc, name), f"must have at most {MAX_DIGITS} digits")
     if group.env_id is not None and not 0 <= group.env_id < rules.num_envs:
         msg = "no environment has this id: register first (POST /register-env)"
         yield problem("unknown_env", (*loc, "env_id"), msg, _echo(group.env_id))

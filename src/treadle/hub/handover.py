@@ -33,6 +33,7 @@ class Handover:
 
     async def give(self, request: Request) -> Response:
         batch = await self._take()
+        self._hub.bell.asked(is_met=batch is not None)
         if batch is None:
             return json_answer(TakenBatch(batch=None))
         try:

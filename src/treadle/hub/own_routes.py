@@ -134,6 +134,7 @@ class OwnRoutes:
         while True:
             rung = hub.bell.listen()
             lease = await asyncio.wrap_future(hub.store.lease(asked.step, asked.holder, hub.terms))
+            hub.bell.asked(is_met=lease is not None)
             if lease is not None:
                 try:
                     batch = await asyncio.to_thread(hub.store.batch_of, lease)
@@ -144,8 +145,9 @@ class OwnRoutes:
             if hub.bell.closing:
                 return None
             try:
-                async with asyncio.timeout_at(until_s):
-                    await rung.wait()
+                with hub.bell.waiting():
+                    async with asyncio.timeout_at(until_s):
+                        await rung.wait()
             except TimeoutError:
                 return None
 
@@ -249,17 +251,20 @@ class OwnRoutes:
         if asking is None:
             raise Refused(404, f"no environment has the id {request.path_params['env_id'][:100]}")
         hub.presence.mark(asking.env_id)
-        tallies = hub.store.tallies()
+        run = hub.store.run_state()
+        present = [env for env in envs if env is asking or (env.connected and hub.presence.is_alive(env.env_id))]
         return json_answer(
             EnvStanding(
-                step=hub.store.run_state().current_step,
-                untrained_groups=sum(
-                    tally.groups
-                    for (state, owner), tally in tallies.items()
+                step=run.current_step,
+                num_steps=run.trainer.num_steps if run.trainer else 0,
+                batch_size=max(0, run.trainer.batch_size) if run.trainer else 0,
+                untrained_sequences=sum(
+                    tally.sequences
+                    for (state, owner), tally in hub.store.tallies().items()
                     if owner == asking.env_id and state in ("queued", "leased")
                 ),
-                leased_groups=sum(tally.groups for (state, _), tally in tallies.items() if state == "leased"),
-                share=batch_share(asking, envs),
+                trainer_waits=hub.bell.somebody_waits,
+                share=batch_share(asking, present),
             )
         )
 

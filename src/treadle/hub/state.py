@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
@@ -20,12 +22,34 @@ MOST_PORTERS = 4
 SETTLE_S = 1.0
 
 
+ASKS_AGAIN_S = 5.0  # a trainer that polls for a batch does so more often than this
+
+
 class Bell:
     """Wakes the calls that wait for a batch. Listen first, then look, then wait: no ring can be missed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self.closing = False
+        self._num_waiting = 0
+        self._last_unmet_s: float | None = None  # when a trainer last heard that there is no batch, and got none since
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether a trainer wants a batch and there is none; some hold the call, others ask again and again."""
+        unmet_s = self._last_unmet_s
+        return self._num_waiting > 0 or (unmet_s is not None and time.monotonic() - unmet_s < ASKS_AGAIN_S)
+
+    def asked(self, *, is_met: bool) -> None:
+        self._last_unmet_s = None if is_met else time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     def listen(self) -> asyncio.Event:
         return self._event

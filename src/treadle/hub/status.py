@@ -44,8 +44,14 @@ def _share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
     return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
 
 
-def batch_share(env: EnvRecord, envs: Sequence[EnvRecord]) -> float:
-    """The share of a batch that is to come from an environment: by its weight, and no less than its minimum."""
-    total = sum(max(0.0, other.weight) for other in envs if other.connected or other is env)
-    share = max(0.0, env.weight) / total if total > 0 and math.isfinite(total) else 0.0
-    return max(MIN_ENV_WEIGHT, share, min(1.0, env.min_batch_allocation or 0.0))
+def batch_share(env: EnvRecord, present: Sequence[EnvRecord]) -> float:
+    """The share of a batch that is to come from an environment: its minimum, and of the rest what its weight gives.
+
+    The shares of all that are present are 1 together.
+    """
+    minimums = {e.env_id: min(1.0, max(0.0, e.min_batch_allocation or 0.0)) for e in present}
+    reserved = sum(minimums.values())
+    weights = {e.env_id: max(0.0, e.weight) if math.isfinite(e.weight) else 0.0 for e in present}
+    total = sum(weights.values())
+    by_weight = weights[env.env_id] / total if total > 0 else 1 / len(present)
+    return minimums[env.env_id] / max(1.0, reserved) + max(0.0, 1.0 - reserved) * by_weight

@@ -5,7 +5,6 @@ check -> prepare the model -> run folder -> plan -> supervise (with a view) -> s
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -72,12 +71,19 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
     Paths become absolute: a run can be resumed from another folder.
     """
     environment = load_environment(config)
-    paths = {
-        field: str(Path(value).expanduser().resolve())
-        for field in ("name", "data", "eval_data")
-        if (value := getattr(config, field)) and Path(value).expanduser().exists() and os.sep in value
-    }
+    paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
+    if ".py" in config.name:
+        paths["name"] = _absolute(config.name)
     return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment), **paths})
+
+
+def _absolute(value: str) -> str:
+    """A file or folder, also "my_env.py:name", from wherever it is asked for later; any other name as it is."""
+    path, colon, name = value.partition(".py:")
+    file = Path(path + ".py" if colon else value).expanduser()
+    if not value or not file.exists():
+        return value
+    return str(file.resolve()) + (f":{name}" if colon else "")
 
 
 def _label(config: RunConfig) -> str:

@@ -20,6 +20,7 @@ from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError, PortInUse
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 
+PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
 DEFAULT_MAX_LORA_RANK = EngineConfig().max_lora_rank
 # Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
@@ -79,9 +80,12 @@ def build_plan(
     hub_url = _url(config.hub.host, ports["hub"])
     engine_url = _url(config.engine.host, ports["engine"])
     threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
+    longest = _longest_sequence(config, explicit)
     derived = {
         "hub.database": run_folder / "hub.sqlite",
         "engine.threads": threads,
+        "engine.max_model_len": longest,
+        "train.seq_len": longest,
         **engine_of_mode(config.train, run_folder, facts),
         "openai.base_url": f"{engine_url}/v1",
         "env.seed": config.seed,
@@ -108,6 +112,14 @@ def build_plan(
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), is_offline=is_model_local)
     return Plan(resolved, run_folder, specs, hub_url)
+
+
+def _longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
+    """For engine and trainer alike: what the user gave for one of them, else room for a prompt and a completion."""
+    given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
+    asked = [value for key, value in given.items() if key in explicit]
+    wanted = -(-(config.env.max_token_length + PROMPT_ROOM) // 256) * 256
+    return min(asked) if asked else max(*given.values(), wanted)
 
 
 def engine_of_mode(train: TrainConfig, run_folder: Path, facts: MachineFacts) -> dict[str, Any]:

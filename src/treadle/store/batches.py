@@ -142,6 +142,14 @@ def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) 
         _finish(db, record, trainer, keep_trained_bytes)
 
 
+def finish_up_to(db: sqlite3.Connection, step: int, trainer: RegisterTrainer) -> None:
+    """What a trainer that resumes has in its checkpoint is trained, also where it was killed before it could say so."""
+    for (open_step,) in db.execute("SELECT step FROM batches WHERE state = 'open' AND step <= ?", (step,)).fetchall():
+        record = _find(db, open_step)
+        if record is not None:
+            _finish(db, record, trainer, 2**62)
+
+
 def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliveries: int, counts: bool) -> bool:
     """Give the batch back: it is delivered again, or dead-lettered after too many deliveries (then True).
 

@@ -128,6 +128,7 @@ class RunState:
     trainer: RegisterTrainer | None
     current_step: int
     started: bool
+    run_id: str = ""  # of this queue, until it is reset
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from uuid import uuid4
 
 import msgspec
 
@@ -13,8 +14,9 @@ from treadle.wire.hub import RegisterTrainer
 
 def read(db: sqlite3.Connection) -> RunState:
     trainer, current_step, started = db.execute("SELECT trainer, current_step, started FROM run").fetchone()
+    (run_id,) = db.execute("SELECT run_id FROM identity").fetchone()
     registration = None if trainer is None else msgspec.json.decode(trainer, type=RegisterTrainer)
-    return RunState(trainer=registration, current_step=current_step, started=bool(started))
+    return RunState(trainer=registration, current_step=current_step, started=bool(started), run_id=run_id)
 
 
 def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
@@ -59,4 +61,5 @@ def reset(db: sqlite3.Connection) -> None:
     for table in ("groups", "payloads", "batches", "posts", "envs", "lanes", "tally"):
         db.execute(f"DELETE FROM {table}")  # noqa: S608 - names from the line above
     db.execute("UPDATE run SET trainer = NULL, current_step = 0, started = 0")
+    db.execute("UPDATE identity SET run_id = ?", (uuid4().hex,))
     events.add(db, "reset")

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import time
 from pathlib import Path
+from uuid import uuid4
 
 from treadle.errors import ConfigError
 from treadle.log import get_logger
@@ -157,6 +158,7 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {_TABLES}"
             f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
+        _give_identity(db)
         return
     (application,) = db.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
@@ -167,6 +169,13 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema version {version}; this release reads version {SCHEMA_VERSION}",
             fix=f"finish the run with the {age} release that wrote it, or choose another file with --database",
         )
+    _give_identity(db)
+
+
+def _give_identity(db: sqlite3.Connection) -> None:
+    """By which an environment that comes back knows the run that it left. Files of earlier releases get one now."""
+    db.execute("CREATE TABLE IF NOT EXISTS identity (run_id TEXT NOT NULL) STRICT")
+    db.execute("INSERT INTO identity SELECT ? WHERE NOT EXISTS (SELECT 1 FROM identity)", (uuid4().hex,))
 
 
 def find_damage(db: sqlite3.Connection) -> str | None:

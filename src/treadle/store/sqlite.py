@@ -150,6 +150,7 @@ class Store:
     def register_trainer(self, trainer: RegisterTrainer, holder: str | None = None) -> Future[None]:
         def register(db: sqlite3.Connection) -> None:
             runs.register_trainer(db, trainer)
+            batches.finish_up_to(db, trainer.starting_step, trainer)
             if trainer.batch_size > 0:  # else nothing can be trained, and nothing is known of what will fit
                 batches.dissolve_other_sizes(db, trainer.batch_size)
                 groups.drop_oversize(db, trainer.batch_size, trainer.starting_step)

@@ -10,15 +10,18 @@ taken after the engine goes on again: it costs no time of generation.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import msgspec
 
 from treadle.config import TrainConfig
-from treadle.errors import ConfigError, SyncError
+from treadle.config.sync import FIND_BRIDGE_FILE
+from treadle.errors import SyncError
 from treadle.log import get_logger
 from treadle.sync.attaching import choose_folder, refuse_other_dtype
+from treadle.sync.bridge_file import find_bridge_file, read_bridge_file
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.layout import Layout
 from treadle.sync.proof import Proof
@@ -48,13 +51,28 @@ class SingleCopySync:
         return Attached(folder=folder, dtype=layout.dtype, layout=layout, has_one_copy=self.has_one_copy)
 
     def fetch_layout(self) -> Layout:
-        """Where the engine's weights are; waits for an engine that is still loading a large model."""
-        if self._config.vllm_config_path is not None:
-            layout = read_layout(self._config.vllm_config_path)
-        else:
-            layout = self._engine.wait_for("/bridge/state_dict_info", Layout)
+        """Where the engine's weights are; waits for an engine that is still loading a large model.
+
+        A file that was named must say the same. It alone would not do: what the bytes are now, which version and
+        whether half written, only the engine knows.
+        """
+        layout = self._engine.wait_for("/bridge/state_dict_info", Layout)
+        file = self._bridge_file()
+        if file is not None:
+            self._refuse_other_weights(file, layout)
         self._served = layout.policy_version
         return layout
+
+    def _bridge_file(self) -> Path | None:
+        wished = self._config.vllm_config_path
+        return find_bridge_file(os.environ, Path.cwd()) if wished == FIND_BRIDGE_FILE else wished
+
+    def _refuse_other_weights(self, file: Path, served: Layout) -> None:
+        if read_bridge_file(file) != msgspec.structs.replace(served, policy_version=None, is_held=False):
+            raise SyncError(
+                f"{file} names other weights than the engine at {self._engine.url} serves",
+                fix="give the file and the --engine-url (--vllm-port) of one engine, or leave --vllm-config-path out",
+            )
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
         started = time.monotonic()
@@ -82,23 +100,3 @@ class SingleCopySync:
 
     def _num_bytes(self, policy: Publishable) -> int:
         return 0  # the engine reads the trainer's own
-
-
-def read_layout(path: Path) -> Layout:
-    """From the file that an engine left; one of an engine that is gone is refused."""
-    try:
-        layout = msgspec.json.decode(path.read_bytes(), type=Layout)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", fix="correct --vllm-config-path, or leave it out to ask the engine"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{path} does not say where weights lie: {error}", fix="leave --vllm-config-path out to ask the engine"
-        ) from None
-    if layout.owner is not None and not layout.owner.is_alive:
-        raise SyncError(
-            f"{path} was left by process {layout.owner.pid}, which has ended: nobody serves the weights it names",
-            fix="delete the file, start the engine, and leave --vllm-config-path out to ask it",
-        )
-    return layout

@@ -25,7 +25,7 @@ log = get_logger("sync")
 
 
 def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
-    """Let a trainer reach every parameter of `model`; the layout lies beside `path` as JSON.
+    """Let a trainer reach every parameter of `model`.
 
     Parameters in main memory move into a new shared file at `path`; those on a GPU stay where they are (cuda_ipc.py).
     """
@@ -37,7 +37,6 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
         layout = locate_parameters({n: p.data for n, p in named.items()}, model_folder, dtypes.pop())
     else:
         layout = _move_into_file(named, path, model_folder, dtypes.pop())
-    _write_beside(path, layout)
     log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
     return layout
 
@@ -75,9 +74,8 @@ def bind_parameters(model: nn.Module, layout: Layout) -> None:
 
 
 def remove_shared_file(path: Path) -> None:
-    for file in (path, _beside(path)):
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
 
 
 def map_weights(layout: Layout) -> dict[str, torch.Tensor]:
@@ -114,13 +112,3 @@ def _create(path: Path, num_bytes: int) -> None:
         os.ftruncate(handle, num_bytes)
     finally:
         os.close(handle)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _write_beside(path: Path, layout: Layout) -> None:
-    staging = path.with_name(path.name + ".json.tmp")
-    staging.write_bytes(msgspec.json.encode(layout))
-    staging.replace(_beside(path))

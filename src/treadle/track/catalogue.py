@@ -82,6 +82,15 @@ BATCH = (
        verl="timing_s/gen"),
     _E("rollout/generated_tokens", "tokens", "Tokens sampled for one group."),
     _E("rollout/score_errors", "rollouts", "Rollouts per group whose scoring raised an error.", "0"),
+    _E("rollout/score_s", "s", "Time that the rewards of a group took, over all its rollouts."),
+    _E("rollout/group_s", "s", "Stream: time from the beginning of a group to its last score."),
+    _E("rollout/in_flight", "groups", "Stream: groups that the environment was working on when it sent this one."),
+    _E("rollout/dropped_equal_scores", "groups",
+       "Groups dropped since the last that was sent, where any were: all their scores were the same."),
+    _E("rollout/dropped_unscored", "groups", "The same: none of their rollouts could be scored.", "0"),
+    _E("rollout/dropped_nothing_sampled", "groups", "The same: nothing was sampled in them.", "0"),
+    _E("rollout/dropped_oversize", "groups", "The same: they have more sequences than a batch takes.", "0"),
+    _E("rollout/dropped_failed", "groups", "The same: the engine failed at them too often.", "0"),
 )  # fmt: skip
 
 LOSS = (

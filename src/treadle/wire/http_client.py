@@ -101,7 +101,7 @@ class PooledHttpClient:
                     raise BadStatus(HttpAnswer(answer.status, await answer.read(), dict(answer.headers)))
                 async for line in answer.content:
                     yield line.decode("utf-8", "replace").rstrip("\r\n")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: a line too long to hold
             raise NoAnswer(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -40,6 +40,7 @@ class RegisteredEnv(msgspec.Struct, kw_only=True):
     checkpoint_interval: int | None = None
     num_steps: int | None = None
     groups_accepted: int = 0  # ours: how many groups this name has already delivered; the cursor after a restart
+    run_id: str = ""  # ours: another one means another run, or that the hub was reset
 
 
 class BatchInfo(msgspec.Struct, kw_only=True):
@@ -91,8 +92,10 @@ class EnvStanding(msgspec.Struct, kw_only=True):
     """GET /v1/envs/{env_id}: what an environment decides by whether to sample more."""
 
     step: int  # optimizer steps taken
-    untrained_groups: int  # its own: those that wait, and those in batches that were given out
-    leased_groups: int  # of all environments: 0 means that no trainer is at work
+    num_steps: int  # that the trainer wants to take
+    batch_size: int  # in sequences; 0 while no trainer is registered
+    untrained_sequences: int  # its own: those that wait, and those in batches that were given out
+    trainer_waits: bool  # it asked for a batch, and there is none
     share: float  # of a batch that is to come from it
 
 

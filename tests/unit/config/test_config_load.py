@@ -46,6 +46,16 @@ def test_what_is_wrong_is_named_with_its_remedy(overrides: dict[str, str], says:
     assert caught.value.fix == fix
 
 
+@pytest.mark.parametrize(
+    ("args", "says"), [("low=2", "--env.args is not JSON: low=2"), ("[2]", "--env.args is no JSON object: [2]")]
+)
+def test_args_that_are_no_json_object_are_told_with_the_flag_and_an_example(args: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(None, {"env.args": args})
+    assert says in str(caught.value)
+    assert str(caught.value).endswith("""--env.args '{"low": 2}'""")
+
+
 def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load_run(tmp_path / "nowhere.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -135,7 +136,7 @@ def test_the_way_of_the_weights_sets_what_follows_from_it():
     assert TrainConfig(weight_bridge_mode="shared_memory").weight_bridge_mode == "shared_vllm"  # of release 0.1.0
     assert TrainConfig(weight_bridge_mode="lora_only").lora
     assert not TrainConfig(weight_bridge_mode="reload").lora
-    assert TrainConfig(vllm_config_path="auto").vllm_config_path is None
+    assert TrainConfig(vllm_config_path="auto").vllm_config_path == Path("auto")  # it is looked for
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import waiting_line
-from treadle.engines.port import Request
+from treadle.engines.lora import read_adapter
+from treadle.engines.port import Adapter, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
@@ -303,3 +306,40 @@ def test_an_errand_of_an_engine_that_ends_is_answered(scheduler):
     go_on.set()
     with pytest.raises(EngineError, match="shutting down"):
         late.result(10)
+
+
+class SlowToBegin(TransformersEngine):
+    """Stops for a moment between a request's admission and its first token."""
+
+    def __init__(self, config, folder):
+        super().__init__(config, folder)
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def prompt_tops(self, prompt_ids, num_top):
+        self.has_begun.set()
+        assert self.may_go_on.wait(30)
+        return super().prompt_tops(prompt_ids, num_top)
+
+
+def test_a_request_keeps_its_adapters_version_when_that_is_unloaded_as_it_begins(folder, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    engine = SlowToBegin(EngineConfig(dtype="float32", threads=1), folder)
+    engine.adapters.add("a", read_adapter(tmp_path))
+    scheduler = Scheduler(engine, max_num_seqs=8)
+    scheduler.add_adapter(Adapter("a", tmp_path, 4, policy_version=7))
+    scheduler.policy_version = 9  # of what came after it
+    asked = scheduler.submit(ask(adapter="a", num_prompt_top=0))
+    assert engine.has_begun.wait(30)
+    with ThreadPoolExecutor(1) as pool:
+        removing = pool.submit(scheduler.remove_adapter, "a", 30)
+        deadline = time.monotonic() + 30
+        while scheduler.adapters:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        engine.may_go_on.set()
+        assert asked.result(30).completions[0].policy_versions == [7]
+        removing.result(30)
+    scheduler.stop()
+    scheduler.join()

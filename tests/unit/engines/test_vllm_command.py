@@ -17,7 +17,10 @@ from treadle.errors import ConfigError, ModelError
 CPU = Installation(python="/env/bin/python", version="0.32.0", is_cpu=True, has_flashinfer=False)
 GPU = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)
 PLACE = Place(port=4321, api_key="secret", scratch=Path("/tmp/scratch"), cache=Path("/cache"))
-MODEL = ModelFacts(Path("/models/m"), dtype="float32", vocab_size=100, max_positions=512, eos_ids=frozenset({1}))
+MODEL = ModelFacts(
+    Path("/models/m"), dtype="float32", vocab_size=100, max_positions=512, eos_ids=frozenset({1}),
+    linear_modules=("down_proj", "q_proj"),
+)  # fmt: skip
 
 
 def command(vllm=CPU, inherited=None, **settings):
@@ -85,7 +88,16 @@ def test_adapters_need_flags_and_a_variable():
     assert int(flag(started.argv, "--max-cpu-loras")) >= int(flag(started.argv, "--max-loras"))
     assert started.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "--enable-lora" not in command().argv
+    assert "--lora-target-modules" not in command(vllm=GPU, enable_lora=True).argv
+    at = started.argv.index("--lora-target-modules")
+    assert started.argv[at + 1 : at + 3] == ("down_proj", "q_proj")  # not the output: that ends vLLM on a CPU
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in command().env
+
+
+def test_what_proves_a_publish_goes_before_rollouts_and_no_flag_undoes_that():
+    assert flag(command().argv, "--scheduling-policy") == "priority"
+    with pytest.raises(ConfigError, match="always priority"):
+        command(vllm_args="--scheduling-policy=fcfs")
 
 
 @pytest.mark.parametrize("wanted", [1, 8, 9, 300, 512])
@@ -174,9 +186,6 @@ def test_a_models_folder_tells_its_facts(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory.", "--gpu-memory-utilization"),
-        ("ValueError: Available memory on node 0 (0.56/23.54 GiB) on kv cache allocation", "--kv-cache-gib"),
-        ("ValueError: 4.0 GiB KV cache is needed, which is larger than", "--max-model-len"),
         ("api_server.py: error: unrecognized arguments: --blok", "--vllm-args"),
         ("OSError: [Errno 98] Address already in use", "start again"),
         ("something else", "log"),
@@ -184,3 +193,37 @@ def test_a_models_folder_tells_its_facts(tmp_path):
 )
 def test_a_server_that_did_not_start_gets_a_remedy(line, words):
     assert words in remedy(["INFO loading", line])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "lower --gpu-memory-utilization"),
+        (
+            "ValueError: Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired GPU memory "
+            "utilization (0.45, 35.6 GiB).",
+            "lower --gpu-memory-utilization",
+        ),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+            "initializing the engine.",
+            "raise --gpu-memory-utilization",
+        ),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (8192), (4.0 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (1.0 GiB).",
+            "lower --max-model-len",
+        ),
+        (
+            "ValueError: Available memory on node 0 (0.56/23.54 GiB) on kv cache allocation is less than requested "
+            "memory for kv (1000.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce",
+            "lower --kv-cache-gib",
+        ),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "lower --kv-cache-gib"),
+    ],
+)
+def test_a_server_without_memory_is_told_the_settings_that_help_and_where_to_plan(line, words):
+    fix = remedy(["INFO loading", line])
+    assert words in fix
+    assert "--max-model-len" in fix
+    assert "treadle plan" in fix

@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.e2e.processes import free_port
 from treadle.engines.port import Adapter, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm import guard
 from treadle.engines.vllm.adapters import AdapterBook
+from treadle.engines.vllm.command import Place, ServerCommand
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, decode_answer
-from treadle.errors import RequestError
+from treadle.engines.vllm.server_process import ServerProcess
+from treadle.errors import EngineError, RequestError
 
 # A server with a child of its own, which says who both are and would sleep for ever.
 SERVER = """
@@ -79,6 +83,41 @@ def test_what_a_dead_server_left_running_ends_and_its_exit_code_is_told(tmp_path
     os.kill(pids[0], signal.SIGKILL)
     assert process.wait(timeout=10) == 128 + signal.SIGKILL
     wait_until_gone(pids)
+
+
+# One that never gets ready, and takes no notice of being asked to end.
+DEAF_SERVER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_server(tmp_path, capfd):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    place = Place(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
+    server = ServerProcess(ServerCommand((sys.executable, "-c", DEAF_SERVER), os.environ), place)
+    said = ""
+
+    def has_said_its_pid():
+        nonlocal said
+        said += capfd.readouterr().err
+        return "vllm | pid " in said and said.endswith("\n")
+
+    wait_until(has_said_its_pid)
+    pid = int(said.rsplit(maxsplit=1)[-1])
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(server.wait_until_it_generates, 600)
+        stopping = pool.submit(server.stop)
+        with pytest.raises(EngineError, match="stopped while it started"):
+            waiting.result(guard.GRACE_S)
+        assert not stopping.done()  # it is given its time
+        stopping.result(30)
+    assert server.death() is not None
+    wait_until_gone([pid])
+    assert not scratch.exists()
 
 
 def request(**changes):

@@ -101,6 +101,8 @@ class HubDouble:
         self.info = {"batch_size": batch_size, "max_token_len": max_token_len}
         self.num_steps = num_steps
         self.groups_accepted = 0
+        self.run_id = "run"
+        self.share = 1.0  # of a batch, for the environment
         self.current_step = 0
         self.steps_at_once = True
         self.max_age = 0  # step v is taken when the wave of step v + this is there, as our trainer does
@@ -115,6 +117,7 @@ class HubDouble:
                 Route("/register-env", self._register, methods=["POST"]),
                 Route("/info", self._info),
                 Route("/status", self._status),
+                Route("/v1/envs/{env_id}", self._standing),
                 Route("/v1/groups", self._deliver, methods=["POST"]),
                 Route("/disconnect-env", self._disconnect, methods=["POST"]),
             ]
@@ -132,6 +135,7 @@ class HubDouble:
                 "wandb_name": "arithmetic_0",
                 "num_steps": self.num_steps,
                 "groups_accepted": self.groups_accepted,
+                "run_id": self.run_id,
             }
         )
 
@@ -140,6 +144,10 @@ class HubDouble:
 
     async def _status(self, _: Request) -> Response:
         return JSONResponse({"current_step": self.current_step, "queue_size": 0})
+
+    async def _standing(self, _: Request) -> Response:
+        standing = {"step": self.current_step, "num_steps": self.num_steps, "batch_size": self.info["batch_size"]}
+        return JSONResponse({**standing, "untrained_sequences": 0, "trainer_waits": False, "share": self.share})
 
     async def _deliver(self, http: Request) -> Response:
         body = await http.body()

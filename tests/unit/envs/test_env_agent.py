@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.foreign.agent_process import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import Desk, roll_group
 from treadle.envs.scoring import Judge
@@ -109,6 +111,7 @@ def test_without_a_score_the_rewards_judge_the_last_reply(tmp_path):
     [
         ('ask(*item["messages"])', "without posting a score"),
         ('ask(*item["messages"]); print("I am lost"); sys.exit(3)', "exited 3; it last printed: I am lost"),
+        ("print('long ' * 200 + chr(10) + 'and lost'); sys.exit(3)", "exited 3; it last printed: and lost"),
         ("import time; time.sleep(60)", "took longer than 2 s"),
         ("post(os.environ['OPENAI_BASE_URL'] + '/nowhere')", "HTTP Error 404"),
     ],
@@ -124,19 +127,71 @@ def test_the_score_stands_when_the_agent_fails_behind_it(tmp_path):
     assert rollout.score.reward == 0.5
 
 
-def test_what_an_agent_left_running_is_ended_with_it(tmp_path):
-    note = tmp_path / "child"
-    program = f"""
+# A program in a session of its own, whose parent is gone: no process group leads to it.
+STRAY = """
 import subprocess
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open({str(note)!r}, "w").write(str(child.pid))
-post(os.environ["TREADLE_SCORE_URL"], score=1)
+stray = "import os, time; open(NOTE, 'w').write(str(os.getpid())); time.sleep(60)".replace("NOTE", repr(NOTE))
+between = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+subprocess.run([sys.executable, "-c", between, stray], check=True)
+import time
+while not (os.path.exists(NOTE) and open(NOTE).read()):
+    time.sleep(0.02)
 """
-    rolled(tmp_path, program)
-    pid, deadline = int(note.read_text()), time.monotonic() + 5
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("ending", "time_limit_s", "reward"),
+    [
+        ('post(os.environ["TREADLE_SCORE_URL"], score=1)', 50, 1.0),
+        ("sys.exit(3)", 50, None),
+        ("import signal; os.killpg(0, signal.SIGTERM)", 50, None),
+        ("time.sleep(60)", 5, None),
+    ],
+    ids=["score", "failure", "kills its group", "time limit"],
+)
+def test_what_an_agent_left_running_is_ended_with_it(tmp_path, ending, time_limit_s, reward):
+    note = tmp_path / "stray"
+    (rollout,) = rolled(tmp_path, f"NOTE = {str(note)!r}\n{STRAY}\n{ending}", time_limit_s=time_limit_s)
+    assert rollout.score.reward == reward
+    assert not is_running(int(note.read_text()))
+
+
+def test_an_environment_that_is_killed_takes_its_agents_with_it(tmp_path):
+    note = tmp_path / "stray"
+    (tmp_path / "agent.py").write_text(f"import os, sys\nNOTE = {str(note)!r}\n{STRAY}\ntime.sleep(60)")
+    environment = f"""
+import asyncio, sys
+from treadle.envs.foreign.agent_process import run_program
+command = [sys.executable, {str(tmp_path / "agent.py")!r}]
+asyncio.run(run_program(command, stdin=b"", environment={{}}, time_limit_s=60))
+"""
+    with subprocess.Popen([sys.executable, "-c", environment]) as process:
+        wait_until(lambda: note.is_file() and note.read_text())
+        process.kill()
+    wait_until(lambda: not is_running(int(note.read_text())))
+
+
+def test_an_agent_gets_the_environment_without_what_is_meant_for_treadle(tmp_path, monkeypatch):
+    monkeypatch.setenv("TREADLE_HUB_ADMIN_TOKEN", "hub-admin-secret-hub-admin-secret")
+    monkeypatch.setenv("TREADLE_ENGINE_TOKEN", "engine-secret-engine-secret")
+    monkeypatch.setenv("SETTING_OF_THE_AGENT", "7")
+    program = """
+ours = sorted(name for name in os.environ if name.startswith("TREADLE_"))
+assert ours == ["TREADLE_ITEM", "TREADLE_SCORE_URL"], ours
+assert "secret" not in str(os.environ)
+post(os.environ["TREADLE_SCORE_URL"], score=float(os.environ["SETTING_OF_THE_AGENT"]))
+"""
+    (rollout,) = rolled(tmp_path, program)
+    assert rollout.score.reward == 7.0, rollout.score.error
+
+
+def test_of_what_an_agent_prints_only_the_end_is_kept():
+    program = "import os; [os.write(1, bytes(1 << 20)) for _ in range(200)]; print('the end'); raise SystemExit(3)"
+    command = [sys.executable, "-c", program]
+    ended = asyncio.run(run_program(command, stdin=b"", environment={}, time_limit_s=60))
+    assert ended.exit_code == 3
+    assert ended.tail.endswith("the end")
+    assert len(ended.tail) < 2000
 
 
 def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
@@ -155,6 +210,13 @@ def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
 
     asyncio.run(scenario())
     assert not is_running(int(note.read_text()))
+
+
+def wait_until(is_so, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def is_running(pid):
@@ -187,7 +249,7 @@ def test_agents_that_come_by_themselves_get_the_items_and_post_the_scores(tmp_pa
             messages = made["item"]["messages"]
             answer = await http.post(f"{made['base_url']}/chat/completions", json={"messages": messages})
             assert answer.json()["choices"][0]["message"]["content"] == made["item"]["answer"]
-            await http.post(f"/{made['uuid']}/score", json={"score": score})
+            (await http.post(made["score_url"], json={"score": score})).raise_for_status()
 
     async def scenario():
         async with asyncio.timeout(30), opened(tmp_path, port=0) as desk:
@@ -205,7 +267,7 @@ def test_agents_that_come_by_themselves_get_the_items_and_post_the_scores(tmp_pa
 def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_path):
     async def take(url):
         async with httpx.AsyncClient(base_url=url) as http:
-            return (await http.post("/sessions/create")).json()["uuid"]
+            return (await http.post("/sessions/create")).json()["score_url"]
 
     async def scenario():
         async with asyncio.timeout(30), opened(tmp_path, port=0, time_limit_s=1) as desk:
@@ -215,7 +277,7 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
             url = desk.environment.url
             first, _ = [await take(url), await take(url)]
             async with httpx.AsyncClient(base_url=url) as http:
-                await http.post(f"/{first}/score", json={"score": 1.0})
+                await http.post(first, json={"score": 1.0})
             return [(rollout.score.reward, rollout.score.error) for rollout in await rolling]
 
     scored, marked = asyncio.run(scenario())
@@ -233,11 +295,38 @@ def test_settings_that_cannot_be_right_are_refused(args, said):
         load_environment(EnvConfig(name="agent", data="rows.jsonl", args=args))
 
 
-def test_a_command_that_cannot_be_started_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("python 'x", "No closing quotation"), ("   ", "names no program"), ([""], "names no program"), ("a\0b", "zero")],
+)
+def test_a_command_that_is_none_is_refused(command, said):
+    with pytest.raises(ConfigError, match=said):
+        load_environment(EnvConfig(name="agent", data="rows.jsonl", args={"command": command}))
+
+
+@pytest.mark.parametrize("command", ["no-such-program --fast", "./no-such-program", "README.txt"])
+def test_a_command_that_cannot_be_started_is_found_before_any_rollout(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.txt").write_text("no program")
+
     async def scenario():
-        async with opened(tmp_path, command="no-such-program --fast") as desk:
-            item = Item.ask("?", answer="8")
-            return await roll_group(desk, item, Sampling(max_tokens=20, temperature=1.0), num_rollouts=1)
+        async with opened(tmp_path, command=command):
+            pass
+
+    with pytest.raises(ConfigError, match="cannot start"):
+        asyncio.run(scenario())
+
+
+def test_a_program_is_found_relative_to_the_folder_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "agent"
+    program.write_text(f"#!{sys.executable}\n{ASK}\npost(os.environ['TREADLE_SCORE_URL'], score=0.25)")
+    program.chmod(0o755)
+
+    async def scenario():
+        async with asyncio.timeout(60), opened(tmp_path, command="./agent") as desk:
+            sampling = Sampling(max_tokens=20, temperature=1.0)
+            return await roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1)
 
     (rollout,) = asyncio.run(scenario())
-    assert "cannot start 'no-such-program'" in rollout.score.error
+    assert rollout.score.reward == 0.25

@@ -1,10 +1,12 @@
+import re
+
 import pytest
 
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import Completion
-from treadle.envs.scoring import score_here
+from treadle.envs.scoring import FailureLog, score_here
 from treadle.envs.seeds import stable_seed, stable_shuffle
 from treadle.envs.tasks.arithmetic import TASKS, Arithmetic, harder, split
 from treadle.errors import ConfigError
@@ -181,9 +183,10 @@ def test_an_error_while_scoring_is_no_score():
             raise KeyError("no such thing")
 
     env = load_environment(EnvConfig(name="test-broken-scorer"))
-    broken = score_here(env, env.train_item(0), completion("x"))
-    assert (broken.reward, broken.outcome, broken.error) == (None, "raised", "KeyError: 'no such thing'")
-    assert score_here(env, env.train_item(0), completion("nan")).error == "ValueError: the reward is nan"
+    broken = score_here(env, env.train_item(0), completion("x"), FailureLog())
+    assert (broken.reward, broken.outcome) == (None, "raised")
+    assert re.fullmatch(r"KeyError: 'no such thing', at \S*test_env_arithmetic\.py:\d+", broken.error)
+    assert score_here(env, env.train_item(0), completion("nan"), FailureLog()).error == "ValueError: the reward is nan"
 
 
 def test_seeds_are_63_bit_and_the_same_everywhere():

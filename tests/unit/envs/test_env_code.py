@@ -112,11 +112,13 @@ def test_rows_that_cannot_be_used_are_told_with_their_place(tmp_path):
         {"prompt": "No tests."},
         {"tests": ["x"]},
         {**good, "tests": [{"input": "1"}]},
+        {**good, "tests": "def check(candidate):\n    assert candidate() == 1"},
         {**good, "prompt": "g"},
     )
     env = opened(data=data)
-    assert [broken.place.rpartition(":")[2] for broken in env.data.broken] == ["2", "3", "4"]
+    assert [broken.place.rpartition(":")[2] for broken in env.data.broken] == ["2", "3", "4", "5"]
     assert "'tests', 'test_list', 'test'" in env.data.broken[0].problem
+    assert "nothing in this test is run" in env.data.broken[3].problem
 
 
 @pytest.mark.parametrize(

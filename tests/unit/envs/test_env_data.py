@@ -54,8 +54,9 @@ def test_a_line_that_is_no_object_is_a_broken_row_with_its_place(line, problem):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"question": "?"}, "has no field 'answer'"),
-        ({"question": "?", "answer": None}, "has no field 'answer'"),
+        ({"question": "?", "a": "2"}, "has no field 'answer'; it has 'question', 'a'"),
+        ({"question": "?", "answer": None}, "has no field 'answer'; it has 'question'"),
+        ({}, "has no field 'question'; it has none at all"),
         ({"question": "?", "answer": " "}, "the field 'answer' is empty"),
         ({"question": "?", "answer": ["4"]}, "the field 'answer' is ['4'], not text"),
         ({"question": "?", "answer": True}, "the field 'answer' is True, not text"),
@@ -112,7 +113,7 @@ def test_broken_rows_are_skipped_counted_and_told_the_first_ones_singly(tmp_path
     data = load(path)
     assert len(data.train) + len(data.held_out) == 20
     assert len(data.broken) == 8
-    assert str(data.broken[-1]) == f"{path}:28 has no field 'answer'"
+    assert str(data.broken[-1]) == f"{path}:28 has no field 'answer'; it has 'question'"
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["row_skipped"] * 5 + ["rows_skipped"]
     assert caplog.records[0].treadle_fields["place"] == f"{path}:21"

@@ -104,9 +104,22 @@ def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
     assert (result.samples[9].is_right, result.samples[9].reward) == (False, None)
     assert "no idea" in result.samples[9].error
     words = in_words(result, num_samples=10)
-    assert "digits/digits at policy version 0: 9 of 10 right = 90.0% (95 % interval 59.6% to 98.2%)" in words
+    assert "digits at policy version 0: 9 of 10 right = 90.0% (95 % interval 59.6% to 98.2%)" in words
     assert "not scored, and counted as wrong: 1 (raised: 1)" in words
-    assert "(not scored: RuntimeError: no idea)" in words
+    assert re.search(r"\(not scored: RuntimeError: no idea, at \S*test_env_evaluation\.py:\d+\)", words)
+    assert "digits/digits" not in words
+
+
+def test_what_every_prompt_begins_with_is_not_shown_with_every_example(tmp_path):
+    class Told(Digits):
+        def eval_items(self):
+            return [Item.ask("Say 1", answer="1", system="You have one task in life.")]
+
+    result = Scene(tmp_path, Told).evaluate()
+    words = in_words(result)
+    assert "  'Say 1' -> '1' (right)" in words
+    assert "task in life" not in words
+    assert result.samples[0].prompt == "You have one task in life.\nSay 1", "the file has all of it"
 
 
 def test_environments_with_turns_are_evaluated_too(tmp_path):

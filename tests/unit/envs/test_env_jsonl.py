@@ -124,3 +124,24 @@ def test_a_row_that_cannot_be_asked_is_broken(tmp_path, row, problem):
 def test_arguments_that_cannot_be_right_are_refused_before_the_data_is_read(args, problem):
     with pytest.raises(ConfigError, match=problem):
         load_environment(EnvConfig(name="jsonl", data="./nowhere.jsonl", args=args))
+
+
+@pytest.mark.parametrize(
+    ("row", "args", "has", "flag"),
+    [
+        ({"q": "1 + 1?", "a": "2"}, {}, "'q', 'a'", {"prompt_field": "q", "answer_field": "a"}),
+        ({"prompt": "1 + 1?", "target": "2"}, {}, "'prompt', 'target'", {"answer_field": "target"}),
+        (
+            {"q": "1 + 1?"},
+            {"answer_field": "", "rewards": ["length"]},
+            "'q'",
+            {"answer_field": "", "rewards": ["length"], "prompt_field": "q"},
+        ),
+    ],
+)
+def test_fields_of_other_names_are_told_with_the_flag_that_names_them(tmp_path, row, args, has, flag):
+    with pytest.raises(ConfigError) as refused:
+        opened(tmp_path, [row], args=args)
+    assert refused.value.message.endswith(f"; it has {has}")
+    shown = refused.value.fix.partition("--env.args ")[2]
+    assert json.loads(shown.strip("'")) == flag

@@ -92,7 +92,8 @@ def test_a_temperature_that_makes_no_sense_is_told_before_an_engine_is_asked():
 def test_an_environment_without_held_out_prompts_is_told(tmp_path):
     (tmp_path / "bare.py").write_text(
         "from treadle.envs import Environment, environment\n\n\n"
-        "@environment('bare')\nclass Bare(Environment):\n    def eval_items(self):\n        return []\n"
+        "@environment('bare')\nclass Bare(Environment):\n    rewards = ('length',)\n\n"
+        "    def eval_items(self):\n        return []\n"
     )
     engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     with listening(engine.app) as url, pytest.raises(ConfigError, match="has no held-out prompts"):

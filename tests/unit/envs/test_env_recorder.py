@@ -40,12 +40,13 @@ class Script:
     calls: list[dict] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
     num_given_up: int = 0
+    hangs_at: int | None = None  # the call, counted from 1, that is never answered
 
     async def generate(self, prompt_token_ids, *, n=1, max_tokens, temperature, seed=None, stop=()):
         prompt = self.tokenizer.decode(list(prompt_token_ids), skip_special_tokens=False)
         self.calls.append({"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
         try:
-            await self.go.wait()
+            await (asyncio.Event() if len(self.calls) == self.hangs_at else self.go).wait()
         except asyncio.CancelledError:
             self.num_given_up += 1
             raise
@@ -250,6 +251,8 @@ def test_a_temperature_of_the_agents_own_is_used_and_sent_along_with_its_sequenc
     ("wishes", "said"),
     [
         ({"temperature": 0}, "leave it out"),
+        ({"temperature": 1e-30}, "must be 0.05 to 2"),
+        ({"temperature": 2.5}, "must be 0.05 to 2"),
         ({"top_p": 0.9}, "another distribution"),
         ({"frequency_penalty": 0.5}, "another distribution"),
         ({"tool_choice": "required", "tools": TOOLS}, "a tool cannot be forced"),
@@ -269,6 +272,29 @@ def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishe
     played(tmp_path, [], play)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 20_000 + b"]" * 20_000), "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}', "tool_calls of a message must be"),
+        (b'{"messages": [{"role": "user", "content": "x", "name": ["a"]}]}', "the name of a message must be text"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
+         % (b"[" * 100_000 + b"]" * 100_000), "nested too deeply"),
+    ],
+    ids=["no UTF-8", "deep", "calls", "name", "deep arguments"],
+)  # fmt: skip
+def test_a_body_that_cannot_be_read_is_the_senders_mistake(tmp_path, body, said):
+    async def play(on):
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{on.url}/{on.session.key}/v1/chat/completions", content=body)
+        assert answer.status_code == 400, answer.text
+        assert said in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    played(tmp_path, ["Five."], play)
+
+
 def test_evaluations_are_greedy_when_agents_ask_for_it(tmp_path):
     async def play(on):
         await on.chat(QUESTION, temperature=0)
@@ -280,20 +306,35 @@ def test_evaluations_are_greedy_when_agents_ask_for_it(tmp_path):
 def test_completions_go_on_from_text_and_from_token_ids(tmp_path):
     async def play(on):
         create = on.client.completions.create
-        first = await create(model="m", prompt="Once", logprobs=0)
+        first = await create(model="m", prompt="Once", logprobs=0, max_tokens=5)
         assert first.choices[0].text == " upon"
-        # The model ended here itself; its end stays in the tokens, and is no text.
+        assert first.choices[0].finish_reason == "length"
         second = await create(model="m", prompt="Once upon a time", max_tokens=4)
         assert (second.choices[0].text, second.choices[0].finish_reason) == (" the", "length")
-        assert on.text() == f"Once upon{END} a time the"
-        assert on.trained() == [f" upon{END}", " the"]
+        assert on.text() == "Once upon a time the"
+        assert on.trained() == [" upon", " the"]
         tokens = on.session.model.transcripts[0].tokens
         await create(model="m", prompt=[*tokens, *on.engine.tokenizer.encode("!").ids])
-        assert on.trained() == [f" upon{END}", " the", f" End.{END}"]
+        assert on.trained() == [" upon", " the", f" End.{END}"]
         await create(model="m", prompt="Another")
         assert len(on.session.model.transcripts) == 2
 
     played(tmp_path, [" upon", " the", " End.", " one"], play)
+
+
+def test_behind_an_end_that_the_agent_does_not_see_a_completion_goes_on_as_a_new_sequence(tmp_path):
+    async def play(on):
+        create = on.client.completions.create
+        await create(model="m", prompt="Once")
+        await create(model="m", prompt="Once upon a time")
+        assert on.engine.calls[-1]["prompt"] == "Once upon a time"
+        assert [on.text(i) for i in range(2)] == [f"Once upon{END}", f"Once upon a time the{END}"]
+        # Who sends the end along means it.
+        tokens = on.session.model.transcripts[0].tokens
+        await create(model="m", prompt=[*tokens, *on.engine.tokenizer.encode("!").ids])
+        assert on.text(0) == f"Once upon{END}! End.{END}"
+
+    played(tmp_path, [" upon", " the", " End."], play)
 
 
 def test_a_conversation_without_room_is_told_as_openai_tells_it(tmp_path):
@@ -327,6 +368,27 @@ def test_a_call_that_the_agent_gave_up_leaves_nothing_and_can_be_made_again(tmp_
     played(tmp_path, ["Five.", "Yes."], play)
 
 
+def test_several_choices_are_kept_only_when_all_of_them_are_there(tmp_path):
+    async def play(on):
+        await on.chat(QUESTION)
+        known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
+        on.engine.hangs_at = 3
+        with pytest.raises(openai.APITimeoutError):
+            await on.chat(*known, n=2, timeout=0.5)
+        async with asyncio.timeout(5):
+            while not on.engine.num_given_up:
+                await asyncio.sleep(0.01)
+        assert len(on.engine.lines) == 2  # one of the two had been said
+        assert [on.trained(i) for i in range(len(on.session.model.transcripts))] == [[f"Five.{END}"]]
+        assert on.session.model.last_completion.text == "Five."  # which rewards judge
+        on.engine.hangs_at = None
+        both = await on.chat(*known, n=2)
+        assert [choice.message.content for choice in both.choices] == ["Yes.", "No."]
+        assert [on.trained(i) for i in range(2)] == [[f"Five.{END}", f"Yes.{END}"], [f"No.{END}"]]
+
+    played(tmp_path, ["Five.", "Given up.", "Yes.", "No."], play)
+
+
 def test_calls_side_by_side_are_sequences_of_their_own(tmp_path):
     async def play(on):
         await asyncio.gather(on.chat(QUESTION), on.chat(QUESTION))
@@ -348,7 +410,7 @@ def test_an_engine_that_is_gone_fails_the_rollout_and_not_the_agent(tmp_path):
 def test_a_score_ends_a_session(tmp_path):
     async def play(on):
         await on.chat(QUESTION)
-        async with httpx.AsyncClient(base_url=f"{on.url}/{on.session.key}") as http:
+        async with httpx.AsyncClient(base_url=f"{on.url}/{on.session.score_key}") as http:
             assert (await http.post("/score", json={"score": "much"})).status_code == 400
             body = {"score": 0.5, "is_right": False, "parts": {"style": 0.25}}
             assert (await http.post("/score", json=body)).status_code == 200
@@ -359,6 +421,23 @@ def test_a_score_ends_a_session(tmp_path):
             await on.chat(QUESTION)
 
     played(tmp_path, ["Five."], play)
+
+
+def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
+    async def play(on):
+        async with httpx.AsyncClient(base_url=on.url) as http:
+            listed = (await http.get("/sessions")).text
+            assert on.session.key not in listed
+            assert on.session.score_key not in listed
+            on.sessions.join("player", on.session)
+            for address in (on.session.key, "shared"):
+                headers = {"X-Session-ID": "player"}
+                assert (await http.post(f"/{address}/score", json={"score": 1.0}, headers=headers)).status_code == 404
+            assert (await http.delete(f"/{on.session.key}")).status_code == 410  # nor spare itself the score
+            assert (await http.get(f"/{on.session.score_key}/v1/models")).status_code == 404
+        assert not on.session.score.done()
+
+    played(tmp_path, [], play)
 
 
 def test_what_is_still_being_sampled_when_the_score_comes_is_no_part_of_the_rollout(tmp_path):
@@ -387,6 +466,7 @@ def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp
             assert made["uuid"] == on.session.key
             assert on.session.taken.is_set()
             assert made["base_url"] == f"{on.url}/{on.session.key}/v1"
+            assert made["score_url"] == f"{on.url}/{on.session.score_key}/score"
             assert made["item"] == {"messages": [QUESTION], "answer": "5", "metadata": {}}
             await on.chat(QUESTION)
             (node,) = (await http.get(f"/{made['uuid']}/nodes")).json()["nodes"]
@@ -395,7 +475,8 @@ def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp
                 on.session.model.transcripts[0].masks,
             )
             assert node["metadata"] == {"finish_reason": "stop"}
-            assert [one["uuid"] for one in (await http.get("/sessions")).json()["sessions"]] == [made["uuid"]]
+            (listed,) = (await http.get("/sessions")).json()["sessions"]
+            assert made["uuid"].startswith(listed["uuid"].removesuffix("..."))
             assert (await http.delete(f"/{made['uuid']}")).status_code == 200
         with pytest.raises(GivenUp):
             on.session.score.result()
@@ -417,7 +498,9 @@ def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_pat
             on.sessions.join(speaker, on.session)
             await ask(speaker)
         assert [on.trained(i) for i in range(2)] == [[f"Five.{END}"], [f"Good.{END}"]]
+        assert on.session.model.last_completion.text == "Good."
         on.session.forget(["judge"])
+        assert on.session.model.last_completion.text == "Five."
         assert [on.trained(i) for i in range(len(on.session.model.transcripts))] == [[f"Five.{END}"]]
 
     played(tmp_path, ["Five.", "Good."], play)

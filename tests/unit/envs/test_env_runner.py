@@ -127,6 +127,7 @@ def test_a_group_holds_what_the_trainer_needs(tmp_path):
     assert group.metrics == {
         "accuracy": 0.5,
         "generation_s": 0.25,
+        "score_s": 0.0,
         "generated_tokens": num_tokens,
         "truncated": 0.0,
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.envs.fences import needs_fences
+from treadle.envs.sandbox import fence
 from treadle.envs.sandbox.runs import Case, Limits, run_cases, run_tests
 
 pytestmark = needs_fences
@@ -46,6 +47,23 @@ def test_plain_values_pass_unchanged_both_ways(value):
 
 
 @pytest.mark.parametrize(
+    "value",
+    ["range(2, 9, 3)", "deque([1, [2]])", "deque([1], maxlen=2)", "Decimal('1.50')", "Fraction(1, 3)",
+     "date(2024, 2, 29)", "datetime(2024, 2, 29, 1, 2, 3, 4)", "datetime(2024, 2, 29, tzinfo=timezone.utc)",
+     "time(1, 2)", "timedelta(-1, 2, 3)", "[{'a': Decimal('0.1')}]"],
+)  # fmt: skip
+def test_values_of_the_standard_library_pass_unchanged_both_ways(value):
+    imports = (
+        "from collections import deque\nfrom datetime import date, datetime, time, timedelta, timezone\n"
+        "from decimal import Decimal\nfrom fractions import Fraction\n"
+    )
+    answer = f"{imports}def same(value):\n    return value\ndef make():\n    return {value}\n"
+    sent = "assert same(given) == given and repr(same(given)) == repr(given)"
+    made = "assert make() == given and repr(make()) == repr(given)"
+    assert run_tests(answer, [f"{imports}given = {value}\n{sent}\n{made}"], LIMITS) == [""]
+
+
+@pytest.mark.parametrize(
     "test",
     [
         "s = Stack()\ns.push([1])\ns.push(2)\nassert len(s) == 2 and s.pop() == 2 and 2 not in s",
@@ -53,7 +71,12 @@ def test_plain_values_pass_unchanged_both_ways(value):
         "assert Stack([1]) == Stack([1]) and Stack([1]) != Stack([2])",
         "assert Stack([1]).items == [1] and str(Stack([1])) == 'Stack 1'",
         "from itertools import islice\nassert list(islice(count(), 3)) == [0, 1, 2] and next(count()) == 0",
+        "assert 2 in Stack([1, 2]) and 3 not in Stack([1, 2])",
+        "assert (Stack([1]) + Stack([2])).items == [1, 2] and Stack([1]) < Stack([2])",
         "values = [3, 1]\ntidy(values)\nassert values == [1, 3]",
+        "values = [3, 1]\ntidy(values=values)\nassert values == [1, 3]",
+        "from collections import deque\nvalues = deque([3, 1])\nturn(values)\nassert values == deque([1, 3])",
+        "assert named(operation=1, given=2, function=3) == [1, 2, 3]",
         "try:\n    fail('no')\nexcept KeyError as error:\n    assert 'no' in str(error)\nelse:\n    assert False",
     ],
 )
@@ -64,7 +87,9 @@ class Stack:
     def push(self, item): self.items.append(item)
     def pop(self): return self.items.pop()
     def __len__(self): return len(self.items)
-    def __contains__(self, item): return item in self.items
+    def __iter__(self): return iter(self.items)
+    def __add__(self, other): return Stack(self.items + other.items)
+    def __lt__(self, other): return self.items < other.items
     def __eq__(self, other): return self.items == other.items
     def __str__(self): return f"Stack {len(self.items)}"
 def count():
@@ -73,6 +98,8 @@ def count():
         yield number
         number += 1
 def tidy(values): values.sort()
+def turn(values): values.rotate()
+def named(**given): return list(given.values())
 def fail(why): raise KeyError(why)
 """
     assert run_tests(answer, [test], LIMITS) == [""]
@@ -107,6 +134,54 @@ CHEATS = {
 def test_a_cheat_passes_no_test(cheat):
     tests = ["assert f() == 1", "import math\nassert math.isclose(f(), 1)", "assert all([f() == 1, len([f()]) == 1])"]
     assert passes(CHEATS[cheat], *tests) == [False, False, False]
+
+
+GREEDY = """
+seen = []
+class Anything:
+    def decide(self, other):
+        seen.append(other)
+        return 0.0
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = decide
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmod__ = __rpow__ = decide
+    __contains__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = lambda self, other: not seen.append(other)
+    __hash__ = lambda self: hash(1.5)
+    __iter__ = lambda self: iter([self])
+def f(*args): return seen[-1] if seen else Anything()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["assert abs(f(2) - 1.5) < 1e-6", "assert abs(1.5 - f(2)) < 1e-6", "assert f(2) / 1.5 == 0", "assert 1.5 in f(2)",
+     "assert f(2) % 1.5 == 0", "assert f(2) ** 1.5 == 0", "assert round(f(2) - 1.5, 3) == 0", "assert f(2) in {1.5}",
+     "assert f(2) >= 1.5", "import unittest\nunittest.TestCase().assertAlmostEqual(f(2), 1.5)"],
+)  # fmt: skip
+def test_an_object_of_the_answer_neither_decides_how_near_it_is_nor_learns_to_what(test):
+    assert passes(GREEDY, test, "assert f() == 1.5") == [False, False]
+
+
+CATCHES = "caught = False\ntry:\n    f(-1)\nexcept {}:\n    caught = True\nassert caught"
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException", "EOFError"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\ndef f(x): os._exit(0)",
+        "import os\ndef f(x): os.closerange(0, 64)",
+        "def f(x): return 'x' * 2**23",
+        "import ctypes\ndef f(x): ctypes.string_at(0)",
+    ],
+)
+def test_an_answer_that_ends_its_process_fails_whatever_the_test_catches(source, caught):
+    assert passes(source, CATCHES.format(caught)) == [False]
+
+
+def test_a_test_that_expects_an_error_takes_an_error_and_no_exit():
+    assert passes("def f(x): raise ValueError", CATCHES.format("Exception")) == [True]
+    assert passes("import sys\ndef f(x): sys.exit()", CATCHES.format("Exception")) == [False]
+    assert passes("import sys\ndef f(x): sys.exit()", CATCHES.format("SystemExit")) == [True]
 
 
 def test_the_answer_sees_neither_tests_nor_expected_values():
@@ -157,6 +232,37 @@ def test_what_takes_too_long_is_ended(source):
 HARM = {
     "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
     "a socket of any kind": "import socket\nsocket.socket(socket.AF_UNIX)",
+    "datagrams to others": "import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "another end for a pair": "import socket\nsocket.socketpair()[0].connect('/run/x')",
+    "an address for a pair": "import socket\nsocket.socketpair()[0].bind('\\0x')",
+    "signals by a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, os.getppid())",
+    "signals of its choice by a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+    "signals to a thread by a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 15, bytes(8))",
+    "signals by a pair of sockets": "import fcntl, socket, struct\n"
+    "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",
+    "signals by a pair of sockets, as of old": "import fcntl, socket, struct\n"
+    "fcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', 1))",
+    **{
+        f"the C library's {call}": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"libc.{call}\nraise OSError(ctypes.get_errno(), '')"
+        for call in (
+            "shmget(0, 1, 0)",
+            "shmat(1, None, 0)",
+            "shmctl(1, 0, None)",
+            "shmdt(4096)",
+            "msgget(0, 0)",
+            "msgsnd(1, bytes(16), 1, 0)",
+            "msgrcv(1, bytes(16), 1, 0, 0)",
+            "msgctl(1, 0, None)",
+            "semget(0, 1, 0)",
+            "semop(1, bytes(6), 1)",
+            "semctl(1, 0, 0)",
+            "semtimedop(1, bytes(6), 1, None)",
+            "mq_unlink(b'/x')",
+            "mq_getattr(0, bytes(64))",
+            "fallocate(0, 1, 0, 4096)",
+        )
+    },
     "another process": "import os\nos.fork()",
     "another program": "import subprocess\nsubprocess.run(['true'])",
     "another program in its place": "import os\nos.execv('/bin/true', ['true'])",
@@ -177,6 +283,18 @@ HARM = {
     "shared memory": "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=1)",
     "a raw system call": "import ctypes\nif ctypes.CDLL(None).syscall(41, 2, 1, 0) < 0: raise PermissionError",
 }
+
+
+HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h")]
+
+
+@pytest.mark.skipif(not all(header.exists() for header in HEADERS), reason="the kernel's headers are not here")
+def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers():
+    x86_64, aarch64 = (dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())) for path in HEADERS)
+    judged = {"clone": fence._CLONE, "socketpair": fence._SOCKETPAIR, "fcntl": fence._FCNTL, "ioctl": fence._IOCTL}
+    for name, numbers in {**fence._REFUSED, **judged}.items():
+        found = tuple(int(table[name]) if name in table else None for table in (x86_64, aarch64))
+        assert numbers == found, name
 
 
 @pytest.mark.parametrize("what", HARM)
@@ -224,9 +342,32 @@ def test_programs_read_their_input_and_are_judged_by_their_output():
     assert run_cases(main, [Case("", "x")], LIMITS) == [""]
 
 
+def test_the_input_of_a_program_can_only_be_read():
+    source = """
+import mmap, os
+for attempt in (lambda: os.write(0, b"x"), lambda: os.ftruncate(0, 9), lambda: mmap.mmap(0, 3)):
+    try:
+        attempt()
+    except OSError as error:
+        print(type(error).__name__)
+print(input())
+"""
+    assert run_cases(source, [Case("abc", "OSError\nOSError\nPermissionError\nabc")], LIMITS) == [""]
+
+
+REAL_TIME_SIGNAL = """
+import ctypes, struct, time
+libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+libc.timer_create(0, struct.pack("Qii", 0, 40, 0) + bytes(48), ctypes.byref(timer))
+libc.timer_settime(timer, 0, struct.pack("qqqq", 0, 0, 0, 1000), None)
+time.sleep(60)
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
+        (REAL_TIME_SIGNAL, "was ended by signal 40"),
         ("print('x'); import sys; sys.exit(3)", "exit code 3"),
         ("print('x'); import os; os._exit(97)", "exit code 97"),
         ("print('x'); raise ValueError", "exit code 1"),

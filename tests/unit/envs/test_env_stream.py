@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import re
+import sys
 
 import pytest
 from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item
+from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_desk
 from treadle.envs.serving.cursor import Cursor
-from treadle.envs.serving.pace import FlightLimit, Terms, choose_pace, room
+from treadle.envs.serving.pace import FlightLimit, choose_pace, room
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.selection import ByDifficulty
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
-from treadle.errors import ConfigError, EngineError, HubError
+from treadle.errors import ConfigError, EngineError, HubError, ProcessDied
 from treadle.wire.hub import EnvStanding
 
 QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
@@ -59,7 +60,6 @@ class TrainingHub(HubDouble):
         self.steps_at_once = False
         self.is_away = False
         self.most_untrained = 0
-        self.app.router.routes.append(Route("/v1/envs/7", self._standing))
 
     @property
     def groups(self):
@@ -70,12 +70,20 @@ class TrainingHub(HubDouble):
 
     @property
     def untrained(self):
-        return len(self.groups) - self.current_step * self.info["batch_size"] // 4
+        return sum(len(g.tokens) for g in self.groups) - self.current_step * self.info["batch_size"]
 
     async def _standing(self, _: Request) -> Response:
         self.most_untrained = max(self.most_untrained, self.untrained)
-        standing = {"step": self.current_step, "untrained_groups": self.untrained, "leased_groups": 0, "share": 1.0}
-        return JSONResponse(standing)
+        return JSONResponse(
+            {
+                "step": self.current_step,
+                "num_steps": self.num_steps,
+                "batch_size": self.info["batch_size"],
+                "untrained_sequences": self.untrained,
+                "trainer_waits": True,
+                "share": 1.0,
+            }
+        )
 
     async def _deliver(self, http: Request) -> Response:
         if self.is_away:
@@ -99,6 +107,7 @@ class Scene:
         self.hub = hub or TrainingHub(batch_size=8, num_steps=5)
         self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
         self.engine.policy_version = lambda: self.hub.current_step
+        self.environment = None  # another class than the registered one
 
     async def serve(self):
         async with (
@@ -106,12 +115,14 @@ class Scene:
             HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(self.hub.app)) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
-            async with open_desk(load_environment(self.config), engine, tokenizer) as desk:
+            loaded = load_environment(self.config)
+            task = loaded if self.environment is None else self.environment(loaded.config)
+            async with open_desk(task, engine, tokenizer) as desk:
                 await asyncio.wait_for(run(desk, hub), 20)
 
     @property
     def folder(self):
-        return self.config.state_dir / "test-two-turns"
+        return self.config.state_dir / self.config.name
 
 
 def test_a_run_is_served_to_its_end_and_groups_that_teach_nothing_are_dropped_with_a_count(tmp_path):
@@ -136,7 +147,7 @@ def test_a_run_is_served_to_its_end_and_groups_that_teach_nothing_are_dropped_wi
 def test_no_more_is_begun_than_the_age_allows(tmp_path):
     scene = Scene(tmp_path, max_age=0)
     asyncio.run(scene.serve())
-    assert scene.hub.most_untrained <= 2  # one step's worth: 8 sequences are 2 groups
+    assert scene.hub.most_untrained <= 8  # one step's worth
     assert [group.policy_version for group in scene.hub.groups][:4] == [0, 0, 1, 1]
 
 
@@ -170,16 +181,84 @@ def test_the_items_of_a_new_run_begin_with_the_first(tmp_path):
     scene = Scene(tmp_path)
     asyncio.run(scene.serve())
     later = Scene(tmp_path)
+    later.hub.run_id = "another"
     asyncio.run(later.serve())
     assert min(group.item for group in later.hub.groups) == 1  # item 0 teaches nothing
 
 
-def test_a_group_that_the_hub_refuses_is_kept_and_named(tmp_path):
+def test_a_group_that_the_hub_refuses_is_kept_and_the_run_goes_on(tmp_path):
     scene = Scene(tmp_path)
     scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
+    asyncio.run(scene.serve())
+    assert scene.hub.current_step == 5
+    assert len(list(scene.folder.glob("refused/*.groups"))) == 1
+
+
+def test_a_hub_that_refuses_everything_is_told(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)] * 9
     with pytest.raises(HubError, match=r"mask has the wrong length.*kept in .*refused"):
         asyncio.run(scene.serve())
-    assert len(list(scene.folder.glob("refused/*.groups"))) == 1
+    assert len(list(scene.folder.glob("refused/*.groups"))) == 3
+
+
+def test_two_processes_do_not_share_a_cursor(tmp_path):
+    scene = Scene(tmp_path)
+    scene.folder.mkdir(parents=True)
+    with (scene.folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another environment process"):
+            asyncio.run(scene.serve())
+
+
+@environment("test-odd-code")
+class OddCode(TwoTurns):
+    """Item 1 ends in a way of its own, the others are fine."""
+
+    odd = staticmethod(lambda: None)
+
+    async def rollout(self, item, model):
+        scored = await super().rollout(item, model)
+        return type(self).odd() if item.answer == "1" else scored
+
+
+def cancel_yourself():
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: sys.exit(0),
+        cancel_yourself,
+        lambda: Score(1.0, is_right=True, parts={"length": float("nan")}),
+        lambda: Score(1.0, is_right=True, parts={"length": None}),
+        lambda: "1.0",
+        lambda: {}["missing"],
+    ],
+    ids=["exit", "cancel", "nan part", "none part", "text", "raises"],
+)
+def test_odd_code_of_a_user_costs_its_rollouts_and_not_the_run(tmp_path, odd):
+    OddCode.odd = staticmethod(odd)
+    scene = Scene(tmp_path, name="test-odd-code")
+    asyncio.run(scene.serve())
+    assert scene.hub.current_step == 5
+    assert 1 not in [group.item for group in scene.hub.groups]
+
+
+def test_a_task_that_always_fails_ends_and_says_why(tmp_path):
+    OddCode.odd = staticmethod(lambda: 0.0)
+    scene = Scene(tmp_path, name="test-odd-code")
+    scene.engine.write = lambda prompt, request: ["no number here"]
+
+    class Broken(OddCode):
+        async def rollout(self, item, model):
+            await model.chat(item.messages).ask()
+            raise KeyError("forgotten")
+
+    scene.environment = Broken
+    with pytest.raises(ProcessDied, match="none was fit to be trained on: KeyError: 'forgotten'"):
+        asyncio.run(scene.serve())
 
 
 def test_an_engine_that_answers_garbage_is_tried_again_and_then_named(tmp_path):
@@ -199,26 +278,40 @@ def test_an_item_that_always_fails_is_left_out_and_the_run_goes_on(tmp_path):
 
 
 def standing(**values):
-    return EnvStanding(**{"step": 0, "untrained_groups": 0, "leased_groups": 0, "share": 1.0, **values})
+    given = {
+        "step": 0,
+        "num_steps": 100,
+        "batch_size": 64,
+        "untrained_sequences": 0,
+        "trainer_waits": False,
+        "share": 1.0,
+    }
+    return EnvStanding(**{**given, **values})
 
 
 @pytest.mark.parametrize(
     ("now", "spooled", "flying", "begin"),
     [
         (standing(), 0, 0, 16),  # the step that comes and one ahead
-        (standing(untrained_groups=8, leased_groups=8), 1, 3, 4),
-        (standing(untrained_groups=16, leased_groups=8), 0, 0, 0),
+        (standing(untrained_sequences=64), 1, 3, 4),
+        (standing(untrained_sequences=128), 0, 0, 0),
         (standing(share=0.25), 0, 1, 3),
         (standing(step=99), 0, 0, 8),  # the last step needs no more
         (standing(step=100), 0, 0, 0),
-        (standing(untrained_groups=16), 0, 0, 1),  # no batch fits in what waits
-        (standing(untrained_groups=16), 0, 1, 0),
-        (standing(untrained_groups=64), 0, 0, 0),
+        (standing(untrained_sequences=128, trainer_waits=True), 0, 0, 1),  # no batch fits in what waits
+        (standing(untrained_sequences=128, trainer_waits=True), 0, 1, 0),
+        (standing(untrained_sequences=256, trainer_waits=True), 0, 0, 0),
+        (standing(batch_size=0, num_steps=0), 0, 0, 0),  # no trainer
     ],
 )
 def test_room_for_groups(now, spooled, flying, begin):
-    terms = Terms(groups_per_step=8, num_steps=100, max_age=1)
-    assert room(terms, now, num_spooled=spooled, num_in_flight=flying, limit=64) == begin
+    asked = room(now, max_age=1, group_sequences=8.0, num_spooled=spooled, num_in_flight=flying, limit=64)
+    assert asked == begin
+
+
+def test_groups_of_several_sequences_count_by_their_sequences():
+    asked = room(standing(), max_age=1, group_sequences=24.0, num_spooled=0, num_in_flight=0, limit=64)
+    assert asked == 6
 
 
 def test_groups_in_flight_follow_what_the_engine_takes():

@@ -67,6 +67,15 @@ def test_an_answer_that_is_no_number_is_a_broken_row(tmp_path, answer):
         ("fifty-one", "51", False),
         ("", "51", False),
         ("9" * 5000, "51", False),
+        (".5", "0.5", True),
+        (".5", "5", False),
+        ("-.5", "-0.5", True),
+        ("It is.5", "5", True),
+        ("8e2", "800", True),
+        ("8e2", "2", False),
+        ("8e2f", "2", True),
+        ("1e999999999", "51", False),
+        ("1e" + "9" * 30, "51", False),
     ],
 )
 def test_the_last_number_behind_the_thinking_decides_by_value(text, gold, is_right):

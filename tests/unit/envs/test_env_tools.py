@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.envs.env_doubles import CHAT_TEMPLATE, save_tokenizer
 from treadle.config.env import EnvConfig
+from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, Sampling
 from treadle.envs.engine_client import Completion, Generation
@@ -122,12 +123,20 @@ def test_what_was_cut_off_ends_the_conversation(tmp_path):
         ("\\boxed{ANSWER.0}", True), ("<think>7</think>ANSWER", True), ("\\boxed{7} ANSWER", False),
         ("\\boxed{}", False), ("ANSWER or 7", False), ("", False), ("<think>ANSWER</think>", False),
         ("\\boxed{nan}", False), ("\\boxed{Infinity}", False), ("\\boxed{1e999999999}", False),
+        ("\\boxed{sNaN}", False), ("sNaN", False), ("\\boxed{1-ANSWER}", False), ("\\boxed{7 or ANSWER}", False),
+        ("\\boxed{ANSWERe0}", True), ("\\boxed{$ANSWER}", True),
         ("<think>" + call("search", query="x") + "</think>ANSWER", True),  # a call in a thought is no call
     ],
 )  # fmt: skip
 def test_the_boxed_or_else_the_last_number_is_the_answer(text, is_right, tmp_path):
     item = tools().train_item(0)
     assert play([text.replace("ANSWER", item.answer)], tmp_path, item=item)[0].is_right is is_right
+
+
+def test_a_comma_in_a_box_stands_between_thousands(tmp_path):
+    item = Item.ask("?", answer="1240", facts=[])
+    for text, is_right in (("\\boxed{1,240}", True), ("\\boxed{12,40}", False), ("\\boxed{1,2,4,0}", False)):
+        assert play([text], tmp_path, item=item)[0].is_right is is_right
 
 
 @pytest.mark.parametrize("template", [WITHOUT_TOOL_ROLE, DROPS_TOOL_ROLE, None])

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -26,6 +27,9 @@ HEAD = """
 
         def eval_items(self):
             return [Item.ask(f"Say {{index}}", answer=str(index)) for index in range(1000, 1010)]
+
+        def score(self, item, text, completion):
+            return float(text == item.answer)
 """
 
 
@@ -55,7 +59,7 @@ def examine_file(tmp_path, request):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"name": "arithmetic"}, "settings ok looks at brevity, difficulty, max_token_length, task"),
+        ({"name": "arithmetic"}, "settings ok it reads brevity, difficulty, max_token_length, task"),
         ({"name": "echo"}, "right answers ok 30 of 30 are right, worth 1"),
         ({"name": "gsm8k", "data": str(DATA / "gsm8k")}, "right answers ok 30 of 30 are right, worth 1"),
         ({"name": "svamp", "data": str(DATA / "svamp.json")}, "held-out items ok 2"),
@@ -71,7 +75,12 @@ def test_the_built_in_tasks_are_fit_to_be_trained_on(settings, line):
 def test_a_slow_task_is_tried_on_as_many_items_as_there_is_time_for():
     code, lines = examine(name="echo", max_seconds=0.0)
     assert code == 0
-    assert "items tried ok 1 of 30" in lines
+    assert "items tried ok 1 of 30: stopped after 0 s" in lines
+
+
+def test_how_far_the_trials_have_come_is_told(capsys):
+    examine(name="echo")
+    assert "items tried: 30 of 30, 239 answers scored" in capsys.readouterr().err
 
 
 def test_it_is_a_command_that_leaves_with_the_verdict():
@@ -157,6 +166,27 @@ def test_a_score_that_raises_on_strange_text_is_told_with_the_text(examine_file)
     assert "first the empty answer '': ValueError" in line
 
 
+@pytest.mark.parametrize("where", ["score", "reward", "rollout"])
+def test_a_slip_of_the_code_is_told_once_with_its_line(tmp_path, examine_file, caplog, where):
+    (tmp_path / "slip.py").write_text("def slip(completion):\n    return completion.txt == completion.answer\n")
+    inside = {
+        "score": "def score(self, item, text, completion):\n    return completion.txt == item.answer\n",
+        "reward": f"rewards = ['{tmp_path / 'slip.py'}:slip']\n",
+        "rollout": "async def rollout(self, item, model):\n    return model.nothing\n",
+    }[where]
+    code, lines = examine_file(inside)
+    assert code == 1
+    (line,) = [line for line in lines if line.startswith("scoring problem raised")]
+    assert "AttributeError: " in line
+    place = r"slip\.py:2" if where == "reward" else r"task\.py:\d+"
+    assert re.search(rf"its code failed at \S*{place}$", line), line
+    assert any(
+        re.match(r"right answers problem \d+ of \d+ could not be scored see what is said of", line) for line in lines
+    )
+    assert any("stopped after" in line and "failures of scoring" in line for line in lines)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_reward_that_never_ends_is_ended_and_told(tmp_path, examine_file):
     (tmp_path / "slow.py").write_text(
         "def slow(completion):\n"
@@ -166,7 +196,9 @@ def test_a_reward_that_never_ends_is_ended_and_told(tmp_path, examine_file):
     )
     code, lines = examine_file(f"rewards = ['{tmp_path / 'slow.py'}:slow']", reward_timeout_s=0.3, max_items=1)
     assert code == 1
-    assert any(line.startswith("scoring problem timed_out") and "the very long answer" in line for line in lines)
+    (line,) = [line for line in lines if line.startswith("scoring problem timed_out")]
+    assert "the very long answer" in line
+    assert line.endswith("make it quicker, or raise --env.reward-timeout-s")
 
 
 def test_items_that_change_when_asked_again_are_a_problem(examine_file):
@@ -178,7 +210,7 @@ def test_items_that_change_when_asked_again_are_a_problem(examine_file):
         """
     )
     assert code == 1
-    assert any(line.startswith("asked again problem") and "config.seed" in line for line in lines)
+    assert any(line.startswith("repeatable problem") and "config.seed" in line for line in lines)
 
 
 def test_items_that_are_listed_in_another_order_each_time_are_a_problem(examine_file):
@@ -192,7 +224,7 @@ def test_items_that_are_listed_in_another_order_each_time_are_a_problem(examine_
         """
     )
     assert code == 1
-    assert any(line.startswith("asked again problem") for line in lines)
+    assert any(line.startswith("repeatable problem") for line in lines)
 
 
 def test_prompts_without_words_are_a_problem(examine_file):
@@ -214,7 +246,8 @@ def test_code_that_raises_is_a_problem_and_no_crash(examine_file):
         """
     )
     assert code == 1
-    assert any(line.startswith("its own code problem KeyError: 'no such table'") for line in lines)
+    (line,) = [line for line in lines if line.startswith("its own code problem KeyError: 'no such table'")]
+    assert re.search(r"its code failed at \S*task\.py:\d+$", line)
 
 
 def test_no_items_at_all_is_an_error_of_the_configuration(examine_file):
@@ -243,7 +276,7 @@ def test_turns_are_played_by_a_script_without_any_model(examine_file):
     code, lines = examine_file(TURNS)
     assert code == 0, lines
     assert any(line.startswith("right answers ok 10 of 10") for line in lines)
-    assert any(line.startswith("scoring ok 70 answers scored") for line in lines)
+    assert any(line.startswith("scoring ok 80 answers scored") for line in lines)
 
 
 def test_turns_whose_right_answer_takes_more_than_one_text_are_a_warning(examine_file):

@@ -121,7 +121,7 @@ def test_groups_that_could_not_be_scored_are_dropped_and_told(tmp_path, capsys):
     assert "dropped groups: 2 (unscored: 2)" in printed
 
 
-def test_nothing_written_is_no_success(tmp_path):
+def test_nothing_written_is_no_success_and_says_why(tmp_path, capsys):
     @environment("impossible")
     class Impossible(HardToScore):
         def score(self, item, completion_text, completion):
@@ -129,6 +129,12 @@ def test_nothing_written_is_no_success(tmp_path):
 
     code, _ = process(tmp_path, lambda _, request: ["0"] * request.n, name="impossible", task="", total_steps=2)
     assert code == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("no group was fit to be written\n")
+    assert re.search(r"the first that could not be scored: RuntimeError: no idea, at \S*\.py:\d+\n", printed)
+    assert "written to" not in printed
+    assert "to look at" not in printed
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_existing_file_is_never_touched(tmp_path):

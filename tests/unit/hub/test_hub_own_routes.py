@@ -142,6 +142,10 @@ def test_status_adds_up(client, desk, clock):
     assert [(env.name, env.groups_accepted, env.idle_s) for env in status.envs] == [("math_0", 7, 2.0)]
 
 
+def standing_of(client, env_id):
+    return msgspec.json.decode(client.get(f"/v1/envs/{env_id}").content, type=EnvStanding)
+
+
 def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, desk, clock):
     desk.register()
     client.get("/batch")
@@ -152,14 +156,59 @@ def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, de
     client.post("/v1/batches/1/ack", json={"token": desk.lease(1)["batch"]["token"]})
     desk.lease(2)
     clock.now_s += 2
-    standing = msgspec.json.decode(client.get("/v1/envs/0").content, type=EnvStanding)
-    assert (standing.step, standing.share) == (1, 0.75)
-    others = msgspec.json.decode(client.get("/v1/envs/1").content, type=EnvStanding)
-    assert standing.untrained_groups + others.untrained_groups == 6  # 8 posted, 2 trained
-    assert others.leased_groups == standing.leased_groups == 2
+    standing, others = standing_of(client, 0), standing_of(client, 1)
+    assert (standing.step, standing.share, standing.batch_size) == (1, 0.75, 4)
+    assert standing.untrained_sequences + others.untrained_sequences == 12  # 8 groups of 2 posted, 2 trained
     assert client.get("/v1/status").json()["envs"][0]["idle_s"] == 0.0  # whoever asks is alive
     assert client.get("/v1/envs/9").status_code == 404
     assert client.get("/v1/envs/none").status_code == 404
+
+
+def test_shares_are_one_together_and_those_who_are_gone_have_none(client, desk, clock):
+    desk.register()
+    client.get("/batch")
+    desk.register_env(weight=1.0, min_batch_allocation=0.5)
+    desk.register_env(desired_name="code", weight=3.0)
+    assert [standing_of(client, env_id).share for env_id in (0, 1)] == [0.625, 0.375]
+    clock.now_s += 60
+    assert standing_of(client, 0).share == 1.0
+
+
+def test_an_environment_learns_that_a_trainer_waits(client, desk):
+    desk.register()
+    client.get("/batch")
+    desk.register_env()
+    assert standing_of(client, 0).trainer_waits
+    desk.post(0, 1, env_id=0)
+    assert len(client.get("/batch").json()["batch"]) == 2
+    assert not standing_of(client, 0).trainer_waits
+    assert desk.lease(2)["batch"] is None
+    assert standing_of(client, 0).trainer_waits
+
+
+def test_what_a_resumed_trainer_has_in_its_checkpoint_is_trained(client, desk):
+    """It was killed between the checkpoint of step 2 and its acknowledgement."""
+    desk.register()
+    client.get("/batch")
+    desk.register_env()
+    desk.post(*range(6), env_id=0)
+    for step in (1, 2, 3):
+        desk.lease(step)
+    desk.register(starting_step=2, headers={"Treadle-Holder": "a"})
+    status = client.get("/v1/status").json()
+    assert (status["trained_groups"], status["leased_groups"]) == (4, 2)
+    assert desk.tags(desk.lease(3)["batch"]["groups"]) == [4, 5]
+
+
+def test_a_run_has_a_name_that_a_reset_changes(client, desk):
+    desk.register()
+    client.get("/batch")
+    first = desk.register_env()["run_id"]
+    assert desk.register_env(headers={"Treadle-Resume": "1"})["run_id"] == first
+    client.get("/reset_data")
+    desk.register()
+    client.get("/batch")
+    assert desk.register_env()["run_id"] not in ("", first)
 
 
 @pytest.mark.parametrize(

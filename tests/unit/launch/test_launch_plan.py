@@ -154,3 +154,27 @@ def test_children_do_not_spin_and_know_their_parent() -> None:
 def test_explicit_keys_are_those_that_were_given() -> None:
     assert explicit_keys(load_run(None, {"hub.port": "8100", "steps": "9"})) == {"hub.port", "steps"}
     assert explicit_keys(load_run(None)) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine", "trainer"),
+    [
+        ({}, 2048, 2048),
+        ({"env.max_token_length": 2048}, 3072, 3072),
+        ({"env.max_token_length": 2048, "train.seq_len": 2500}, 2500, 2500),
+        ({"engine.max_model_len": 512}, 512, 512),
+        ({"engine.max_model_len": 4096, "train.seq_len": 1024}, 4096, 1024),
+    ],
+)
+def test_engine_and_trainer_have_room_for_a_prompt_and_a_completion(
+    flags: dict[str, object], engine: int, trainer: int
+) -> None:
+    config = plan_for(flags).config
+    assert (config.engine.max_model_len, config.train.seq_len) == (engine, trainer)
+
+
+@pytest.mark.parametrize(("pace", "ahead"), [("waves", 2), ("stream", 0)])
+def test_only_waves_are_leased_ahead(pace: str, ahead: int) -> None:
+    config = plan_for({"env.pace": pace, "env.max_age": 2}).config
+    assert config.train.max_age == ahead
+    assert config.env.state_dir == RUN / "env"

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 
-import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import Faults, SmallEngine, serving
 from tests.unit.sync.test_modes import Trainer
-from treadle.errors import ConfigError, SyncError
+from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.owner import Owner, this_process
 from treadle.sync.proof import explain
-from treadle.sync.weights_file import share_parameters
 from treadle.wire.bridge import BridgeInfo
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -207,30 +202,6 @@ def test_an_engine_that_serves_other_memory_than_is_written_is_caught_by_fingerp
         trainer.step(3)
         with pytest.raises(SyncError, match="the engine has other weights than were published"):
             trainer.publish(3)
-
-
-def test_a_bridge_file_of_an_earlier_process_is_refused(folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    layout = share_parameters(model, tmp_path / "shared.weights", str(folder))
-    file = tmp_path / "vllm_bridge_config.json"
-
-    def refusal(owner):
-        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(layout, owner=owner)))
-        with pytest.raises(SyncError, match=f"left by process {owner.pid}, which has ended") as error:
-            Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file)
-        assert "delete the file" in error.value.fix
-
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    refusal(Owner(pid=ended.pid, started=1))
-    refusal(Owner(pid=os.getpid(), started=this_process().started - 1))  # its number was given to another process
-    file.write_bytes(msgspec.json.encode(layout))
-    assert Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file).policy.vocab_size > 0
-    file.write_text("{")
-    with pytest.raises(ConfigError, match="does not say where weights lie"):
-        Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=file)
-    with pytest.raises(ConfigError, match="cannot read"):
-        Trainer(folder, tmp_path, "http://127.0.0.1:9", vllm_config_path=tmp_path / "none.json")
 
 
 def test_an_engine_that_is_not_there_is_waited_for_and_then_named():

@@ -12,10 +12,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, decode, folder_here, json_answer, route
+from treadle.engines.surface.http import NotHere, decode, folder_here, route
 from treadle.engines.surface.served import Served
 from treadle.errors import RequestError
 from treadle.wire.bridge import LoadAdapter, LoadedAdapter, UnloadAdapter
+from treadle.wire.http_bodies import json_answer
 
 MAX_NAME_CHARS = 200
 

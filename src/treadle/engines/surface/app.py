@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,13 +18,14 @@ from treadle.engines.port import Engine
 from treadle.engines.surface.adapters import AdapterRoutes
 from treadle.engines.surface.bridge import BridgeRoutes
 from treadle.engines.surface.generate import generate_routes
-from treadle.engines.surface.http import json_answer, refusal, route
+from treadle.engines.surface.http import refusal, route
 from treadle.engines.surface.metrics import metrics_route
 from treadle.engines.surface.openai_routes import openai_routes
 from treadle.engines.surface.served import Served
 from treadle.engines.text import Text
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.guard import Access, Guard, Rules
+from treadle.wire.http_bodies import json_answer
 
 
 def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> Guard:
@@ -56,19 +58,25 @@ def app_of(
     access: Access,
     *,
     life: Callable[[], AbstractAsyncContextManager[None]] = _no_life,
+    bridge_file: Path | None = None,
 ) -> Guard:
-    """`life` is entered when the application begins to serve, and left when it ends."""
+    """`life` is entered when the application begins to serve, and left when it ends; `bridge_file` is there between."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with life():
-            yield
+            await served.write_bridge_file()
+            try:
+                yield
+            finally:
+                served.remove_bridge_file()
 
     served = Served(
         engine=engine,
         text=Text.load(engine.facts.folder),
         model_name=config.model,
         pause_timeout_s=config.pause_timeout_s,
+        bridge_file=bridge_file,
     )
 
     async def list_endpoints(_: HttpRequest) -> Response:

@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, decode, folder_here, json_answer, route
+from treadle.engines.surface.http import NotHere, decode, folder_here, route
 from treadle.engines.surface.served import Served
 from treadle.wire.bridge import (
     AskFingerprints,
@@ -22,6 +22,7 @@ from treadle.wire.bridge import (
     Resume,
     Updated,
 )
+from treadle.wire.http_bodies import json_answer
 
 NOT_SUPPORTED = {"status": "not_supported"}
 
@@ -110,16 +111,14 @@ class BridgeRoutes:
 
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
-        version = body.policy_version
-        if version is None:
-            version = (await self._engine.state()).policy_version + 1
-        await self._engine.reload(folder_here(body.path), version)
+        await self._engine.reload(folder_here(body.path), body.policy_version)
         return await self._updated(started)
 
     async def restart(self, http: HttpRequest) -> Response:
         body, started = await decode(http, RestartEngine), time.monotonic()
         adapter = None if body.adapter_path is None else folder_here(body.adapter_path)
         await self._engine.restart(folder_here(body.model_path), adapter, body.policy_version)
+        await self._served.write_bridge_file()  # they lie elsewhere now
         return await self._updated(started)
 
     async def debug(self, _: HttpRequest) -> Response:

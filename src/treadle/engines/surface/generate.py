@@ -15,10 +15,11 @@ from starlette.routing import Route
 
 from treadle.engines.port import Delta, Generation, Request, Sampled
 from treadle.engines.surface.ask import Ask, request_of
-from treadle.engines.surface.http import decode, json_answer, nobody_reads, route, unless_gone
+from treadle.engines.surface.http import decode, nobody_reads, route
 from treadle.engines.surface.served import Served
 from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateChunk, GenerateRequest
+from treadle.wire.http_bodies import json_answer, unless_gone
 
 HEALTH_DEADLINE_S = 30.0
 

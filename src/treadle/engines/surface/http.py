@@ -1,21 +1,19 @@
-"""Between HTTP and our own values: bodies in, answers and errors out, and clients that leave."""
+"""Routes whose errors become answers, and the bodies that they take."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.engines.surface.served import Ledger
 from treadle.errors import RequestError, TreadleError, UserError
+from treadle.wire.http_bodies import json_answer, read_json
 
 MAX_BODY_BYTES = 16 << 20
 OPENAI_PREFIX = "/v1/"
@@ -61,38 +59,11 @@ def error_body(message: str, status: int) -> dict[str, object]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def json_answer(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 async def decode(http: Request, kind: type[T]) -> T:
     kind_of_body = http.headers.get("content-type", "application/json")
     if not kind_of_body.startswith("application/json"):
         raise RequestError(f"the body must be application/json, not {kind_of_body[:60]}")
-    raw = bytearray()
-    async for chunk in http.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise RequestError(str(error)) from None
-
-
-async def unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; it is cancelled when the client leaves before. None: nobody reads the answer."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(http.receive())  # after the body, the next message is the end of the connection
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, leaving):
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+    return await read_json(http, kind, max_bytes=MAX_BODY_BYTES)
 
 
 def nobody_reads() -> Response:

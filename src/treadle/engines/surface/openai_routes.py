@@ -13,20 +13,12 @@ from starlette.routing import Route
 
 from treadle.engines.port import Generation
 from treadle.engines.surface.ask import Ask, request_of
-from treadle.engines.surface.http import (
-    NotHere,
-    decode,
-    error_body,
-    json_answer,
-    nobody_reads,
-    route,
-    status_of,
-    unless_gone,
-)
+from treadle.engines.surface.http import NotHere, decode, error_body, nobody_reads, route, status_of
 from treadle.engines.surface.openai_reply import ChatReply, CompletionReply, Reply
 from treadle.engines.surface.served import Served
 from treadle.engines.surface.streams import merged
 from treadle.errors import RequestError, TreadleError
+from treadle.wire.http_bodies import json_answer, unless_gone
 from treadle.wire.openai import ChatRequest, CompletionRequest, ModelCard, ModelList, Sampling
 
 MAX_PROMPTS = 256

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.engines.port import Adapter, find_loaded
-from treadle.engines.vllm.model_facts import empty_model
+from treadle.engines.vllm.model_facts import absolute, empty_model, read_model_facts
 from treadle.errors import RequestError
 
 
@@ -85,14 +85,27 @@ class AdapterBook:
 class AdapterCheck:
     """Whether a saved adapter fits the model that is served. vLLM would take one that does not, and die of it later."""
 
-    def __init__(self, folder: Path, max_rank: int) -> None:
+    def __init__(self, folder: Path, max_rank: int, *, only_layers: bool) -> None:
+        """`only_layers`: vLLM was told to take no adapters of the output (command.py), and would leave them out."""
         self._folder = folder
         self._max_rank = max_rank
+        self._only_layers = only_layers
 
     def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         from treadle.engines.lora import check_adapter, read_adapter
 
-        path = path.expanduser().resolve()  # vLLM has another working folder, perhaps
+        path = absolute(path)
         files = read_adapter(path)
         check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
+        if self._only_layers:
+            self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.tensors})
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
+
+    def _refuse_output(self, path: Path, modules: set[str]) -> None:
+        taken = read_model_facts(self._folder).linear_modules
+        others = sorted(module for module in modules if module.rpartition(".")[2] not in taken)
+        if others:
+            raise RequestError(
+                f"{path} changes {others[0]}, which vLLM on a CPU cannot serve",
+                fix=f"train adapters of the layers only (--lora-target-modules {' '.join(taken)})",
+            )

@@ -23,6 +23,7 @@ MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
 MAX_LORAS = 2  # side by side in one batch: the adapter that serves, and its predecessor while that finishes
 MAX_CPU_LORAS = 4
+SCHEDULING_FLAG = "--scheduling-policy"
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
 
@@ -58,7 +59,8 @@ def server_command(
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *_weights_flags(config, model),
-        *_lora_flags(config),
+        *(SCHEDULING_FLAG, "priority"),  # completions.py says who comes first
+        *_lora_flags(config, model, vllm),
         *_hardware_flags(config, vllm, own, max_model_len(config, model)),
         *own,
     ]
@@ -96,6 +98,11 @@ def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
         )
     if kind == "cuda" and vllm.is_cpu:
         raise ConfigError(f"vLLM {vllm.version} is a build for CPUs", fix="install vllm, or pass --device cpu")
+    if any(word.startswith(SCHEDULING_FLAG) for word in shlex.split(config.vllm_args)):
+        raise ConfigError(
+            f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
+            fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",
+        )
     if config.weights_file is not None and config.tensor_parallel_size > 1:
         raise ConfigError(
             "a model that is split over GPUs cannot share its weights",
@@ -110,14 +117,17 @@ def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
     return ["--model-loader-extra-config", json.dumps(shared)]
 
 
-def _lora_flags(config: EngineConfig) -> list[str]:
+def _lora_flags(config: EngineConfig, model: ModelFacts, vllm: Installation) -> list[str]:
     if not config.enable_lora:
         return []
     rank = str(lora_rank(config.max_lora_rank))
-    return [
-        *("--enable-lora", "--max-lora-rank", rank),
-        *("--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)),
-    ]
+    flags = ["--enable-lora", "--max-lora-rank", rank]
+    flags += ["--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)]
+    if vllm.is_cpu:
+        # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it
+        # (0.32, on a CPU: it looks up the adapter of each row of the batch, and the prompt's rows are not in it).
+        flags += ["--lora-target-modules", *model.linear_modules]
+    return flags
 
 
 def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str], longest: int) -> list[str]:

@@ -11,6 +11,9 @@ from treadle.engines.port import Delta, Generation, Request, Sampled
 
 _ID = "token_id:"  # how vLLM writes a token where it would write its text (return_tokens_as_token_ids)
 _LARGEST_SEED = 2**63 - 1
+# vLLM takes the smallest first (--scheduling-policy priority). One token is a question about its prompt, such as a
+# publish's canary: it costs little, and somebody waits for it.
+FIRST, IN_LINE = 0, 1
 
 
 class Logprobs(msgspec.Struct):
@@ -66,6 +69,7 @@ def completions_body(
         "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
         "cache_salt": cache_salt,
+        "priority": FIRST if request.max_tokens == 1 else IN_LINE,
         "stream": stream,
     }
     if request.seed is not None:

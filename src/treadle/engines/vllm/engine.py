@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +30,7 @@ from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
 from treadle.engines.vllm.meter import Meter
+from treadle.engines.vllm.model_facts import absolute, folder_of_model, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
@@ -37,7 +39,11 @@ from treadle.sync.layout import Layout
 log = get_logger("engine")
 ABORT_AGAIN_S = 0.1  # a request that reached vLLM after the others were dropped is dropped then
 
-StartServer = Callable[[Path], Awaitable[tuple[ServerProcess, EngineFacts]]]
+CLOSE_S = 30.0  # for a change that was under way to see that its server is gone
+
+CheckAdapter = Callable[[str, Path, int | None], Adapter]
+BeginServer = Callable[[Path], tuple[ServerProcess, EngineFacts]]  # one that loads now, and what it will serve
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,21 +61,23 @@ class VllmEngine:
         self,
         server: ServerProcess,
         facts: EngineFacts,
-        start: StartServer,
+        begin_server: BeginServer,
         *,
+        start_timeout_s: float,
         drain_timeout_s: float,
     ) -> None:
         self._server = server
         self._client = VllmClient(server)
         self._facts = facts
-        self._start = start
+        self._begin_server = begin_server
+        self._start_timeout_s = start_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._base_versions = [0]  # that the base model's weights have been, oldest first
         self._book = AdapterBook()
         self._door = asyncio.Event()
         self._door.set()
         self._changing = asyncio.Lock()  # weights, adapters and the server itself change one after the other
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[Any]] = set()
         self._is_restarting = False
         self._is_closed = False
         self._damage: str | None = None  # why its weights can be no version's; a restart mends it
@@ -111,10 +119,12 @@ class VllmEngine:
         if request.num_prompt_top is not None:
             raise RequestError("prompt_logprobs cannot be streamed", fix="ask without stream")
         async with self._through_door(request) as way:
-            async for event in self._client.stream(self._body(request, way, stream=True)):
-                self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
-                for delta in as_deltas(event, request, self._versions_of(way)[-1]):
-                    yield delta
+            events = self._client.stream(self._body(request, way, stream=True))
+            async with aclosing(events):  # type: ignore[type-var]  # a client that leaves: vLLM must hear of it at once
+                async for event in events:
+                    self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
+                    for delta in as_deltas(event, request, self._versions_of(way)[-1]):
+                        yield delta
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
         await self._change(self._hold(mode, timeout_s))
@@ -137,29 +147,31 @@ class VllmEngine:
         found: Mapping[str, str] = await self._client.rpc("treadle_fingerprints", policy_version=policy_version)
         return found
 
-    async def reload(self, folder: Path, policy_version: int) -> None:
-        await self._change(self._reload(_folder_of_weights(folder), policy_version))
+    async def reload(self, folder: Path, policy_version: int | None) -> None:
+        await self._change(self._reload(folder_of_weights(folder), policy_version))
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
-        model = _folder_of_model(folder)
+        model = folder_of_model(folder)
         check = self._check_for(model)
         on_top = None
         if adapter is not None:
             on_top = await asyncio.to_thread(check, adapter.name, adapter, policy_version)
-        await self._change(self._restart(model, on_top, policy_version))
-        self._check = check
+        await self._change(self._restart(model, on_top, policy_version, check))
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        known = self._book.known(name, _absolute(path), policy_version)
-        if known is not None:
-            return known
-        adapter = await asyncio.to_thread(self._check, name, path, policy_version)
-        await self._change(self._load(adapter))
-        return adapter
+        return await self._change(self._check_and_load(name, path, policy_version))
 
     async def unload_adapter(self, name: str) -> None:
+        """Nobody can ask for it from here on. vLLM drops it as soon as nothing runs with it and nothing else changes:
+        that is waited for, but not for ever."""
         self._book.remove(name)
-        await self._change(self._unload_unused())
+        dropping = self._begin_change(self._unload_unused())
+        await asyncio.wait({dropping}, timeout=self._drain_timeout_s)
+        if dropping.done():
+            await dropping  # what went wrong, if anything did
+        else:
+            log.warning("adapter_goes_later", name=name, reason="another change is under way")
+            dropping.add_done_callback(_tell_failure)
 
     def adapters(self) -> list[Adapter]:
         return self._book.listed()
@@ -171,6 +183,8 @@ class VllmEngine:
     async def close(self) -> None:
         self._is_closed = True
         await asyncio.to_thread(self._server.stop)  # first: what runs ends with an error that says so
+        if self._changes:  # a restart among them ends the server that it has begun
+            await asyncio.wait(self._changes, timeout=CLOSE_S)
         await self._client.close()
 
     @asynccontextmanager
@@ -195,15 +209,19 @@ class VllmEngine:
                     await asyncio.wait_for(self._door.wait(), timeout=1.0)
                 except TimeoutError:
                     self._refuse_when_dead()
+            self._refuse_when_closed()
         finally:
             self._meter.at_door -= count
 
     def _refuse_when_dead(self) -> None:
+        self._refuse_when_closed()
         death = None if self._is_restarting else self._client.death()
-        if self._is_closed:
-            death = "the engine is shutting down"
         if death is not None:
             raise EngineError(death, fix="POST /bridge/restart, or start the engine again")
+
+    def _refuse_when_closed(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is shutting down", fix="start it again")
 
     def _body(self, request: Request, way: _Pass, *, stream: bool) -> dict[str, object]:
         return completions_body(
@@ -216,14 +234,14 @@ class VllmEngine:
             return [way.adapter.policy_version]
         return self._base_versions[way.first_version :]
 
-    async def _change(self, change: Coroutine[None, None, None]) -> None:
+    async def _change(self, change: Coroutine[None, None, T]) -> T:
         """Whoever asked may leave (a client that hangs up): a change that was begun is finished, never left halfway."""
-        await asyncio.shield(self._begin_change(change))
+        return await asyncio.shield(self._begin_change(change))
 
-    def _begin_change(self, change: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        async def one_at_a_time() -> None:
+    def _begin_change(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        async def one_at_a_time() -> T:
             async with self._changing:
-                await change
+                return await change
 
         task = asyncio.ensure_future(one_at_a_time())
         self._changes.add(task)  # the event loop keeps only weak references
@@ -280,10 +298,12 @@ class VllmEngine:
         if policy_version != self._base_versions[-1]:
             self._base_versions.append(policy_version)
 
-    async def _reload(self, folder: Path, policy_version: int) -> None:
+    async def _reload(self, folder: Path, policy_version: int | None) -> None:
+        version = self.policy_version + 1 if policy_version is None else policy_version
         was_held = not self._door.is_set()
         if not was_held:
             await self._hold("keep", self._drain_timeout_s)
+        started = time.monotonic()
         try:
             loaded = await self._client.rpc("treadle_load_weights", folder=str(folder))
         except RequestError:  # refused before anything was written
@@ -293,15 +313,15 @@ class VllmEngine:
         except EngineError as error:
             self._damage = f"weights of {folder} were taken over in part, or may yet be: {error.message}"
             raise
-        log.info("reloaded", folder=str(folder), version=policy_version, **loaded)
-        await self._release(policy_version, stay_held=was_held)
+        log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
+        await self._release(version, stay_held=was_held)
 
-    async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int) -> None:
+    async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int, check: CheckAdapter) -> None:
         self._is_restarting = True
         try:
             await self._drain()
             await self._replace_server(folder)
-            self._book, self._damage = AdapterBook(), None
+            self._book, self._check, self._damage = AdapterBook(), check, None
             if adapter is not None:
                 await self._load(adapter)
             self._serve_version(policy_version)
@@ -319,21 +339,33 @@ class VllmEngine:
         self._door.clear()
 
     async def _replace_server(self, folder: Path) -> None:
+        """Whatever it waits for, `close` ends: by ending the server that it waits for."""
+        self._refuse_when_closed()
         await asyncio.to_thread(self._server.stop)
-        await self._client.close()
-        self._client = VllmClient(self._server)  # while there is no other: it says that the server has ended
-        self._server, self._facts = await self._start(folder)
-        self._client = VllmClient(self._server)
+        server, facts = await asyncio.to_thread(self._begin_server, folder)
+        former, self._server, self._client = self._client, server, VllmClient(server)
+        await former.close()
+        if self._is_closed:
+            await asyncio.to_thread(server.stop)
+        self._refuse_when_closed()
+        await asyncio.to_thread(server.wait_until_it_generates, self._start_timeout_s)
+        self._facts = facts
         self._meter.go_on()
 
-    def _check_for(self, folder: Path) -> Callable[[str, Path, int | None], Adapter]:
+    def _check_for(self, folder: Path) -> CheckAdapter:
         if self._facts.max_lora_rank is None:
             return _refuse_adapters
-        return AdapterCheck(folder, self._facts.max_lora_rank)
+        return AdapterCheck(folder, self._facts.max_lora_rank, only_layers=self._facts.device == "cpu")
+
+    async def _check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        known = self._book.known(name, absolute(path), policy_version)
+        if known is not None:
+            return known  # the same call came twice
+        adapter = await asyncio.to_thread(self._check, name, path, policy_version)
+        await self._load(adapter)
+        return adapter
 
     async def _load(self, adapter: Adapter) -> None:
-        if self._book.known(adapter.name, adapter.path, adapter.policy_version) is not None:
-            return  # the same call came twice at once
         served_name = self._book.new_name(adapter.name)
         started = time.monotonic()
         await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(adapter.path)})
@@ -351,23 +383,10 @@ class VllmEngine:
             log.warning("adapter_not_unloaded", reason=error.message)
 
 
+def _tell_failure(change: asyncio.Future[None]) -> None:
+    if not change.cancelled() and change.exception() is not None:
+        log.warning("adapter_not_unloaded", reason=str(change.exception()))
+
+
 def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
     raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
-
-
-def _absolute(path: Path) -> Path:
-    return path.expanduser().resolve()
-
-
-def _folder_of_weights(folder: Path) -> Path:
-    folder = _absolute(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
-    return folder
-
-
-def _folder_of_model(folder: Path) -> Path:
-    folder = _folder_of_weights(folder)
-    if not (folder / "config.json").is_file():
-        raise RequestError(f"{folder} holds no config.json", fix="give a folder that save_pretrained wrote")
-    return folder

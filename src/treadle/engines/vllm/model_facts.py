@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.errors import ModelError
+from treadle.errors import ModelError, RequestError
 from treadle.sync.layout import BYTES_PER_ELEMENT
 
 
@@ -19,6 +19,7 @@ class ModelFacts:
     vocab_size: int
     max_positions: int | None
     eos_ids: frozenset[int]
+    linear_modules: tuple[str, ...]  # the last names of the matrices in its layers: q_proj, down_proj, ...
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
@@ -37,7 +38,27 @@ def read_model_facts(folder: Path) -> ModelFacts:
         vocab_size=vocab_size,
         max_positions=None if _has_rope_scaling(config) else config.get("max_position_embeddings"),
         eos_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        linear_modules=_linear_modules(folder),
     )
+
+
+def absolute(path: Path) -> Path:
+    """vLLM has another working folder, perhaps."""
+    return path.expanduser().resolve()
+
+
+def folder_of_weights(folder: Path) -> Path:
+    folder = absolute(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
+    return folder
+
+
+def folder_of_model(folder: Path) -> Path:
+    folder = folder_of_weights(folder)
+    if not (folder / "config.json").is_file():
+        raise RequestError(f"{folder} holds no config.json", fix="give a folder that save_pretrained wrote")
+    return folder
 
 
 @functools.cache
@@ -48,6 +69,26 @@ def empty_model(folder: Path) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def _linear_modules(folder: Path) -> tuple[str, ...]:
+    """By the headers of its weights; a layer has a number in its name, an embedding or an output has none."""
+    found = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, told in _header(file).items():
+            *path, module, leaf = name.split(".")
+            if leaf == "weight" and len(told["shape"]) == 2 and any(part.isdigit() for part in path):
+                found.add(module)
+    return tuple(sorted(found))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", fix="fetch or save the model again") from None
+    return {name: told for name, told in header.items() if name != "__metadata__"}
 
 
 def _has_rope_scaling(config: dict[str, Any]) -> bool:

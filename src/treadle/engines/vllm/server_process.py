@@ -25,21 +25,24 @@ STOP_S = guard.GRACE_S + 10.0
 PROBE_TIMEOUT_S = 120.0
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_SEE_PLAN = "treadle plan says what a run needs and what would make it fit"
 # What in its log means what to do; the first that is found counts.
 _REMEDIES = (
     (r"address already in use", "another program took the port in between: start again"),
     (r"unrecognized arguments|invalid choice", "check --vllm-args"),
     (
-        r"Available memory on node|CPU_KVCACHE_SPACE",
-        "free some memory, or lower --kv-cache-gib; it is reserved at the start",
+        r"Available memory on node|CPU_KVCACHE_SPACE|DefaultCPUAllocator|Cannot allocate memory",
+        "free some memory, or lower --kv-cache-gib (it is reserved at the start), --max-num-seqs or --max-model-len; "
+        + _SEE_PLAN,
     ),
     (
-        r"KV cache is needed|No available memory for the cache|estimated maximum model length",
-        "lower --max-model-len, or raise --gpu-memory-utilization (on a CPU: --kv-cache-gib)",
+        r"KV\s+cache is needed|No available memory for the cache|estimated maximum model length",
+        "raise --gpu-memory-utilization (on a CPU: --kv-cache-gib), or lower --max-model-len; " + _SEE_PLAN,
     ),
     (
-        r"out of memory|Free memory on device|Cannot allocate memory",
-        "stop what else uses the GPU's memory, or lower --gpu-memory-utilization, --max-num-seqs or --max-model-len",
+        r"out of memory|Free memory on device|less than desired GPU memory utilization",
+        "stop what else uses the GPU's memory, or lower --gpu-memory-utilization, --max-num-seqs or --max-model-len; "
+        + _SEE_PLAN,
     ),
 )
 
@@ -51,6 +54,7 @@ class ServerProcess:
         self.place = place
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
         self._first_error = ""  # the ones after it are its consequences
+        self._is_stopping = threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(Path(guard.__file__)), str(place.scratch), *command.argv],
             env=dict(command.env),
@@ -81,7 +85,32 @@ class ServerProcess:
         return f"vLLM ended with exit code {code}{cause}; the end of its log:\n{self._last_words()}"
 
     def wait_until_it_generates(self, timeout_s: float) -> None:
-        """Healthy, and a first token was really sampled: what its kernels cannot do shows only then."""
+        """Healthy, and a first token was really sampled: what its kernels cannot do shows only then.
+
+        One that does not get there is ended. `stop`, called meanwhile from another thread, ends the waiting at once.
+        """
+        started = time.monotonic()
+        try:
+            self._wait_until_it_generates(timeout_s)
+        except BaseException:
+            if not self._is_stopping.is_set():
+                self.stop()
+            raise
+        log.info("vllm_started", seconds=time.monotonic() - started)
+
+    def stop(self) -> None:
+        """End it and everything it started; returns when it is gone."""
+        self._is_stopping.set()
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # the guard's sign to end it
+        try:
+            self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            log.error("vllm_guard_stuck", pid=self._process.pid)
+            self._process.kill()
+            self._process.wait()
+
+    def _wait_until_it_generates(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
             while not self._answers(client):
@@ -93,19 +122,9 @@ class ServerProcess:
                         f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._last_words()}",
                         fix="raise --start-timeout-s, or see what it waits for",
                     )
-                time.sleep(0.1)
+                if self._is_stopping.wait(0.1):
+                    raise EngineError("vLLM was stopped while it started", fix="start the engine again")
             self._sample_one_token(client)
-
-    def stop(self) -> None:
-        """End it and everything it started; returns when it is gone."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # the guard's sign to end it
-        try:
-            self._process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            log.error("vllm_guard_stuck", pid=self._process.pid)
-            self._process.kill()
-            self._process.wait()
 
     def _answers(self, client: httpx.Client) -> bool:
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
+import shutil
 import socket
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import treadle
@@ -31,29 +31,26 @@ def start_vllm(config: EngineConfig, folder: Path) -> Engine:
         tested = "{}.{} to {}.{}".format(*OLDEST_TESTED, *NEWEST_TESTED)
         log.warning("vllm_version_untested", version=vllm.version, tested=tested)
 
-    async def start_again(folder: Path) -> tuple[ServerProcess, EngineFacts]:
-        return await asyncio.to_thread(_start_server, config, vllm, folder)
-
-    server, facts = _start_server(config, vllm, folder)
+    server, facts = begin_server(config, vllm, folder)
+    server.wait_until_it_generates(config.start_timeout_s)
     return VllmEngine(
         server,
         facts,
-        start_again,
+        partial(begin_server, config, vllm),
+        start_timeout_s=config.start_timeout_s,
         drain_timeout_s=config.pause_timeout_s,
     )
 
 
-def _start_server(config: EngineConfig, vllm: Installation, folder: Path) -> tuple[ServerProcess, EngineFacts]:
-    started = time.monotonic()
+def begin_server(config: EngineConfig, vllm: Installation, folder: Path) -> tuple[ServerProcess, EngineFacts]:
+    """A server that loads now, and what it will serve."""
     model = read_model_facts(folder)
     place = _take_place(config)
-    server = ServerProcess(server_command(config, model, vllm, place, os.environ), place)
     try:
-        server.wait_until_it_generates(config.start_timeout_s)
+        server = ServerProcess(server_command(config, model, vllm, place, os.environ), place)
     except BaseException:
-        server.stop()
+        shutil.rmtree(place.scratch, ignore_errors=True)  # else it goes with the server
         raise
-    log.info("vllm_started", version=vllm.version, model=str(folder), seconds=time.monotonic() - started)
     return server, _facts(config, vllm, model)
 
 

@@ -7,7 +7,6 @@ the way. Weights go by their Hugging Face names here, as views of the rows that 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,12 +60,11 @@ class TreadleWorker:
     @_refusals_as_answers
     def treadle_load_weights(self, *, folder: str) -> Answer:
         """Take the safetensors of a folder, in place. All names and shapes are checked before anything is written."""
-        started = time.monotonic()
         weights = _weights(self)
         weights |= {name: weights[first] for name, first in _further_names(self).items()}
         found = read_weights(Path(folder), weights)
         write_weights(found, weights)
-        return {"num_loaded": len(found), "seconds": time.monotonic() - started}
+        return {"num_loaded": len(found)}
 
     @_refusals_as_answers
     def treadle_settle(self) -> Answer:

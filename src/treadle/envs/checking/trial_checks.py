@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,10 @@ from dataclasses import dataclass
 from treadle.envs.base import Environment
 from treadle.envs.checking.findings import Finding, Verdict
 from treadle.envs.checking.trials import Kind, Trial
+
+# Errors of code that is wrong whatever the answer is, and where a described error says that it arose.
+_SLIP = re.compile(r"\b(TypeError|AttributeError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError)\b")
+_PLACE = re.compile(r", at (\S[^;]*:\d+)")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ LURES: Mapping[Kind, Lure] = {
     "unicode": Lure("random Unicode", 0, 0.05, "find out what the reward sees in it"),
     "very long": Lure("very long answers", 0, 0.05, "length alone must not pay"),
     "constant": Lure("always the same answer", 0.2, 0.5, "balance the answers: it would learn this one by heart", 10),
+    "every": Lure("many answers at once", 0.05, 1.0, "look at one answer: the last, or the whole text", 3),
     "another": Lure("another item's answer", 0.05, 1.0, "see whether the reward compares with the item's own answer"),
 }
 
@@ -55,7 +61,11 @@ def _check_right(environment: Environment, golds: Sequence[Trial]) -> Finding:
     name = "right answers"
     if not any(trial.item.answer for trial in golds):
         return Finding(name, "warning", "the items have no answers, so none was tried")
-    missed = [trial for trial in golds if not trial.score.is_right]
+    missed = [trial for trial in golds if trial.score.reward is not None and not trial.score.is_right]
+    num_unscored = sum(trial.score.reward is None for trial in golds)
+    if num_unscored and not missed:
+        found = f"{num_unscored:,} of {len(golds):,} could not be scored"
+        return Finding(name, "problem", found, "see what is said of scoring, below")
     if not missed:
         return Finding(name, "ok", f"{len(golds):,} of {len(golds):,} are right, worth {_worth(golds)}")
     found = f"{len(missed):,} of {len(golds):,} are judged wrong: {_example(missed[0])}"
@@ -86,8 +96,21 @@ def _check_failures(trials: Sequence[Trial]) -> Finding:
     outcomes = Counter(trial.score.outcome for trial in failed)
     counted = ", ".join(f"{outcome} ({count:,} times)" for outcome, count in outcomes.items())
     first = failed[0]
-    found = f"{counted}; first the {first.kind} answer {first.text!r:.60}: {first.score.error:.200}"
-    return Finding("scoring", "problem", found, "score every text: what cannot be read is wrong, not an error")
+    found = f"{counted}; first the {first.kind} answer {first.text!r:.60}: {first.score.error}"
+    remedy = "score every text: what cannot be read is wrong, not an error"
+    if _SLIP.search(first.score.error):
+        remedy = where_it_failed(first.score.error)
+    elif first.score.outcome == "timed_out":
+        remedy = "make it quicker, or raise --env.reward-timeout-s"
+    elif first.score.outcome == "out_of_memory":
+        remedy = "let it take less, or raise --env.reward-memory-mb"
+    return Finding("scoring", "problem", found, remedy)
+
+
+def where_it_failed(error: str) -> str:
+    """The remedy for a slip of the code itself; the error ends with its place, where that is known."""
+    place = _PLACE.search(error)
+    return f"its code failed at {place.group(1)}" if place else "its code failed: mend it"
 
 
 def _check_time(trials: Sequence[Trial], limit_s: float) -> Finding:

@@ -22,11 +22,12 @@ from treadle.envs.scoring import Judge
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
 
-Kind = Literal["right", "empty", "constant", "another", "garbage", "unicode", "very long"]
+Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
 
 ROLLOUT_LIMIT_S = 60.0
 _NUM_LETTERS = 64
 _VERY_LONG = "word " * 20_000
+NUM_OTHERS = 20  # answers of other items that are said together with the right one
 _SURROGATES = range(0xD800, 0xE000)  # no text has one of them by itself
 
 
@@ -38,7 +39,7 @@ class Trial:
     item: Item
     text: str
     score: Score
-    seconds: float  # of scoring it; where several were scored together, its share
+    seconds: float  # of scoring it; of a rollout of several turns, its share of all
 
 
 class Trials:
@@ -60,9 +61,10 @@ class Trials:
             scores = [await self._play(item, text) for text in answers.values()]
         else:
             scores = await self._judge.scores(item, completions)
-        seconds = (time.perf_counter() - started) / len(answers)
+        share_s = (time.perf_counter() - started) / len(answers)
         return [
-            Trial(kind, item, text, score, seconds) for (kind, text), score in zip(answers.items(), scores, strict=True)
+            Trial(kind, item, text, score, score.seconds or share_s)
+            for (kind, text), score in zip(answers.items(), scores, strict=True)
         ]
 
     def _answers(self, place: int) -> dict[Kind, str]:
@@ -78,6 +80,10 @@ class Trials:
         another = next((other for other in self._items[place + 1 :] if other.answer != item.answer), None)
         if another is not None:
             answers["another"] = self._environment.gold_completion(another)
+        others = list(dict.fromkeys(other.answer for other in self._items if other.answer != item.answer))[:NUM_OTHERS]
+        if len(others) > 1 and item.answer:
+            half = len(others) // 2
+            answers["every"] = "\n".join([*others[:half], item.answer, *others[half:]])
         return answers
 
     async def _play(self, item: Item, text: str) -> Score:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -14,16 +17,14 @@ from treadle.config.env import DataOptions, EnvConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.checking.findings import Finding, as_table, problems
-from treadle.envs.checking.trial_checks import check_trials
+from treadle.envs.checking.trial_checks import check_trials, where_it_failed
 from treadle.envs.checking.trials import Trial, Trials
-from treadle.envs.data import DataEnvironment
-from treadle.envs.rewards import RewardPool
-from treadle.envs.scoring import Judge
+from treadle.envs.data import DataEnvironment, question_of
+from treadle.envs.rewards.calls import describe
+from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.seeds import stable_shuffle
+from treadle.envs.side_by_side import show_progress
 from treadle.errors import TreadleError
-from treadle.log import get_logger
-
-log = get_logger("env")
 
 _MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
 _MAX_FAILURES = 10  # then the rest would only say the same
@@ -59,9 +60,8 @@ async def validate_task(
     except TreadleError:
         raise
     except Exception as error:  # the border to code that a user writes
-        log.error("environment_failed", exc_info=True)
-        what = f"{type(error).__name__}: {error}"
-        findings = [Finding("its own code", "problem", what, "mend it: the lines above say where it happened")]
+        what = describe(error)
+        findings = [Finding("its own code", "problem", what, where_it_failed(what))]
     else:
         findings.append(_settings(environment))
     wrong = problems(findings)
@@ -73,9 +73,7 @@ async def validate_task(
 
 async def _examine(environment: Environment, max_items: int, max_seconds: float) -> list[Finding]:
     config = environment.config
-    async with RewardPool(
-        config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
-    ) as pool:
+    async with reward_pool(config) as pool:
         await environment.open()
         try:
             listed = _listed(environment)
@@ -92,10 +90,9 @@ async def _examine(environment: Environment, max_items: int, max_seconds: float)
             if problems(findings):
                 return findings
             items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also where time is short
-            trials = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
-            num_tried = sum(trial.kind == "right" for trial in trials)
-            tried = Finding("items tried", "ok", f"{num_tried:,} of {len(items):,}")
-            return [*findings, tried, *check_trials(environment, trials)]
+            with _without_logs():
+                tried = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
+            return [*findings, tried.as_finding(len(items)), *check_trials(environment, tried.trials)]
         finally:
             await environment.close()
 
@@ -142,10 +139,11 @@ def _is_prompt(item: Item) -> bool:
 
 def _check_splits(train: Sequence[Item], held_out: Sequence[Item]) -> Finding:
     name = "prompts of both splits"
-    asked = {item.prompt for item in train}
-    num_both = sum(item.prompt in asked for item in held_out)
+    asked = {question_of(item) for item in train}
+    num_both = sum(question_of(item) in asked for item in held_out)
     if not num_both:
-        return Finding(name, "ok", f"none; {len(asked):,} of {len(train):,} training prompts are distinct")
+        found = f"no prompt is in both; {len(asked):,} of {len(train):,} training prompts are distinct"
+        return Finding(name, "ok", found)
     remedy = "train on others, or an evaluation shows what was learned by heart"
     return Finding(name, "warning", f"{num_both:,} held-out prompts are trained on too", remedy)
 
@@ -153,33 +151,62 @@ def _check_splits(train: Sequence[Item], held_out: Sequence[Item]) -> Finding:
 def _check_repeatable(
     environment: Environment, listed: Sequence[Item] | None, train: Sequence[Item], held_out: Sequence[Item]
 ) -> Finding:
+    name = "repeatable"
     again = [environment.train_item(index) for index in reversed(range(len(train)))]
     is_same = again[::-1] == list(train) and list(environment.eval_items()) == list(held_out)
     if is_same and (listed is None or list(environment.train_items()) == list(listed)):
-        return Finding("asked again", "ok", "the same index gives the same item")
+        return Finding(name, "ok", "the same index gives the same item")
     remedy = "make an item of its index and config.seed alone: a restarted run must go on with the same ones"
-    return Finding("asked again", "problem", "the same index gives another item", remedy)
+    return Finding(name, "problem", "the same index gives another item", remedy)
 
 
-async def _try_answers(
-    environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float
-) -> list[Trial]:
+@dataclass(frozen=True)
+class Tried:
+    """The answers that were tried, and why not on all items."""
+
+    trials: Sequence[Trial]
+    why_stopped: str = ""
+
+    def as_finding(self, num_items: int) -> Finding:
+        num_tried = sum(trial.kind == "right" for trial in self.trials)
+        return Finding("items tried", "ok", f"{num_tried:,} of {num_items:,}{self.why_stopped}")
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Every trial that fails would be logged with its traceback; the table tells the first in words."""
+    logger = logging.getLogger("treadle.env")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+async def _try_answers(environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float) -> Tried:
     trials = Trials(environment, judge, items)
     await trials.on(0)  # not counted: the workers start
     deadline = time.monotonic() + max_seconds
     tried: list[Trial] = []
     num_failures = 0
-    for place in range(min(len(items), _MAX_WITH_TURNS) if environment.has_turns else len(items)):
-        answers = await trials.on(place)
-        tried += answers
-        num_failures += sum(answer.score.reward is None for answer in answers)
-        if num_failures >= _MAX_FAILURES or time.monotonic() > deadline:
-            break
-    return tried
+    num_to_try = min(len(items), _MAX_WITH_TURNS) if environment.has_turns else len(items)
+    with show_progress("items tried", num_to_try) as tell:
+        for place in range(num_to_try):
+            answers = await trials.on(place)
+            tried += answers
+            num_failures += sum(answer.score.reward is None for answer in answers)
+            tell(place + 1, f"{len(tried):,} answers scored")
+            if num_failures >= _MAX_FAILURES:
+                return Tried(tried, f": stopped after {num_failures} failures of scoring")
+            if time.monotonic() > deadline and place + 1 < num_to_try:
+                return Tried(tried, f": stopped after {max_seconds:g} s")
+    return Tried(tried, "" if num_to_try == len(items) else ": enough for a task of several turns")
 
 
 def _settings(environment: Environment) -> Finding:
     config = environment.config
     seen = ", ".join(config.seen) if isinstance(config, WatchedConfig) else ""
     own = ", ".join(f"{name} {value}" for name, value in environment.defaults.items() if value != "")
-    return Finding("settings", "ok", f"looks at {seen or 'none'}" + (f"; its own defaults: {own}" if own else ""))
+    reads = f"it reads {seen}" if seen else "it reads none of those that describe a task"
+    return Finding("settings", "ok", reads + (f"; its own defaults: {own}" if own else ""))

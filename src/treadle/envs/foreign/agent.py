@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from treadle.envs.args import parse_args
 from treadle.envs.base import Item, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
-from treadle.envs.foreign.agent_process import Ended, run_program
+from treadle.envs.foreign.agent_process import Ended, check_can_start, run_program, words_of
 from treadle.envs.foreign.recorder import Recorder, item_json
 from treadle.envs.foreign.server import api_key, serving
 from treadle.envs.foreign.sessions import Session, Sessions
@@ -32,6 +31,7 @@ from treadle.log import get_logger
 
 ATROPOS_PORT = 9100  # where agents that come by themselves look for a recorder
 LARGEST_VARIABLE = 100_000  # bytes; the system takes no environment variable of more than 128 KiB
+LAST_WORDS = 300  # characters of the last line that a program printed
 
 log = get_logger("env")
 
@@ -56,7 +56,7 @@ class Agent(Jsonl):
         self._agent = parse_args(config, Args)
         of_rows = {name: value for name, value in config.args.items() if name in RowArgs.__struct_fields__}
         super().__init__(config.model_copy(update={"args": of_rows}))
-        self._command = shlex.split(command) if isinstance(command := self._agent.command, str) else command
+        self._command = words_of(self._agent.command)
         self._time_limit_s = self._agent.time_limit_s or 0.9 * config.worker_timeout
         self._has_rewards = "rewards" in of_rows
         self._sessions = Sessions()
@@ -65,6 +65,8 @@ class Agent(Jsonl):
         self.url = ""
 
     async def open(self) -> None:
+        if self._command:
+            check_can_start(self._command)
         await super().open()
         recorder = Recorder(self._sessions, hands_out=not self._command)
         port = self._agent.port if self._agent.port is not None else 0 if self._command else ATROPOS_PORT
@@ -90,7 +92,7 @@ class Agent(Jsonl):
         variables = {
             "OPENAI_BASE_URL": f"{self.url}/{session.key}/v1",
             "OPENAI_API_KEY": api_key(),
-            "TREADLE_SCORE_URL": f"{self.url}/{session.key}/score",
+            "TREADLE_SCORE_URL": f"{self.url}/{session.score_key}/score",
         }
         for name in ("NO_PROXY", "no_proxy"):  # a proxy meant for the internet must not swallow calls to this machine
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
@@ -129,4 +131,6 @@ class Agent(Jsonl):
         if ended.exit_code == 0:
             return ""
         what = f"took longer than {self._time_limit_s:g} s" if ended.exit_code is None else f"exited {ended.exit_code}"
-        return f"the agent {what}; it last printed: {ended.tail or '(nothing)'}"
+        before, _, last = ended.tail.rpartition("\n")  # the last line first: a score's error is cut at its end
+        told = f"the agent {what}; it last printed: {last[-LAST_WORDS:] or '(nothing)'}"
+        return f"{told}\nand before that:\n{before}" if before else told

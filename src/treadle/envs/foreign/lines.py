@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from treadle.envs.chat import Chat, Model, Reply
 from treadle.envs.foreign.calls import Spoken, understand
 from treadle.envs.foreign.messages import key_of, keys_of, plain
 from treadle.envs.foreign.requests import Ask
 from treadle.errors import RequestError
+
+C = TypeVar("C", bound=Chat)
 
 
 class NoRoom(RequestError):
@@ -34,8 +37,16 @@ class Turn:
     prompt_token_ids: list[int]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A reply that nobody has read yet, and the chat as it is with it."""
+
+    turn: Turn
+    chat: Chat
+
+
 class Line(ABC):
-    """`line.goes_on_in(ask)`; then `line.hear(ask)`, perhaps `line.branch()`, and `await line.speak(ask)`."""
+    """`line.goes_on_in(ask)`? Then `line.hear(ask)`, perhaps `line.branch()`, `line.keep(await line.speak(ask))`."""
 
     def __init__(self, chat: Chat, speaker: str) -> None:
         self.chat = chat
@@ -62,27 +73,35 @@ class Line(ABC):
     def branch(self) -> Self:
         """A line of its own that goes on from here."""
 
-    async def speak(self, ask: Ask) -> Turn:
-        reply = await self.chat.ask(max_tokens=ask.max_tokens, stop=ask.stop)
-        tokens, logprobs = self.chat.transcript.tokens, self.chat.transcript.logprobs
+    async def speak(self, ask: Ask) -> Draft:
+        """Sample a reply. Until it is kept, the line is as it was: a call that wants several gets all, or none."""
+        chat = _copy(self.chat)
+        reply = await chat.ask(max_tokens=ask.max_tokens, stop=ask.stop)
+        tokens, logprobs = chat.transcript.tokens, chat.transcript.logprobs
         if not reply.num_tokens:
+            self.chat.transcript.finish_reason = reply.finish_reason
             raise NoRoom(
                 f"this conversation is at its maximum context length: after {len(tokens)} tokens there is no room",
                 fix="end it here, or raise --train.seq-len",
             )
-        spoken = understand(reply.text, has_tools=bool(ask.tools))
-        self._has_spoken = True
-        self._note(spoken)
-        return Turn(
-            spoken=spoken,
+        turn = Turn(
+            spoken=understand(reply.text, has_tools=bool(ask.tools)),
             finish_reason=reply.finish_reason,
             token_ids=tokens[-reply.num_tokens :],
             logprobs=logprobs[-reply.num_tokens :],
             prompt_token_ids=tokens[: -reply.num_tokens],
         )
+        return Draft(turn, chat)
+
+    def keep(self, draft: Draft) -> Turn:
+        """From here on the reply is part of the chat, and trained on."""
+        vars(self.chat).update(vars(draft.chat))
+        self._has_spoken = True
+        self._note(draft.turn)
+        return draft.turn
 
     @abstractmethod
-    def _note(self, spoken: Spoken) -> None:
+    def _note(self, turn: Turn) -> None:
         """What the agent will know after this reply."""
 
 
@@ -115,8 +134,8 @@ class ChatLine(Line):
         other._known = list(self._known)
         return other
 
-    def _note(self, spoken: Spoken) -> None:
-        self._known.append(key_of(plain(spoken.message)))
+    def _note(self, turn: Turn) -> None:
+        self._known.append(key_of(plain(turn.spoken.message)))
 
 
 class TextLine(Line):
@@ -125,6 +144,7 @@ class TextLine(Line):
     def __init__(self, passage: Passage, speaker: str) -> None:
         super().__init__(passage, speaker)
         self._passage = passage
+        self._is_all_in_the_text = True  # not so: the end token, or a stop word, which the agent does not get to see
 
     @classmethod
     def begin(cls, model: Model, ask: Ask) -> Self:
@@ -137,7 +157,9 @@ class TextLine(Line):
     def _is_continued_by(self, ask: Ask) -> bool:
         if isinstance(ask.prompt, str):
             text = self._passage.text
-            return ask.prompt.startswith(text) and (ask.prompt != text or not self._has_spoken)
+            # Behind an end that the agent knows nothing of, the model would read another prompt than was sent.
+            is_longer = ask.prompt != text or not self._has_spoken
+            return is_longer and self._is_all_in_the_text and ask.prompt.startswith(text)
         known = self._passage.ids
         is_longer = len(ask.prompt) > len(known) or (len(ask.prompt) == len(known) and not self._has_spoken)
         return is_longer and list(ask.prompt[: len(known)]) == known
@@ -150,10 +172,14 @@ class TextLine(Line):
         self._has_spoken = False
 
     def branch(self) -> Self:
-        return type(self)(self._passage.branch(), self.speaker)
+        other = type(self)(self._passage.branch(), self.speaker)
+        other._is_all_in_the_text = self._is_all_in_the_text
+        return other
 
-    def _note(self, spoken: Spoken) -> None:
-        self._passage.text += spoken.whole
+    def _note(self, turn: Turn) -> None:
+        self._passage.text += turn.spoken.whole
+        sampled = self._passage.decode(turn.token_ids)
+        self._is_all_in_the_text = self._is_all_in_the_text and sampled == turn.spoken.whole
 
 
 class Passage(Chat):
@@ -176,6 +202,9 @@ class Passage(Chat):
         if token_ids:
             self._take(self._model.tokenizer.decode(token_ids), list(token_ids))
 
+    def decode(self, token_ids: list[int]) -> str:
+        return self._model.tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def _take(self, text: str, token_ids: list[int]) -> None:
         self.text += text
         self._unread_ids += token_ids
@@ -197,6 +226,14 @@ class Passage(Chat):
 
     def _next_prompt(self) -> list[int]:
         return list(self._unread_ids)
+
+
+def _copy(chat: C) -> C:
+    """One that can go on without the other noticing."""
+    other = copy(chat)
+    other.transcript = copy(chat.transcript)
+    vars(other.transcript).update({name: copy(value) for name, value in vars(chat.transcript).items()})
+    return other
 
 
 def _tools_key(ask: Ask) -> str:

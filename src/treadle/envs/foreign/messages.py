@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from treadle.envs.base import Message
 from treadle.errors import RequestError
 
+T = TypeVar("T")
 Key = tuple[str, str, str, tuple[tuple[str, str], ...]]  # role, name, text, (function, arguments) of each call
 
 
@@ -23,9 +24,10 @@ def plain(message: Mapping[str, Any]) -> Message:
     found: Message = {"role": role, "content": _text(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name):
-            found[name] = message[name]
+            found[name] = _as(str, message[name], f"the {name} of a message must be text")
     if message.get("tool_calls"):
-        found["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
+        calls = _as(list, message["tool_calls"], "the tool_calls of a message must be a list")
+        found["tool_calls"] = [_plain_call(call) for call in calls]
     return found
 
 
@@ -50,6 +52,12 @@ def key_of(message: Message) -> Key:
 
 def keys_of(messages: Sequence[Message]) -> list[Key]:
     return [key_of(message) for message in messages]
+
+
+def _as(kind: type[T], value: object, otherwise: str) -> T:
+    if not isinstance(value, kind):
+        raise RequestError(otherwise)
+    return value
 
 
 def _text(content: object) -> str:

@@ -1,9 +1,9 @@
-"""The recorder: OpenAI's wire for agents, where every session has a URL of its own.
+"""The recorder: OpenAI's wire for agents, where every session has a URL of its own, and another for its score.
 
 POST /SESSION/v1/chat/completions    the policy, and everything it says is kept token by token
 POST /SESSION/v1/completions
 GET  /SESSION/v1/models
-POST /SESSION/score                  {"score": 1.0}, and if you like "is_right" and "parts": ends the session
+POST /SECRET/score                   {"score": 1.0}, and if you like "is_right" and "parts": ends the session
 GET  /SESSION/nodes                  what was recorded so far, as Atropos' proxy shows it
 DELETE /SESSION                      ends the session without a score
 POST /sessions/create                an agent that comes by itself gets the next item
@@ -13,8 +13,7 @@ GET  /sessions, /health
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,10 +30,12 @@ from treadle.envs.foreign.requests import AgentChat, AgentCompletion, Ask, chat_
 from treadle.envs.foreign.sessions import GivenUp, Over, Session, Sessions
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
+from treadle.wire.http_bodies import json_answer, read_json, unless_gone
 
 MAX_BODY_BYTES = 64 << 20  # conversations with large tool results, sent again with every call
 TAKE_WITHIN_S = 30.0
 CLIENT_LEFT = 499
+SHOWN_OF_KEY = 6  # characters of 22
 SPEAKER_HEADER = "X-Session-ID"  # who of those speaks that share a session, or the address SHARED
 SHARED = "shared"  # instead of a session: whose call it is, the header says
 
@@ -82,7 +83,7 @@ class Recorder:
                 _route("/{session}/v1/chat/completions", self._chat, "POST"),
                 _route("/{session}/v1/completions", self._completions, "POST"),
                 _route("/{session}/v1/models", self._models),
-                _route("/{session}/score", self._score, "POST"),
+                _route("/{secret}/score", self._score, "POST"),
                 _route("/{session}/nodes", self._nodes),
                 _route("/{session}", self._delete, "DELETE"),
             ]
@@ -90,13 +91,13 @@ class Recorder:
 
     async def _chat(self, http: Request) -> Response:
         session = self._find(http)
-        body = await _decode(http, AgentChat)
+        body = await _read(http, AgentChat)
         ask = chat_ask(body, session.model.sampling.temperature, http.headers.get(SPEAKER_HEADER, ""))
         return await self._answer(http, session, ask, self._wishes(body, is_chat=True), is_streamed=bool(body.stream))
 
     async def _completions(self, http: Request) -> Response:
         session = self._find(http)
-        body = await _decode(http, AgentCompletion)
+        body = await _read(http, AgentCompletion)
         ask = completion_ask(body, session.model.sampling.temperature, http.headers.get(SPEAKER_HEADER, ""))
         return await self._answer(http, session, ask, self._wishes(body, is_chat=False), is_streamed=bool(body.stream))
 
@@ -112,63 +113,70 @@ class Recorder:
     async def _answer(
         self, http: Request, session: Session, ask: Ask, wishes: Wishes, *, is_streamed: bool
     ) -> Response:
-        turns: list[Turn] | None = await _unless_gone(http, session.answer(ask))
+        turns: list[Turn] | None = await unless_gone(http, session.answer(ask))
         if turns is None:
             return Response(status_code=CLIENT_LEFT)  # nobody reads it
         tokenizer = session.model.tokenizer
         if is_streamed:
             return StreamingResponse(events(turns, wishes, tokenizer), media_type="text/event-stream")
-        return _json(whole(turns, wishes, tokenizer))
+        return json_answer(whole(turns, wishes, tokenizer))
 
     async def _score(self, http: Request) -> Response:
-        session = self._find(http)
-        session.finish((await _decode(http, PostedScore)).as_score())
-        return _json({"status": "scored"})
+        session = self._sessions.to_be_scored_at(http.path_params["secret"])
+        if session is None:
+            raise NoSession("nothing is scored here: the session has ended, or the URL is not its score_url")
+        session.finish((await _read(http, PostedScore)).as_score())
+        return json_answer({"status": "scored"})
 
     async def _delete(self, http: Request) -> Response:
         session = self._find(http)
+        if not self._hands_out:  # or what the policy runs could spare itself a bad score
+            raise Over("this environment ends its sessions itself", fix="post a score, or let the program end")
         session.fail(GivenUp("the agent ended its session without a score"))
-        return _json({"status": "deleted", "uuid": session.key})
+        return json_answer({"status": "deleted", "uuid": session.key})
 
     async def _nodes(self, http: Request) -> Response:
         session = self._find(http)
         tokenizer = session.model.tokenizer
-        return _json({"nodes": [_node(one, tokenizer.decode(one.tokens)) for one in session.model.transcripts]})
+        return json_answer({"nodes": [_node(one, tokenizer.decode(one.tokens)) for one in session.model.transcripts]})
 
     async def _create(self, http: Request) -> Response:
-        body = await _decode(http, CreateSession)
+        body = await _read(http, CreateSession)
         if not self._hands_out:
             raise Over("this environment starts its agents itself", fix="leave out its command to bring your own")
         try:
             async with asyncio.timeout(TAKE_WITHIN_S):
-                session = await _unless_gone(http, self._sessions.take())
+                session = await unless_gone(http, self._sessions.take())
         except TimeoutError:
             raise NothingToDo("there is nothing to do at the moment", fix="ask again") from None
         if session is None:
             return Response(status_code=CLIENT_LEFT)
-        base_url = f"{str(http.base_url).rstrip('/')}/{session.key}/v1"
-        return _json(
+        here = str(http.base_url).rstrip("/")
+        return json_answer(
             {
                 "uuid": session.key,
                 "model_name": self._model_name,
                 "tool_parser": body.tool_parser,
-                "base_url": base_url,
+                "base_url": f"{here}/{session.key}/v1",
+                "score_url": f"{here}/{session.score_key}/score",
                 "created_at": session.created_at,
                 "item": item_json(session.item),
             }
         )
 
     async def _list(self, _: Request) -> Response:
-        return _json({"sessions": [{"uuid": one.key, "created_at": one.created_at} for one in self._sessions]})
+        """For people: who knows a whole key may speak as its agent."""
+        shown = [{"uuid": f"{one.key[:SHOWN_OF_KEY]}...", "created_at": one.created_at} for one in self._sessions]
+        return json_answer({"sessions": shown})
 
     async def _models(self, http: Request) -> Response:
         if "session" in http.path_params:
             self._find(http)
         card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "treadle"}
-        return _json({"object": "list", "data": [card]})
+        return json_answer({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok", "sessions": len(list(self._sessions))})
+        return json_answer({"status": "ok", "sessions": len(list(self._sessions))})
 
     def _find(self, http: Request) -> Session:
         key = http.path_params["session"]
@@ -202,10 +210,12 @@ def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method:
             return await handler(http)
         except TreadleError as error:
             status = _status_of(error)
-            return _json(error_body(error, status), status)
+            return json_answer(error_body(error, status), status)
+        except RecursionError:
+            return json_answer(error_body(RequestError("the messages or tools are nested too deeply"), 400), 400)
         except Exception as error:  # a chat template is a program too, and an agent sends it what it likes
             log.error("call_failed", exc_info=True, path=path)
-            return _json(error_body(TreadleError(f"{type(error).__name__}: {error}"), 500), 500)
+            return json_answer(error_body(TreadleError(f"{type(error).__name__}: {error}"), 500), 500)
 
     return Route(path, guarded, methods=[method])
 
@@ -221,32 +231,5 @@ def _status_of(error: TreadleError) -> int:
     return 503
 
 
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def _decode(http: Request, kind: type[T]) -> T:
-    raw = bytearray()
-    async for chunk in http.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise RequestError(str(error)) from None
-
-
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; it is cancelled when the client leaves before, so that nothing is kept of it."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(http.receive())  # after the body, the next message is the end of the connection
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, leaving):
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+async def _read(http: Request, kind: type[T]) -> T:
+    return await read_json(http, kind, max_bytes=MAX_BODY_BYTES)

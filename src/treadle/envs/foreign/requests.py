@@ -12,6 +12,7 @@ from treadle.errors import RequestError
 from treadle.wire.openai import ChatRequest, CompletionRequest, Sampling
 
 MAX_BRANCHES = 64
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 2.0  # below, one token has all the probability, and training divides by it
 
 
 class AgentChat(ChatRequest, kw_only=True, forbid_unknown_fields=True):
@@ -112,9 +113,10 @@ def _temperature(body: Sampling, of_the_run: float) -> float | None:
     wanted = body.temperature
     if wanted is None or wanted == of_the_run:
         return None
-    if not 0 < wanted <= 2:
+    if not MIN_TEMPERATURE <= wanted <= MAX_TEMPERATURE:
         raise RequestError(
-            f"temperature {wanted:g} gives nothing to learn from: 0 always says the same",
+            f"temperature must be {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, not {wanted:g}: "
+            "near 0 the model always says the same, and there is nothing to learn from it",
             fix=f"leave it out, and the run's own ({of_the_run:g}, --env.temperature) is used",
         )
     return wanted

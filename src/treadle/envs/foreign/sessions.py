@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from treadle.envs.base import Item, Score
 from treadle.envs.chat import Model
-from treadle.envs.foreign.lines import ChatLine, Line, TextLine, Turn
+from treadle.envs.engine_client import Completion
+from treadle.envs.foreign.lines import ChatLine, Draft, Line, TextLine, Turn
 from treadle.envs.foreign.requests import Ask
 from treadle.errors import EngineError, RequestError
 
@@ -28,13 +29,15 @@ class Session:
 
     def __init__(self, model: Model, item: Item) -> None:
         self.key = secrets.token_urlsafe(16)  # whoever knows it may speak as this agent
+        self.score_key = secrets.token_urlsafe(16)  # and who knows this one, say what that was worth
         self.model = model
         self.item = item
         self.created_at = time.time()
         self.taken = asyncio.Event()  # an agent has come for it
         self.score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._lines: list[Line] = []
-        self._speaking: set[asyncio.Future[Turn]] = set()
+        self._kept: list[tuple[Line, Completion | None]] = []  # every reply that was given, in that order
+        self._speaking: set[asyncio.Future[tuple[Draft, Completion | None]]] = set()
 
     async def answer(self, ask: Ask) -> list[Turn]:
         """The replies to one call, `ask.n` of them: the first goes on in the chat that is known, the others beside it.
@@ -52,13 +55,17 @@ class Session:
         return await self._speak(lines, ask)
 
     async def _speak(self, lines: Sequence[Line], ask: Ask) -> list[Turn]:
-        """Side by side. When one fails, or the agent leaves, the others are given up with it."""
+        """Side by side. When one fails, or the agent leaves, all are given up, and nothing is kept of any."""
         for line in lines:
             line.is_busy = True  # before anything is awaited: the next call may already be here
-        tasks = [asyncio.ensure_future(line.speak(ask)) for line in lines]
+        tasks = [asyncio.ensure_future(self._draft(line, ask)) for line in lines]
         self._speaking.update(tasks)
         try:
-            return await asyncio.gather(*tasks)
+            drafts = await asyncio.gather(*tasks)
+            if self.score.done():
+                raise _ended()
+            self._kept += [(line, completion) for line, (_, completion) in zip(lines, drafts, strict=True)]
+            return [line.keep(draft) for line, (draft, _) in zip(lines, drafts, strict=True)]
         except asyncio.CancelledError:
             if self.score.done():
                 raise _ended() from None
@@ -72,8 +79,17 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._speaking.difference_update(tasks)
+            self._tell_last()
             for line in lines:
                 line.is_busy = False
+
+    async def _draft(self, line: Line, ask: Ask) -> tuple[Draft, Completion | None]:
+        draft = await line.speak(ask)
+        return draft, self.model.last_completion  # its own: nothing was awaited since it was sampled
+
+    def _tell_last(self) -> None:
+        """What was given up, or is left out, is not what the policy said last."""
+        self.model.last_completion = self._kept[-1][1] if self._kept else None
 
     def _begin(self, ask: Ask) -> Line:
         kind = TextLine if ask.prompt else ChatLine
@@ -104,6 +120,8 @@ class Session:
         """What these said is not trained on."""
         dropped = [line.chat for line in self._lines if line.speaker in speakers]
         self.model.chats[:] = [chat for chat in self.model.chats if chat not in dropped]
+        self._kept = [(line, completion) for line, completion in self._kept if line.speaker not in speakers]
+        self._tell_last()
 
 
 def _ended() -> Over:
@@ -115,6 +133,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_key: dict[str, Session] = {}
+        self._by_score_key: dict[str, Session] = {}
         self._by_speaker: dict[str, Session] = {}
         self._offered: dict[str, Session] = {}  # in the order in which they were
         self._news = asyncio.Event()
@@ -125,16 +144,19 @@ class Sessions:
     def get(self, key: str) -> Session | None:
         return self._by_key.get(key)
 
+    def to_be_scored_at(self, score_key: str) -> Session | None:
+        return self._by_score_key.get(score_key)
+
     @contextmanager
     def open(self, model: Model, item: Item) -> Iterator[Session]:
         """A session for as long as the rollout takes; calls that come later find none."""
         session = Session(model, item)
-        self._by_key[session.key] = session
+        self._by_key[session.key] = self._by_score_key[session.score_key] = session
         try:
             yield session
         finally:
             session.fail(GivenUp("the rollout has ended"))
-            del self._by_key[session.key]
+            del self._by_key[session.key], self._by_score_key[session.score_key]
             self._offered.pop(session.key, None)
             self._by_speaker = {name: one for name, one in self._by_speaker.items() if one is not session}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from treadle.envs.rewards.base import Reward, RewardInput, checked_score
 from treadle.envs.rewards.outcome import CallResult
+from treadle.envs.rewards.source import place_of
 
 MAX_DETAIL = 500  # letters; an error may quote a whole completion
 
@@ -36,11 +37,13 @@ def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
 
 
 def describe(error: BaseException) -> str:
+    """`KeyError: 'level', at my_env.py:12`: the place is the innermost line of the user's own code."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # an error that cannot even be shown
         text = type(error).__name__
-    return text[:MAX_DETAIL]
+    place = place_of(error)
+    return text[:MAX_DETAIL] + (f", at {place}" if place else "")
 
 
 def per_completion(

@@ -22,7 +22,8 @@ BLOCK = 1000  # entries of one dataset; many tasks make entry i of seed s from s
 _MATRIX = r"[\d\s,\[\]()-]*"
 _SUM = r"(?:[\d\s()+/.=-]|\*(?!\s*\*))*"  # without powers
 _POWER = r"\*\*\s*\(?-?\d{1,2}\b\)?(?!\s*\*\*)"
-_FORMULA = rf"(?:\d+|\b(?:[A-Za-z]|exp|log|sin|cos|tan|asin|acos|atan|sqrt)\b|[\s()+/-]|{_POWER}|\*(?!\*))*"
+# One sign at a time, and none given back: a long answer with a wrong sign at its end must not be tried in many ways.
+_FORMULA = rf"(?:\d|\b(?:[A-Za-z]|exp|log|sin|cos|tan|asin|acos|atan|sqrt)\b|[\s()+/-]|{_POWER}|\*(?!\*))*+"
 HARMLESS: Mapping[str, re.Pattern[str]] = {
     "binary_matrix": re.compile(_MATRIX),
     "spiral_matrix": re.compile(_MATRIX),

@@ -49,6 +49,34 @@ def _build(entry: type[Reward] | FunctionReward, settings: Mapping[str, Any], na
         raise ConfigError(f"reward '{name}': {error}", fix=f"its settings are: {known}") from None
 
 
+def _refuse_undecorated(what: object) -> None:
+    """What is neither a reward nor a list of them: most likely a function, or a class of rewards."""
+    if isinstance(what, Sequence):
+        return
+    name = getattr(what, "__name__", repr(what))
+    if inspect.isclass(what):
+        raise ConfigError(f"{name} is a class, not a reward", fix=f"make one of it: {name}()")
+    fix = "put @reward above it" if callable(what) else "give a name, a function with @reward, or a list of these"
+    raise ConfigError(f"{name} is not a reward", fix=fix)
+
+
+def _with_one_argument(function: Callable[..., Any], *, per_group: bool = False) -> Callable[..., Any]:
+    """The function itself, when it can be called with a completion (or a group of them) and nothing else."""
+    parameters = inspect.signature(function).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
+    takes_any = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
+    if len(required) == 1 or (takes_any and not required):
+        return function
+    argument = "group: list[RewardInput]" if per_group else "completion: RewardInput"
+    raise ConfigError(
+        f"reward '{function.__name__}' has the arguments ({', '.join(required)}), but a reward takes one argument, "
+        f"{argument}",
+        fix=f"write def {function.__name__}({argument}): text, answer, prompt and metadata are its fields; "
+        "an argument with a default is a setting",
+    )
+
+
 def _key(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "").removesuffix("reward")
 
@@ -90,6 +118,7 @@ class Registry:
             return _build(self._entry(what), settings, what)
         if isinstance(what, Mapping):
             return self._from_mapping(what, settings)
+        _refuse_undecorated(what)
         return _build(
             self._entry("combined"), {"rewards": [self.create(part) for part in what], **settings}, "combined"
         )
@@ -109,7 +138,7 @@ class Registry:
         if ":" in name:
             entry = find(name)
             if inspect.isfunction(entry):
-                return FunctionReward(function=entry)
+                return FunctionReward(function=_with_one_argument(entry))
             if isinstance(entry, FunctionReward) or (inspect.isclass(entry) and issubclass(entry, Reward)):
                 return entry
             raise ConfigError(f"'{name}' is no reward", fix="name a function or a subclass of Reward")
@@ -144,7 +173,9 @@ def reward(target: Any = None, /, *, name: str = "", weight: float = 1.0, group:
         if inspect.isclass(target) and issubclass(target, Reward):
             registry.add(name or registered_name(target.__name__), target)
             return target
-        made = FunctionReward(function=target, name=name, weight=weight, per_group=group)
+        made = FunctionReward(
+            function=_with_one_argument(target, per_group=group), name=name, weight=weight, per_group=group
+        )
         registry.add(made.name, made)
         return made
 

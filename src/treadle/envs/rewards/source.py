@@ -1,4 +1,4 @@
-"""Where a reward's code is, and how another process finds it: `package.module:Name` or `/path/file.py:Name`."""
+"""A user's code: how another process finds it (`package.module:Name` or `/path/file.py:Name`), and where it failed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
+import traceback
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, TreadleError
+
+# What no user wrote: this package, Python's own modules, and what is installed.
+_NOT_THEIRS = (
+    f"{Path(__file__).parents[2]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 def source_of(thing: Any) -> str:
@@ -48,8 +57,45 @@ def find(source: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file as a module, once in a process, whatever folder it is in."""
-    return _load_file(path.resolve())
+    """Run a file as a module, once in a process, whatever folder it is in. ConfigError: why it cannot be run."""
+    try:
+        return _load_file(path.resolve())
+    except TreadleError:
+        raise
+    except (Exception, SystemExit) as error:  # the border to code that a user writes
+        raise _cannot_be_loaded(path, error) from error
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error passed: "my_env.py:12"; "": none did."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    theirs = ((frame.f_code.co_filename, line) for frame, line in frames if _is_theirs(frame.f_code.co_filename))
+    file, line = next(theirs, ("", 0))
+    return f"{_shown(file)}:{line}" if file else ""
+
+
+def _is_theirs(file: str) -> bool:
+    return not file.startswith(("<", *_NOT_THEIRS))
+
+
+def _shown(file: str) -> str:
+    """As the user would write it: from here, where it is below here."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def _cannot_be_loaded(path: Path, error: BaseException) -> ConfigError:
+    place = place_of(error)
+    if isinstance(error, SyntaxError):
+        file = _shown(error.filename or str(path))
+        return ConfigError(f"{file} cannot be loaded: line {error.lineno}: {error.msg}", fix="mend that line")
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        file, _, line = (place or f"{path}:1").rpartition(":")
+        neighbour = path.resolve().with_name(f"{error.name.partition('.')[0]}.py")
+        install = "install it into this environment"
+        fix = f"put PYTHONPATH={neighbour.parent} before the command" if neighbour.is_file() else install
+        return ConfigError(f"{file}, line {line}: {error}", fix=fix)
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ConfigError(f"{path} cannot be loaded: {said}", fix=f"mend {place}" if place else "mend the file")
 
 
 @functools.cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Mapping
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ class RowTests(msgspec.Struct, frozen=True):
             raise ValueError("tests are Python or pairs of input and output, not both")
         if any(set(case) != {"input", "output"} for case in self.cases):
             raise ValueError("a pair has the fields 'input' and 'output', and no others")
+        self.sources  # noqa: B018  # ValueError when one of them runs nothing
 
     @property
     def cases(self) -> list[dict[str, str]]:
@@ -40,7 +42,7 @@ class RowTests(msgspec.Struct, frozen=True):
 
     @property
     def sources(self) -> list[str]:
-        """One for each test. Of a source with functions test_..., each is a test."""
+        """One for each test. Of a source with functions or methods test_..., each of them is a test."""
         given = [self.tests] if isinstance(self.tests, str) else [test for test in self.tests if isinstance(test, str)]
         return [f"{self.setup}\n{test}".lstrip("\n") for source in given for test in _split(source)]
 
@@ -95,9 +97,6 @@ def run(source: str, tests: RowTests, limits: Limits) -> list[str]:
     return run_tests(source, tests.sources, limits, names=tests.names)
 
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-
-
 def code_in(text: str) -> str:
     """The last block that is marked as Python; else the last that is marked as nothing; else the whole text.
 
@@ -105,18 +104,98 @@ def code_in(text: str) -> str:
     'x = 1\\n'
     """
     said = answer_text(text)
-    blocks = _FENCE.findall(said)
+    blocks = list(_blocks(said))
     for wanted in (("python", "python3", "py"), ("",)):
         found = [code for language, code in blocks if language.lower() in wanted]
         if found:
-            return str(found[-1])
+            return found[-1]
     return said
 
 
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and code of each block between lines of ```, line by line; one that is cut off ends with the text."""
+    language: str | None = None
+    code: list[str] = []
+    for line in io.StringIO(text):
+        mark = line.strip(" \t\r\n")
+        if language is not None and mark == "```":
+            yield language, "".join(code)
+            language = None
+        elif language is not None:
+            code.append(line)
+        elif mark.startswith("```") and "`" not in mark[3:] and line.endswith("\n"):
+            language, code = "".join(itertools.takewhile(str.isalnum, mark[3:].lstrip())), []
+    if language is not None:
+        yield language, "".join(code)
+
+
 def _split(source: str) -> list[str]:
+    """ValueError when nothing in it would be run: such a test would pass whatever the answer is."""
     try:
-        functions = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        statements = ast.parse(source).body
     except SyntaxError:
         return [source]  # it fails, and says so
-    tests = [name for name in functions if name.startswith("test_")]
-    return [f"{source}\n{name}()" for name in tests] or [source]
+    if any(map(_is_runner, statements)):  # it would look for tests elsewhere, and end the process
+        statements = [statement for statement in statements if not _is_runner(statement)]
+        source = "\n".join(map(ast.unparse, statements))
+    cases = _test_cases(statements)
+    calls = [call for statement in statements for call in _calls_of_tests(statement, cases)]
+    if not calls and not _runs_something(statements):
+        raise ValueError(
+            f"nothing in this test is run: {source!r:.80} (write asserts; call what you define, for example "
+            "with check(add), or name it test_...; what only prepares belongs into 'setup')"
+        )
+    return [f"{source}\n{call}" for call in calls] or [source]
+
+
+def _is_runner(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and ast.unparse(statement).startswith("unittest.main(")
+
+
+def _test_cases(statements: Sequence[ast.stmt]) -> set[str]:
+    """The classes that derive from unittest's, straight or by way of another one here."""
+    found: set[str] = set()
+    for statement in statements:
+        if isinstance(statement, ast.ClassDef):
+            bases = [ast.unparse(base) for base in statement.bases]
+            if any(base.endswith("TestCase") or base in found for base in bases):
+                found.add(statement.name)
+    return found
+
+
+def _calls_of_tests(statement: ast.stmt, cases: Set[str]) -> Iterator[str]:
+    """What runs a function test_..., or each method test_... of a test class, as unittest and pytest would."""
+    match statement:
+        case ast.FunctionDef(name=name) if name.startswith("test_"):
+            yield f"{name}()"
+        case ast.AsyncFunctionDef(name=name) if name.startswith("test_"):
+            yield f"import asyncio\nasyncio.run({name}())"
+        case ast.ClassDef(name=name, body=body) if name in cases or name.startswith("Test"):
+            functions = [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            for test in (function for function in functions if function.name.startswith("test")):
+                if name in cases:
+                    # Not by a runner, which would keep a failure to itself.
+                    yield f"{name}.setUpClass()\n{name}({test.name!r}).debug()"
+                    continue
+                call = f"_test_object.{test.name}()"
+                if isinstance(test, ast.AsyncFunctionDef):
+                    call = f"import asyncio\nasyncio.run({call})"
+                if any(function.name == "setup_method" for function in functions):
+                    call = f"_test_object.setup_method()\n{call}"
+                yield f"_test_object = {name}()\n{call}"
+
+
+def _runs_something(statements: Sequence[ast.AST]) -> bool:
+    """Whether an assert, a raise or a call stands outside of functions, classes and what only a script would run."""
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                continue
+            case ast.If(test=test) if "__name__" in ast.unparse(test):
+                continue
+            case ast.Assert() | ast.Raise() | ast.Expr(value=ast.Call()):
+                return True
+        blocks = ast.stmt, ast.excepthandler, ast.match_case
+        if _runs_something([node for node in ast.iter_child_nodes(statement) if isinstance(node, blocks)]):
+            return True
+    return False

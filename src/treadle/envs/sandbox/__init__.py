@@ -7,13 +7,14 @@ the first foreign line runs. Two kinds of tests:
 - Python tests: the answer is loaded by one process (`answer.py`), the tests run in another (`examiner.py`). Between
   them go calls and plain values (`values.py`), never objects. So the answer sees no test, no expected value and no
   verdict: there is nothing to read, to override or to forge. An object whose `==` is always true does not equal 5,
-  because the 5 is compared where the object is not.
+  because the 5 is compared where the object is not; and the 5 is not sent to it to be subtracted or looked for either.
+  What a test itself hands to the answer, as arguments of a call, the answer sees and judges as it likes.
 
 What each process has (Linux; x86_64 and aarch64):
 
 | | by |
 |---|---|
-| no network, no other processes or programs, no signals to others, no shared memory | seccomp |
+| no network, no other processes or programs, no signals to others, no shared memory, no message queues | seccomp |
 | reads the standard library and the system's shared libraries, nothing else; writes nothing | Landlock, RLIMIT_FSIZE |
 | limits of CPU time, memory, open files; no core dumps | rlimits |
 | limits of wall-clock time and output; killed when over, and when its parent dies | the parent |

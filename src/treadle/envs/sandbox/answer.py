@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     **{function.__name__: function for function in (getattr, setattr, isinstance, iter, next)},
     **{function.__name__: function for function in (len, str, repr, bool, hash, abs, int, float)},
     **{
         name: getattr(operator, name)
-        for name in ("getitem", "setitem", "delitem", "contains", "neg", "eq", "ne", "lt", "le", "gt", "ge")
+        for name in ("getitem", "setitem", "delitem", "neg", "eq", "ne", "lt", "le", "gt", "ge")
     },
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
 }
@@ -45,9 +45,11 @@ def serve_answer(source: str, line: Line) -> None:
         if operation == "name":
             return {"value": encode(vars(module)[args[0]], refer)}
         given = [decode(value, held.__getitem__) for value in args]
-        value = OPERATIONS[operation](*given, **{name: decode(v, held.__getitem__) for name, v in kwargs.items()})
-        after = [encode(argument, refer) for argument in given]
-        changed = [[place, now] for place, now in enumerate(after) if now != args[place]]
+        named = {name: decode(value, held.__getitem__) for name, value in kwargs.items()}
+        value = OPERATIONS[operation](*given, **named)
+        before = [*enumerate(args), *kwargs.items()]
+        after = [encode(thing, refer) for thing in (*given, *named.values())]
+        changed = [[place, now] for (place, sent), now in zip(before, after, strict=True) if now != sent]
         return {"value": encode(value, refer), "changed": changed}
 
     while True:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
 
-from treadle.envs.sandbox.values import Line, decode, encode
+from treadle.envs.sandbox.values import GONE, Line, decode, encode, replace_content
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ def run_tests(tests: Sequence[str], names: Sequence[str], line: Line, tell: Call
     answer = _Answer(line)
     tell(_problem(lambda: answer.load(names)))
     for test in tests:
-        tell(_problem(lambda test=test: answer.run(test)))  # type: ignore[misc]
-        if line.is_closed:
+        problem = _problem(lambda test=test: answer.run(test))  # type: ignore[misc]
+        if line.is_closed:  # the test has failed, whatever it has caught
+            tell(problem or GONE)
             return
+        tell(problem)
 
 
 def _problem(what: Callable[[], None]) -> str:
@@ -54,22 +56,29 @@ class _Answer:
         code = compile(source, "test", "exec")
         namespace: dict[str, Any] = {"__name__": "test"}
         for name in self._names.intersection(_names_in(code)):
-            namespace[name] = self._request("name", name)
+            namespace[name] = self._request("name", [name])
         exec(code, namespace)  # noqa: S102  # tests come with the data, and are fenced in as answers are
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Do something with the answer's things over there; lists that it changes in place change here as well."""
         sent = [encode(value, _number_of) for value in args]
         named = {name: encode(value, _number_of) for name, value in kwargs.items()}
-        return self._request(operation, *sent, given=args, **named)
+        return self._request(operation, sent, named, given=dict([*enumerate(args), *kwargs.items()]))
 
-    def _request(self, operation: str, *sent: Any, given: Sequence[Any] = (), **named: Any) -> Any:
-        self._line.send([operation, sent, named])
+    def _request(
+        self,
+        operation: str,
+        sent: Sequence[Any] = (),
+        named: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        given: Mapping[int | str, Any] = MappingProxyType({}),
+    ) -> Any:
+        self._line.send([operation, sent, dict(named)])
         response = self._line.receive()
         if "raised" in response:
             _raise(str(response["raised"]), str(response["message"]))
         for place, now in response.get("changed", ()):
-            _replace_content(given[place], decode(now, self._remote))
+            replace_content(given[place], decode(now, self._remote))
         return decode(response["value"], self._remote)
 
     def _remote(self, number: int) -> Remote:
@@ -103,24 +112,29 @@ class Remote:
         return bool(self._answer.ask("isinstance", thing, self))
 
 
-def _forward(operation: str, *, is_reflected: bool = False, only_among_remotes: bool = False) -> Callable[..., Any]:
-    def method(self: Remote, *args: Any, **kwargs: Any) -> Any:
-        if only_among_remotes and not isinstance(args[0], Remote):
-            return NotImplemented  # an answer does not decide whether its object is more than 2
-        return self._answer.ask(operation, *((*args, self) if is_reflected else (self, *args)), **kwargs)
+def _forward(operation: str) -> Callable[..., Any]:
+    def method(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
+        return self._answer.ask(operation, self, *args, **kwargs)
 
     return method
 
 
-for _name in ("call", "setattr", "getitem", "setitem", "delitem", "contains", "len", "str", "repr", "bool", "next"):
+def _forward_among_remotes(operation: str) -> Callable[[Remote, object], Any]:
+    """The answer neither learns the 2 that its object is compared with, nor decides how far off it is."""
+
+    def method(self: Remote, other: object) -> Any:
+        return self._answer.ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+# Not "contains": Python then looks for the value among the members, and compares them here.
+for _name in ("call", "setattr", "getitem", "setitem", "delitem", "len", "str", "repr", "bool", "next"):
     setattr(Remote, f"__{_name}__", _forward(_name))
 for _name in ("abs", "int", "float", "neg"):
     setattr(Remote, f"__{_name}__", _forward(_name))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(Remote, f"__{_name}__", _forward(_name))
-    setattr(Remote, f"__r{_name}__", _forward(_name, is_reflected=True))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Remote, f"__{_name}__", _forward(_name, only_among_remotes=True))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _forward_among_remotes(_name))
 
 
 def _number_of(value: Any) -> int:
@@ -129,17 +143,9 @@ def _number_of(value: Any) -> int:
     raise TypeError(f"a test can hand plain values to an answer, but not a {type(value).__name__}")
 
 
-def _replace_content(old: Any, new: Any) -> None:
-    if isinstance(old, list | bytearray):
-        old[:] = new
-    elif isinstance(old, dict | set):
-        old.clear()
-        old.update(new)
-
-
 def _raise(name: str, message: str) -> NoReturn:
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    if isinstance(kind, type) and issubclass(kind, BaseException):  # SystemExit is caught by `except Exception` nowhere
         try:
             error = kind(message)
         except TypeError:  # UnicodeDecodeError wants five arguments

@@ -114,34 +114,42 @@ def _readable() -> Iterator[str]:
 
 # What plain Python can do without. (The calls that open files are Landlock's to judge; it does not know of modes.)
 _REFUSED: dict[str, tuple[int, int | None]] = {  # on x86_64 and on aarch64
-    "socket": (41, 198), "io_uring_setup": (425, 425), "fork": (57, None), "vfork": (58, None), "execve": (59, 221),
-    "execveat": (322, 281), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
+    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "io_uring_setup": (425, 425),
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
     "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "kcmp": (312, 272), "process_madvise": (440, 440),
     "process_mrelease": (448, 448), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
     "umount2": (166, 39), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None),
-    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
-    "truncate": (76, 45), "open_by_handle_at": (304, 265), "setrlimit": (160, 164), "prlimit64": (302, 261),
-    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "shmdt": (67, 197), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "fallocate": (285, 47), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "truncate": (76, 45), "open_by_handle_at": (304, 265), "setrlimit": (160, 164),
+    "prlimit64": (302, 261), "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "setsid": (112, 157),
     "setpgid": (109, 154), "prctl": (157, 167),
 }  # fmt: skip
-_CLONE = (56, 220)
+# What is refused or allowed by its arguments.
+_CLONE, _SOCKETPAIR, _FCNTL, _IOCTL = (56, 220), (53, 199), (72, 25), (16, 29)
 _CLONE3 = 435
+_CLONE_THREAD = 0x00010000
+_AF_UNIX, _SOCK_STREAM, _SOCK_KIND = 1, 1, 0xF
+_SETOWN, _SETSIG, _SETOWN_EX = 8, 10, 15  # of fcntl: who is sent a signal when a file is ready, and which
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902  # of ioctl: the same for sockets
 _FIRST_UNKNOWN = 450  # younger calls than this list knows
 _MACHINES = ("x86_64", "aarch64")
 _ARCHITECTURES = (0xC000003E, 0xC00000B7)  # <linux/audit.h>
 
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # of classic BPF
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24  # in struct seccomp_data
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-_CLONE_THREAD = 0x00010000
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> None:
@@ -155,7 +163,11 @@ def _filter_system_calls(libc: ctypes.CDLL) -> None:
 
 
 def _program(column: int) -> bytes:
-    """The filter: refuse what is listed and what is unknown; of `clone`, allow threads."""
+    """The filter: refuse what is listed and what is unknown.
+
+    Of `clone`, threads are allowed. Of `socketpair`, what asyncio wakes itself with: unlike a datagram, a stream goes
+    nowhere but to its other end.
+    """
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
@@ -163,6 +175,15 @@ def _program(column: int) -> bytes:
     def refuse(test: int, number: int, error: int) -> bytes:
         return step(test, number, 0, 1) + step(_RETURN, _REFUSE | error)
 
+    def only_if(test: int, value: int) -> bytes:
+        return step(test, value, 1, 0) + step(_RETURN, _REFUSE | _EPERM)
+
+    def call(numbers: tuple[int, int], *steps: bytes) -> bytes:
+        """These steps judge this call; it is allowed when they do not refuse it."""
+        body = b"".join(steps) + step(_RETURN, _ALLOW)
+        return step(_EQUAL, numbers[column], 0, len(body) // 8) + body
+
+    first, second = step(_LOAD, _FIRST_ARGUMENT_AT), step(_LOAD, _SECOND_ARGUMENT_AT)
     numbers = [both[column] for both in _REFUSED.values()]
     return b"".join(
         [
@@ -172,9 +193,14 @@ def _program(column: int) -> bytes:
             refuse(_AT_LEAST, _FIRST_UNKNOWN, _ENOSYS),
             refuse(_EQUAL, _CLONE3, _ENOSYS),  # its flags lie in memory; the C library then takes clone
             *(refuse(_EQUAL, number, _EPERM) for number in numbers if number is not None),
-            step(_EQUAL, _CLONE[column], 1, 0) + step(_RETURN, _ALLOW),
-            step(_LOAD, _FIRST_ARGUMENT_AT),
-            step(_HAS_BIT, _CLONE_THREAD, 1, 0) + step(_RETURN, _REFUSE | _EPERM),
+            call(_CLONE, first, only_if(_HAS_BIT, _CLONE_THREAD)),
+            call(
+                _SOCKETPAIR,
+                first + only_if(_EQUAL, _AF_UNIX),
+                second + step(_AND, _SOCK_KIND) + only_if(_EQUAL, _SOCK_STREAM),
+            ),
+            call(_FCNTL, second, *(refuse(_EQUAL, command, _EPERM) for command in (_SETOWN, _SETSIG, _SETOWN_EX))),
+            call(_IOCTL, second, *(refuse(_EQUAL, command, _EPERM) for command in (_FIOSETOWN, _SIOCSPGRP))),
             step(_RETURN, _ALLOW),
         ]
     )

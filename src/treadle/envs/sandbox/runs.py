@@ -95,8 +95,15 @@ def _run_case(source: str, case: Case, limits: Limits, deadline: float) -> str:
         except OverflowError:
             return f"wrote more than {limits.output_bytes} bytes"
     if code != 0:
-        return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
     return "" if _lines(written.decode(errors="replace")) == _lines(case.output) else "wrote something else"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have none
+        return f"signal {number}"
 
 
 def _lines(text: str) -> list[str]:
@@ -213,11 +220,11 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _file_with(content: bytes) -> IO[bytes]:
-    """A file without a name, to be read from its beginning by whoever inherits it."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller's to close
-    file.write(content)
-    file.seek(0)
-    return file
+    """A file without a name, for whoever inherits it to read; nobody can write to it."""
+    with tempfile.NamedTemporaryFile(prefix="treadle-answer-") as file:
+        file.write(content)
+        file.flush()
+        return open(file.name, "rb")  # the caller's to close
 
 
 def _too_long(limits: Limits) -> str:

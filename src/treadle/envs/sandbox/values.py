@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections import deque
 from collections.abc import Callable
+from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
+GONE = "the process of the answer ended"
 _LONGEST_MESSAGE = 8 * 2**20
 _ATOMS = (bool, int, float, str)
 _GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+# How other values are written, and read again. Their modules are imported where a value needs them: that takes time.
+_WRITTEN: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "builtins.bytes": (lambda kind, value: kind.hex(value), lambda kind, text: kind.fromhex(text)),
+    "builtins.bytearray": (lambda kind, value: kind.hex(value), lambda kind, text: kind.fromhex(text)),
+    "builtins.complex": (lambda kind, value: [value.real, value.imag], lambda kind, parts: kind(*parts)),
+    "builtins.range": (lambda kind, value: [value.start, value.stop, value.step], lambda kind, parts: kind(*parts)),
+    "decimal.Decimal": (lambda kind, value: kind.__str__(value), lambda kind, text: kind(text)),
+    "fractions.Fraction": (lambda kind, value: kind.__str__(value), lambda kind, text: kind(text)),
+    "datetime.datetime": (lambda kind, value: kind.isoformat(value), lambda kind, text: kind.fromisoformat(text)),
+    "datetime.date": (lambda kind, value: kind.isoformat(value), lambda kind, text: kind.fromisoformat(text)),
+    "datetime.time": (lambda kind, value: kind.isoformat(value), lambda kind, text: kind.fromisoformat(text)),
+    "datetime.timedelta": (
+        lambda kind, value: [value.days, value.seconds, value.microseconds],
+        lambda kind, parts: kind(*parts),
+    ),
+}
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
@@ -27,9 +47,18 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
             return {name: [encode(member, refer) for member in group(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, refer), encode(held, refer)] for key, held in dict(value).items()]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
-    return {"complex": [value.real, value.imag]} if isinstance(value, complex) else {"reference": refer(value)}
+    if isinstance(value, deque):
+        return {"deque": [[encode(member, refer) for member in deque(value)], value.maxlen]}
+    return _write(value) or {"reference": refer(value)}
+
+
+def _write(value: Any) -> dict[str, Any] | None:
+    for name, (write, _) in _WRITTEN.items():  # a datetime is a date as well, and comes first
+        module, _, kind_name = name.partition(".")
+        kind = getattr(sys.modules.get(module), kind_name, None)  # not imported: then there is no such value
+        if isinstance(kind, type) and isinstance(value, kind):
+            return {name: write(kind, value)}
+    return None
 
 
 def decode(value: Any, resolve: Callable[[Any], Any]) -> Any:
@@ -40,11 +69,25 @@ def decode(value: Any, resolve: Callable[[Any], Any]) -> Any:
         return _GROUPS[name](decode(member, resolve) for member in content)
     if name == "dict":
         return {decode(key, resolve): decode(held, resolve) for key, held in content}
-    if name == "complex":
-        return complex(*content)
-    if name in ("bytes", "bytearray"):
-        return (bytearray if name == "bytearray" else bytes).fromhex(content)
+    if name == "deque":
+        members, longest = content
+        return deque((decode(member, resolve) for member in members), longest)
+    if name in _WRITTEN:
+        module, _, kind_name = name.partition(".")
+        return _WRITTEN[name][1](getattr(import_module(module), kind_name), content)
     return resolve(content)
+
+
+def replace_content(old: Any, new: Any) -> None:
+    """What the other process did in place to its copy of `old`, done here."""
+    if isinstance(old, list | bytearray):
+        old[:] = new
+    elif isinstance(old, dict | set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
 
 
 class Line:
@@ -62,12 +105,12 @@ class Line:
                 rest = rest[os.write(self._write_fd, rest) :]
         except BrokenPipeError:
             self.is_closed = True
-            raise EOFError("the process of the answer ended") from None
+            raise EOFError(GONE) from None
 
     def receive(self) -> Any:
         """EOFError when the other process is gone, or sends what is no message."""
         line = self._from.readline(_LONGEST_MESSAGE)
         if not line.endswith(b"\n"):
             self.is_closed = True
-            raise EOFError("the process of the answer ended" if not line else "a value is too large")
+            raise EOFError("a value is too large" if line else GONE)
         return json.loads(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,21 +15,22 @@ from treadle.wire.groups import ScoredGroup
 
 log = get_logger("env")
 
+MAX_REFUSED = 3  # in a row
+
 
 class Delivery:
-    """`async with Delivery(hub, spool, ...) as delivery: await delivery.accept(key, groups)`.
+    """`async with Delivery(hub, spool) as delivery: await delivery.accept(key, groups)`.
 
-    A hub that is away is waited for. One that refuses a group ends the delivery: `failed` holds the error.
+    A hub that is away is waited for. One that refuses several groups in a row ends the delivery: `failed` holds the
+    error.
     """
 
-    def __init__(self, hub: HubClient, spool: Spool, *, on_delivered: Callable[[int], None]) -> None:
-        """`on_delivered` hears how many have been delivered in all, after each."""
+    def __init__(self, hub: HubClient, spool: Spool) -> None:
         self._hub = hub
         self._spool = spool
-        self._on_delivered = on_delivered
         self._line = asyncio.Queue[None]()
         self._posting: asyncio.Task[None] | None = None
-        self.num_delivered = 0
+        self._refused_in_a_row = 0
         self.num_waiting = len(spool.waiting())
 
     async def __aenter__(self) -> Self:
@@ -67,9 +68,16 @@ class Delivery:
                 try:
                     await self._hub.post_packed(packed, self._spool.key_of(path))
                 except HubError as error:
-                    kept = self._spool.refuse(path)
-                    raise HubError(f"{error.message}; the group is kept in {kept}", fix=error.fix) from error
-                await asyncio.to_thread(self._spool.remove, path)
+                    self._refuse(path, error)
+                else:
+                    self._refused_in_a_row = 0
+                    await asyncio.to_thread(self._spool.remove, path)
                 self.num_waiting -= 1
-                self.num_delivered += 1
-                self._on_delivered(self.num_delivered)
+
+    def _refuse(self, path: Path, error: HubError) -> None:
+        """One odd group is kept to be looked at, and the others go on; when all are refused, that is said."""
+        kept = self._spool.refuse(path)
+        log.error("group_refused", kept=str(kept), problem=error.message)
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row >= MAX_REFUSED:
+            raise HubError(f"{error.message}; the group is kept in {kept}", fix=error.fix) from error

@@ -19,7 +19,7 @@ from treadle.errors import ConfigError
 from treadle.wire.hub import EnvStanding
 
 FIRST_LIMIT = 8  # groups in flight, before anything is known of the engine
-STARVING_FACTOR = 4  # how much more may wait when a trainer finds no batch in what there is
+STARVING_FACTOR = 2  # how much more may wait when a trainer finds no batch in what there is
 
 
 Pace = Literal["waves", "stream"]
@@ -38,40 +38,36 @@ def choose_pace(config: EnvConfig, environment: Environment) -> Pace:
     return "stream" if config.pace == "stream" or against else "waves"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What does not change while a run goes on."""
+def room(
+    standing: EnvStanding, *, max_age: int, group_sequences: float, num_spooled: int, num_in_flight: int, limit: int
+) -> int:
+    """How many groups to begin; `group_sequences` is what a group has come to on average.
 
-    groups_per_step: float  # if all of them came from this environment
-    num_steps: int
-    max_age: int
-
-
-def room(terms: Terms, standing: EnvStanding, *, num_spooled: int, num_in_flight: int, limit: int) -> int:
-    """How many groups to begin.
-
-    >>> terms = Terms(groups_per_step=8, num_steps=100, max_age=1)
-    >>> room(terms, EnvStanding(step=4, untrained_groups=8, leased_groups=8, share=1.0),
-    ...      num_spooled=1, num_in_flight=3, limit=64)
+    >>> standing = EnvStanding(
+    ...     step=4, num_steps=100, batch_size=64, untrained_sequences=64, trainer_waits=False, share=1.0
+    ... )
+    >>> room(standing, max_age=1, group_sequences=8.0, num_spooled=1, num_in_flight=3, limit=64)
     4
     """
-    per_step = terms.groups_per_step * standing.share
-    ahead = math.ceil((1 + terms.max_age) * per_step)
-    needed = math.ceil((terms.num_steps - standing.step) * per_step)
-    outstanding = standing.untrained_groups + num_spooled + num_in_flight
-    wanted = min(ahead, needed) - outstanding
-    if needed > 0 and _is_starving(standing, num_spooled + num_in_flight, ahead):
+    per_step = standing.batch_size * standing.share
+    needed = (standing.num_steps - standing.step) * per_step
+    num_coming = num_spooled + num_in_flight
+    outstanding = standing.untrained_sequences + num_coming * group_sequences
+    wanted = math.ceil((min((1 + max_age) * per_step, needed) - outstanding) / group_sequences)
+    if needed > 0 and wanted < 1 and num_coming == 0 and _is_starving(standing, max_age):
         wanted = 1
     return max(0, min(wanted, limit - num_in_flight))
 
 
-def _is_starving(standing: EnvStanding, num_coming: int, ahead: int) -> bool:
-    """A trainer that has nothing to train on although as much waits as should: what waits does not fit into a batch.
+def _is_starving(standing: EnvStanding, max_age: int) -> bool:
+    """A trainer that waits although as much is there as should: what waits does not fit into a batch.
 
-    Groups of several sizes do that. One more at a time is begun then, within bounds: perhaps no trainer is there.
+    Groups of several sizes do that, and environments that died and left their share open. One more group at a time is
+    begun then, up to a bound.
     """
-    no_batch = standing.leased_groups == 0 and num_coming == 0
-    return no_batch and 0 < standing.untrained_groups < STARVING_FACTOR * ahead
+    return (
+        standing.trainer_waits and standing.untrained_sequences < STARVING_FACTOR * (1 + max_age) * standing.batch_size
+    )
 
 
 @dataclass

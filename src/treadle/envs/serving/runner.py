@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from treadle.config.env import EnvConfig
 from treadle.config.load import replace_text
@@ -32,7 +34,7 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.pace import FlightLimit, Terms, choose_pace
+from treadle.envs.serving.pace import FlightLimit, choose_pace
 from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
 from treadle.envs.serving.spool import Spool
 from treadle.envs.serving.stream import Stream, item_of
@@ -56,6 +58,7 @@ class Course:
     """What this process is to deliver, and how."""
 
     env_id: int
+    run_id: str
     groups_accepted: int  # by the hub, in this environment's earlier lives
     num_steps: int
     batch_size: int  # in sequences
@@ -86,6 +89,7 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo) -
     num_steps = registered.num_steps
     return Course(
         env_id=registered.env_id,
+        run_id=registered.run_id,
         groups_accepted=registered.groups_accepted,
         num_steps=num_steps if config.total_steps < 0 else min(num_steps, config.total_steps),
         batch_size=info.batch_size,
@@ -123,6 +127,8 @@ async def run(desk: Desk, hub: HubClient) -> None:
         groups_accepted=course.groups_accepted,
         steps=course.num_steps,
     )
+    if pace == "waves" and config.pace == "auto" and (await hub.standing(course.env_id)).share < 0.999:
+        pace = "stream"  # a wave fills a whole batch, and others are there to fill it too
     try:
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
@@ -133,11 +139,9 @@ async def run(desk: Desk, hub: HubClient) -> None:
 
 
 async def _run_waves(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
-    if course.batch_size % course.group_size:
-        raise ConfigError(
-            f"the batch of {course.batch_size} sequences is no multiple of group_size {course.group_size}",
-            fix="choose --env.group-size so that it divides the trainer's batch size",
-        )
+    _check_divides(course)
+    if (await hub.standing(course.env_id)).share < 0.999:
+        log.warning("waves_fill_whole_batches", fix="with several environments: --env.pace stream")
     for wave in range(course.next_wave, course.num_steps + 1):
         step = wave - 1 - desk.config.max_age
         await _wait_for_step(hub, step)
@@ -147,33 +151,60 @@ async def _run_waves(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> 
     await _evaluate_if_due(desk, hub, course, course.num_steps)
 
 
+def _check_divides(course: Course) -> None:
+    if course.batch_size % course.group_size:
+        raise ConfigError(
+            f"the batch of {course.batch_size} sequences is no multiple of group_size {course.group_size}",
+            fix="choose --env.group-size so that it divides the trainer's batch size",
+        )
+
+
 async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
-    folder = desk.config.state_dir / desk.name
+    config = desk.config
+    await _check_sizes(desk, hub, course)
+    folder = config.state_dir / quote(desk.name, safe="")
     folder.mkdir(parents=True, exist_ok=True)
-    cursor, spool = Cursor(folder / "cursor.json"), Spool(folder)
-    _begin_anew_in_a_new_run(folder, course, cursor, spool)
-    for path in spool.waiting():  # killed between the two: the group was safe, and its item not yet done
-        cursor.finish(item_of(spool.key_of(path)))
-    selection = _selection(desk.environment, folder / "difficulty.json")
+    with _alone_in(folder):
+        cursor, spool = Cursor(folder / "cursor.json"), Spool(folder)
+        _begin_anew_in_a_new_run(folder, course, cursor, spool)
+        for path in spool.waiting():  # killed between the two: the group was safe, and its item not yet done
+            cursor.finish(item_of(spool.key_of(path)))
+        selection = _selection(desk.environment, folder / "difficulty.json")
+        async with Delivery(hub, spool) as delivery:
+            stream = Stream(
+                desk, course.env_id, course.longest_sequence, course.batch_size, cursor, selection, delivery,
+                FlightLimit(config.max_num_workers), keep,
+            )  # fmt: skip
+            if (await hub.status()).current_step == 0:
+                await _evaluate_if_due(desk, hub, course, 0)
+            evaluating = asyncio.create_task(_evaluate_beside(desk, hub, course, stream.limit))
+            try:
+                await stream.keep_going(hub, None if config.total_steps < 0 else config.total_steps)
+            finally:
+                evaluating.cancel()
+                await asyncio.gather(evaluating, return_exceptions=True)
+    await _evaluate_if_due(desk, hub, course, (await hub.status()).current_step, is_last=True)
 
-    def remember(num_delivered: int) -> None:
-        _remember_accepted(folder, course.groups_accepted + num_delivered)
 
-    async with Delivery(hub, spool, on_delivered=remember) as delivery:
-        stream = Stream(
-            desk, course.env_id, course.longest_sequence, cursor, selection, delivery,
-            FlightLimit(desk.config.max_num_workers), keep,
-        )  # fmt: skip
-        terms = Terms(course.batch_size / course.group_size, course.num_steps, desk.config.max_age)
-        if (await hub.status()).current_step == 0:
-            await _evaluate_if_due(desk, hub, course, 0)
-        evaluating = asyncio.create_task(_evaluate_beside(desk, hub, course, stream.limit))
+async def _check_sizes(desk: Desk, hub: HubClient, course: Course) -> None:
+    """Groups of one size that never add up to a batch would be sampled in vain."""
+    is_alone = (await hub.standing(course.env_id)).share > 0.999
+    if is_alone and not desk.environment.has_turns:
+        _check_divides(course)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two processes with one cursor would deliver each other's items."""
+    with (folder / "lock").open("w") as file:
         try:
-            await stream.keep_going(hub, terms)
-        finally:
-            evaluating.cancel()
-            await asyncio.gather(evaluating, return_exceptions=True)
-    await _evaluate_if_due(desk, hub, course, course.num_steps)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another environment process works in {folder}",
+                fix="give this one a name of its own (--env.wandb-name), or another --env.state-dir",
+            ) from None
+        yield
 
 
 def _keep_nothing(_: ScoredGroup) -> None:
@@ -194,17 +225,13 @@ def _selection(environment: Environment, path: Path) -> Selection:
 
 
 def _begin_anew_in_a_new_run(folder: Path, course: Course, cursor: Cursor, spool: Spool) -> None:
-    """A hub that has taken fewer groups than it once had is another run's: its items begin again with the first."""
-    known = folder / "accepted"
-    if known.is_file() and int(known.read_text() or 0) > course.groups_accepted:
+    """The items of another run begin again with the first, and what was left of the earlier one is put aside."""
+    known = folder / "run"
+    if known.is_file() and known.read_text() != course.run_id:
         log.info("new_run", groups_put_aside=str(spool.put_aside()), items_done_before=cursor.num_done)
         cursor.start_over()
         (folder / "difficulty.json").unlink(missing_ok=True)
-    _remember_accepted(folder, course.groups_accepted)
-
-
-def _remember_accepted(folder: Path, num_groups: int) -> None:
-    replace_text(folder / "accepted", str(num_groups))
+    replace_text(known, course.run_id)
 
 
 async def _evaluate_beside(desk: Desk, hub: HubClient, course: Course, limit: FlightLimit) -> None:
@@ -216,7 +243,10 @@ async def _evaluate_beside(desk: Desk, hub: HubClient, course: Course, limit: Fl
         last = max(last, step)
         if any(evaluation_is_due(desk.config, s, course.num_steps) for s in due):
             at_once = max(1, int(desk.config.eval_limit_ratio * limit.value * course.group_size))
-            await _evaluate(desk, hub, course, step, rollouts_at_once=at_once)
+            try:
+                await _evaluate(desk, hub, course, step, rollouts_at_once=at_once)
+            except TreadleError as error:
+                log.error("evaluation_failed", step=step, problem=str(error))
         await asyncio.sleep(1.0)
 
 
@@ -241,8 +271,9 @@ async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int, k
     )
 
 
-async def _evaluate_if_due(desk: Desk, hub: HubClient, course: Course, step: int) -> None:
-    if evaluation_is_due(desk.config, step, course.num_steps):
+async def _evaluate_if_due(desk: Desk, hub: HubClient, course: Course, step: int, *, is_last: bool = False) -> None:
+    num_steps = step if is_last else course.num_steps
+    if evaluation_is_due(desk.config, step, num_steps):
         await _evaluate(desk, hub, course, step)
 
 

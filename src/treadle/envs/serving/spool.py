@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from treadle.wire.binary import join_groups, pack_group, split_groups
 from treadle.wire.groups import ScoredGroup
@@ -24,7 +25,7 @@ class Spool:
 
     def put(self, key: str, groups: list[ScoredGroup]) -> Path:
         """On disk when this returns. `key` is what the hub knows a repeated delivery by."""
-        path = self._folder / f"{self._count:06d}-{key}{SUFFIX}"
+        path = self._folder / f"{self._count:06d}-{quote(key, safe='')}{SUFFIX}"
         self._count += 1
         unfinished = path.with_suffix(".partial")
         with unfinished.open("wb") as file:
@@ -39,7 +40,7 @@ class Spool:
 
     @staticmethod
     def key_of(path: Path) -> str:
-        return path.name.removesuffix(SUFFIX).partition("-")[2]
+        return unquote(path.name.removesuffix(SUFFIX).partition("-")[2])
 
     @staticmethod
     def read(path: Path) -> list[bytes]:

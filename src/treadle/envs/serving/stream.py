@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
 from treadle.envs.grouping import build_group, settle, why_useless
 from treadle.envs.hub_client import HubClient
@@ -22,9 +23,9 @@ from treadle.envs.rollout import Desk, Rollout, roll_group
 from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.pace import FlightLimit, Terms, room
+from treadle.envs.serving.pace import FlightLimit, room
 from treadle.envs.serving.selection import Selection
-from treadle.errors import ConfigError, EngineError, TreadleError
+from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
 
@@ -52,6 +53,7 @@ class Stream:
     desk: Desk
     env_id: int
     longest_sequence: int
+    largest_group: int  # in sequences: the trainer's batch
     cursor: Cursor
     selection: Selection
     delivery: Delivery
@@ -61,8 +63,13 @@ class Stream:
     dropped: Counter[str] = field(default_factory=Counter)  # groups, by reason; since the last group that was sent
     _tries: Counter[int] = field(default_factory=Counter)
     _failures_in_a_row: int = 0
+    _unscored_in_a_row: int = 0
+    _group_sequences: float = 0.0  # of a group, on average; the late ones count more
 
-    async def keep_going(self, hub: HubClient, terms: Terms) -> None:
+    def __post_init__(self) -> None:
+        self._group_sequences = float(self.desk.config.group_size)
+
+    async def keep_going(self, hub: HubClient, num_steps: int | None) -> None:
         """Until the trainer has taken its last step. Leaves nothing running behind it."""
         watch = asyncio.create_task(self._watch_engine())
         try:
@@ -70,12 +77,15 @@ class Stream:
                 # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
                 num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
                 standing = await hub.standing(self.env_id)
-                if standing.step >= terms.num_steps:
+                if num_steps is not None:
+                    standing.num_steps = min(standing.num_steps, num_steps)
+                if standing.batch_size and standing.step >= standing.num_steps:
                     return
                 self._begin(
                     room(
-                        terms,
                         standing,
+                        max_age=self.desk.config.max_age,
+                        group_sequences=self._group_sequences,
                         num_spooled=num_spooled,
                         num_in_flight=num_in_flight,
                         limit=self.limit.value,
@@ -113,7 +123,7 @@ class Stream:
                 await self._roll_and_send(index)
         except TimeoutError:
             self._ask_again(index, EngineError(f"a group took longer than {self.desk.config.worker_timeout:.0f} s"))
-        except (EngineError, ConfigError) as error:
+        except (EngineError, UserError) as error:
             self._ask_again(index, error)
         else:
             self._failures_in_a_row = 0
@@ -128,23 +138,46 @@ class Stream:
         )
         place = self.selection.place_of(index)
         started = time.monotonic()
-        rollouts = await roll_group(
-            self.desk, self.desk.environment.train_item(place), sampling, num_rollouts=config.group_size
-        )
+        rollouts = await roll_group(self.desk, self._item(place), sampling, num_rollouts=config.group_size)
         self.selection.learn(place, rollouts)
         rollouts = settle(self.desk.environment, rollouts)
         reason = why_useless(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
         if reason is not None:
             self.dropped[reason] += 1
             log.info("group_dropped", item=place, reason=reason)
+            self._count_unscored(rollouts, reason)
         else:
             await self._send(index, place, rollouts, time.monotonic() - started)
         self.cursor.finish(index)
 
+    def _item(self, place: int) -> Item:
+        try:
+            return self.desk.environment.train_item(place)
+        except TreadleError:
+            raise
+        except Exception as error:  # the border to code that a user writes
+            log.error("item_failed", exc_info=True, item=place)
+            raise ConfigError(f"train_item({place}) raised {type(error).__name__}: {error}") from error
+
+    def _count_unscored(self, rollouts: list[Rollout], reason: str) -> None:
+        self._unscored_in_a_row = 0 if reason == "equal_scores" else self._unscored_in_a_row + 1
+        if self._unscored_in_a_row >= MAX_FAILURES:
+            errors = Counter(rollout.score.error or reason for rollout in rollouts).most_common(1)
+            raise ProcessDied(
+                f"of {MAX_FAILURES} groups in a row, none was fit to be trained on: {errors[0][0]}",
+                fix=f"treadle env {self.desk.config.name} validate",
+            )
+
     async def _send(self, index: int, place: int, rollouts: list[Rollout], seconds: float) -> None:
         config = self.desk.config
+        self._unscored_in_a_row = 0
         group = build_group(rollouts, temperature=config.temperature)
         group.item, group.env_id = place, self.env_id
+        if len(group.tokens) > self.largest_group > 0:
+            self.dropped["oversize"] += 1
+            log.warning("group_dropped", item=place, reason="oversize", sequences=len(group.tokens))
+            return
+        self._group_sequences += 0.1 * (len(group.tokens) - self._group_sequences)
         dropped, self.dropped = self.dropped, Counter()
         group.metrics = {
             **(group.metrics or {}),
@@ -158,7 +191,8 @@ class Stream:
     def _ask_again(self, index: int, error: TreadleError) -> None:
         self._tries[index] += 1
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES:
+        # What was in flight when an engine went away fails all at once: that is one failure, not many.
+        if self._failures_in_a_row >= max(MAX_FAILURES, 3 * self.limit.value):
             raise error
         if self._tries[index] < MAX_TRIES:
             log.warning("group_failed", item=index, again=True, problem=str(error))

@@ -7,6 +7,7 @@ import asyncio
 from treadle.envs.grouping import build_group, settle
 from treadle.envs.rollout import Desk, check_lengths, score_generation
 from treadle.envs.seeds import stable_seed
+from treadle.errors import ProcessDied
 from treadle.wire.groups import ScoredGroup
 
 
@@ -31,6 +32,12 @@ async def roll_wave(
     scored = await asyncio.gather(
         *(score_generation(desk, *one) for one in zip(items, prompts, generations, strict=True))
     )
+    every = [rollout for rollouts in scored for rollout in rollouts]
+    if all(rollout.score.reward is None for rollout in every):
+        raise ProcessDied(
+            f"none of {len(every)} completions could be scored: {every[0].score.error}",
+            fix=f"treadle env {config.name} validate",
+        )
     groups = []
     for index, rollouts in zip(indexes, scored, strict=True):
         group = build_group(settle(desk.environment, rollouts), temperature=config.temperature)

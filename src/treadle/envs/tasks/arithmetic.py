@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import ClassVar
 
 from treadle.config.env import EnvConfig
@@ -126,7 +126,7 @@ class Arithmetic(Environment):
     'What is 20 + 27? Answer with only the number.'
     """
 
-    defaults: ClassVar = {"task": "addition"}  # `config.difficulty`: see `harder`
+    defaults: ClassVar = {"task": "addition", "max_token_length": 24}  # `config.difficulty`: see `harder`
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)
@@ -154,16 +154,39 @@ class Arithmetic(Environment):
 
 
 # A minus sign counts only where no digit stands before it: "-140" is negative, "60-140" holds 140.
-_NUMBER = re.compile(r"(?<![0-9])([-−]?)([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?")
+# A point may come first where nothing is before it: ".5" is a half, but "It is.5" holds 5.
+_NUMBER = re.compile(
+    r"(?<![0-9])(?P<sign>[-−]?)"
+    r"(?P<size>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?P<exponent>[eE][-+]?[0-9]+\b)?"
+)
+
+
+def numbers_in(text: str) -> list[str]:
+    """Every number in a text, as Decimal reads it: `numbers_in("57 + 83 = 1,240.") == ["57", "83", "1240"]`."""
+    return [
+        ("-" if match["sign"] else "") + match["size"].replace(",", "") + (match["exponent"] or "")
+        for match in _NUMBER.finditer(text)
+    ]
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text: `last_number("57 + 83 = 1,240.") == 1240`; None when there is none."""
-    matches = list(_NUMBER.finditer(text))
-    if not matches:
+    numbers = numbers_in(text)
+    return _to_decimal(numbers[-1]) if numbers else None
+
+
+def only_number(text: str) -> Decimal | None:
+    """The number in a text with one: `only_number("7 crowns") == 7`; None for "10-3" and "1,0"."""
+    numbers = numbers_in(text)
+    return _to_decimal(numbers[0]) if len(numbers) == 1 else None
+
+
+def _to_decimal(number: str) -> Decimal | None:
+    try:
+        return Decimal(number)
+    except InvalidOperation:  # an exponent of twenty digits
         return None
-    sign, whole, fraction = matches[-1].groups(default="")
-    return Decimal(("-" if sign else "") + whole.replace(",", "") + fraction)
 
 
 def _in_order(numbers: Numbers) -> Numbers:

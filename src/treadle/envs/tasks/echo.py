@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment
@@ -12,6 +13,8 @@ from treadle.envs.engine_client import Completion
 @environment("echo")
 class Echo(Environment):
     """Right when the completion begins with the digit; even a model of random weights learns it."""
+
+    defaults: ClassVar = {"max_token_length": 24}
 
     def train_item(self, index: int) -> Item:
         return _ask(index % 10)

@@ -6,6 +6,7 @@ treadle env jsonl serve --env.data rows.jsonl --env.args '{"answer_field": "targ
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 import msgspec
@@ -47,13 +48,24 @@ class Jsonl(DataEnvironment):
         prompt_fields = (self._args.prompt_field,) if self._args.prompt_field is not None else PROMPT_FIELDS
         answer_fields = (self._args.answer_field,) if self._args.answer_field is not None else ANSWER_FIELDS
         prompt_field, answer_field = row.has(*prompt_fields), row.has(*answer_fields)
-        prompt = row.fields[prompt_field] if prompt_field is not None else None
+        needs_answer = answer_field is None and self._args.answer_field != ""
+        if prompt_field is None or needs_answer:
+            missing = prompt_fields if prompt_field is None else answer_fields
+            wanted = [*["prompt_field"] * (prompt_field is None), *["answer_field"] * needs_answer]
+            others = [name for name in row.fields if name not in (prompt_field, answer_field)]
+            raise RowError(row.lacks(*missing), fix=self._name_fields(dict(zip(wanted, others, strict=False))))
+        prompt = row.fields[prompt_field]
         messages = _as_messages(prompt) if isinstance(prompt, list) else [_user(row.text(*prompt_fields))]
         return Item(
             messages=tuple(_with_system_prompt(messages, self.system_prompt)),
             answer="" if self._args.answer_field == "" else row.text(*answer_fields),
-            metadata=row.rest(prompt_field or "", answer_field or ""),
+            metadata=row.rest(prompt_field, answer_field or ""),
         )
+
+    def _name_fields(self, named: dict[str, str]) -> str:
+        """A guess at which of a row's fields are meant, as the flag that says so."""
+        args = json.dumps({**self.config.args, **named}, ensure_ascii=False)
+        return f"if these are the fields that you mean, pass --env.args '{args}'" if named else ""
 
     def own_system_prompt(self) -> str:
         return "Put your final answer into \\boxed{}." if wants_box(self.rewards) else ""

@@ -46,6 +46,7 @@ class Svamp(DataEnvironment):
         )
 
     def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
-        said = last_number(answer_text(completion_text))
-        is_right = said is not None and abs(said - Decimal(item.answer)) <= _TOLERANCE
+        said, answer = last_number(answer_text(completion_text)), Decimal(item.answer)
+        # Compared, not subtracted: 1e999999999 is too large to be calculated with.
+        is_right = said is not None and answer - _TOLERANCE <= said <= answer + _TOLERANCE
         return Score(reward=float(is_right), is_right=is_right)

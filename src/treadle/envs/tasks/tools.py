@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,7 +19,7 @@ from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
 from treadle.envs.rewards.passages import answer_text, last_box
 from treadle.envs.seeds import stable_seed
-from treadle.envs.tasks.arithmetic import last_number
+from treadle.envs.tasks.arithmetic import last_number, only_number
 from treadle.envs.tasks.calculator import calculate
 from treadle.envs.tasks.tool_tasks import Puzzle, make_puzzle, search
 from treadle.envs.tokens import ChatTokenizer
@@ -182,11 +182,6 @@ def _text(call: ToolCall, name: str) -> str:
 
 
 def _answer_in(text: str) -> Decimal | None:
-    """The number in the last box, or else the last number."""
+    """The number in the last box; without a box, the last number. A sum, or numbers to choose from, are no answer."""
     box = last_box(text)
-    if box is None:
-        return last_number(text)
-    try:
-        return Decimal(box.strip().replace(",", ""))
-    except InvalidOperation:
-        return last_number(box)
+    return last_number(text) if box is None else only_number(box)

@@ -104,6 +104,37 @@ def test_a_decorated_function_is_a_reward_and_still_a_function():
         registry.create("shouting", loudness=3)
 
 
+@pytest.mark.parametrize("arguments", ["prompts, completions", "completion, *, answer", "", "**kwargs"])
+def test_a_function_that_wants_other_arguments_is_told_what_a_reward_takes(tmp_path, arguments):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine({arguments}):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match="a reward takes one argument, completion: RewardInput") as refused:
+        registry.create(f"{file}:mine")
+    assert refused.value.fix.startswith("write def mine(completion: RewardInput)")
+
+
+def test_a_reward_of_groups_is_told_that_it_takes_a_group():
+    with pytest.raises(ConfigError, match=r"takes one argument, group: list\[RewardInput\]"):
+
+        @reward(group=True)
+        def ranked(prompts, completions):
+            return [1.0 for _ in completions]
+
+
+def test_what_is_no_reward_is_told_how_to_become_one():
+    def plain(completion):
+        return 1.0
+
+    for what, said, fix in (
+        (plain, "plain is not a reward", "put @reward above it"),
+        (LengthReward, "LengthReward is a class", "make one of it: LengthReward()"),
+        (3, "3 is not a reward", "give a name"),
+    ):
+        with pytest.raises(ConfigError, match=said) as refused:
+            registry.create([what])
+        assert refused.value.fix.startswith(fix)
+
+
 def test_a_coroutine_is_refused():
     with pytest.raises(ConfigError, match="plain function"):
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from tests.unit.envs.fences import needs_fences
 from treadle.envs.rewards import RewardInput, RewardPool, registry
+from treadle.envs.rewards.reasoning_gym import HARMLESS
 from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, code_in, read_tests
 from treadle.errors import ConfigError
 
@@ -36,6 +38,8 @@ def score(text, reward=None, **row):
         ("```python\nx = 1\n```\n</think>x = 3", "x = 3"),
         ('```python\nx = """\n   ```inline``` stays\n"""\n```', 'x = """\n   ```inline``` stays\n"""\n'),
         ("```python\nx = 1", "x = 1"),  # cut off
+        ("```python\r\nx = 1\r\n```\r\nDone.", "x = 1\r\n"),
+        ("```python", "```python"),
         ("", ""),
     ],
 )
@@ -57,6 +61,70 @@ def test_tests_as_a_source_with_functions_and_a_setup():
     )
     assert score(RIGHT, tests=source, setup="ONE = 1") == 0.5
     assert score(RIGHT, tests="for n in range(3):\n    assert add(n, n) == 2 * n") == 1.0
+
+
+AS_CLASSES = {
+    "unittest": "import unittest\nclass Sums(unittest.TestCase):\n    def setUp(self): self.one = 1\n"
+    "    def test_small(self): self.assertEqual(add(self.one, 2), 3)\n"
+    "    def test_zero(self): self.assertAlmostEqual(add(0, 0), 0)\nif __name__ == '__main__':\n    unittest.main()",
+    "derived": "from unittest import TestCase\nclass Base(TestCase):\n    def setUp(self): self.one = 1\n"
+    "class Sums(Base):\n    def test_small(self): self.assertEqual(add(self.one, 2), 3)\n"
+    "    def test_zero(self): self.assertEqual(add(0, 0), 0)",
+    "with a runner": "import unittest\nclass Sums(unittest.TestCase):\n"
+    "    def test_small(self): self.assertEqual(add(1, 2), 3)\n"
+    "    def test_zero(self): self.assertEqual(add(0, 0), 0)\nunittest.main(exit=False)",
+    "pytest": "class TestSums:\n    def setup_method(self): self.one = 1\n"
+    "    def test_small(self): assert add(self.one, 2) == 3\n    def test_zero(self): assert add(0, 0) == 0",
+    "async": "async def test_small(): assert add(1, 2) == 3\n"
+    "class TestZero:\n    async def test_zero(self): assert add(0, 0) == 0",
+}
+
+
+@pytest.mark.parametrize("style", AS_CLASSES)
+def test_methods_and_async_functions_are_run_one_by_one(style):
+    assert score(RIGHT, tests=AS_CLASSES[style]) == 1.0
+    assert score(HALF, tests=AS_CLASSES[style]) == 0.5
+    assert score("x = 1", tests=AS_CLASSES[style]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def check(candidate):\n    assert candidate(1, 2) == 3", "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+     "import math", "'Tests.'", "# assert add(1, 2) == 3", "x = add(1, 2) == 3", "class Sums:\n    def test_a(self): 1",
+     "import unittest\nclass Sums(unittest.TestCase):\n    def helper(self): pass", "pass", "add",
+     "import unittest\nunittest.main()",
+     "for n in range(3):\n    def check(): assert add(n, n) == 2 * n"],
+)  # fmt: skip
+def test_tests_that_would_run_nothing_are_refused_and_never_passed(source):
+    for tests in (source, ["assert add(1, 2) == 3", source]):
+        with pytest.raises(ValueError, match="nothing in this test is run"):
+            read_tests({"tests": tests})
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["check(add)", "with open('/dev/null'):\n    assert add(1, 2) == 3", "if add(1, 2) != 3:\n    raise ValueError",
+     "try:\n    add()\nexcept TypeError:\n    pass\nelse:\n    assert False"],
+)  # fmt: skip
+def test_whatever_runs_something_is_a_test(source):
+    assert RowTests(tests=source).sources == [source]
+
+
+@pytest.mark.parametrize("text", ["```" + "a" * 10**5, "```" + " " * 10**5 + "`", " " * 10**5 + "x", "```\n" * 10**5],
+                         ids=["letters", "spaces and a backtick", "spaces", "fences"])  # fmt: skip
+def test_code_is_found_in_time_however_odd_the_text(text):
+    started = time.monotonic()
+    code_in(text)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("text", ["1" * 10**5 + ".", "x**2)+" * 10**4 + "!", "** 2 " * 10**4, "a " * 10**5 + "ab"],
+                         ids=["digits", "brackets", "powers", "letters"])  # fmt: skip
+@pytest.mark.parametrize("task", sorted(HARMLESS))
+def test_formulas_of_reasoning_gym_are_judged_in_time_however_long(task, text):
+    started = time.monotonic()
+    HARMLESS[task].fullmatch(text)
+    assert time.monotonic() - started < 2
 
 
 def test_tests_as_pairs_of_input_and_output():

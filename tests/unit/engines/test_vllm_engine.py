@@ -1,0 +1,289 @@
+"""The engine's port in front of a double of vLLM's server: clients that leave, changes that meet, stops, workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_model import write_tiny_model
+from tests.unit.engines.vllm_double import VllmDouble
+from treadle.config import EngineConfig
+from treadle.engines.port import EngineFacts, Request
+from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm.client import agreed_answer
+from treadle.engines.vllm.engine import VllmEngine
+from treadle.engines.vllm.installation import Installation
+from treadle.engines.vllm.start import begin_server
+from treadle.errors import ConfigError, EngineError, RequestError
+
+SOON_S = 10.0
+
+
+def facts(folder=Path("/model")):
+    return EngineFacts(
+        kind="vllm", version="0", folder=folder, device="cpu", dtype="float32", max_model_len=64, vocab_size=80,
+        eos_ids=frozenset({1}), logprobs_mode="raw_logprobs", max_num_seqs=4, has_lora=True, max_lora_rank=8,
+    )  # fmt: skip
+
+
+def request(**changes):
+    given = {"prompt_ids": [5, 6], "n": 1, "max_tokens": 4, "sampling": SamplingParams()}
+    return Request(**given | changes)
+
+
+async def until(condition):
+    async with asyncio.timeout(SOON_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Engines:
+    """An engine before a double, and the doubles that its restarts begin."""
+
+    def __init__(self, folder=Path("/model"), drain_timeout_s=SOON_S):
+        self.servers = [VllmDouble()]
+        self.engine = VllmEngine(
+            self.servers[0], facts(folder), self._begin, start_timeout_s=SOON_S, drain_timeout_s=drain_timeout_s
+        )
+
+    def _begin(self, folder):
+        self.servers.append(VllmDouble(is_ready=False))
+        return self.servers[-1], facts(folder)
+
+
+@contextlib.asynccontextmanager
+async def engines(**settings):
+    made = Engines(**settings)
+    try:
+        yield made
+    finally:
+        for server in made.servers:
+            server.may_change.set()
+        await made.engine.close()
+        assert all(server.has_ended.is_set() for server in made.servers)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models of different shapes, and an adapter for the second."""
+    root = tmp_path_factory.mktemp("models")
+    small = write_tiny_model(root / "small", hidden_size=32, num_layers=1)
+    large = write_tiny_model(root / "large", hidden_size=64, num_layers=1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(root / "adapter")
+    return small, large, root / "adapter"
+
+
+def test_a_request_that_nobody_waits_for_ends_in_vllm_too():
+    async def leave():
+        async with engines() as made:
+            (server,) = made.servers
+            server.may_answer.clear()
+            asked = asyncio.ensure_future(made.engine.generate(request()))
+            await until(lambda: server.bodies)
+            asked.cancel()
+            await until(server.has_hung_up.is_set)
+            assert (await made.engine.state()).num_running == 0
+
+    asyncio.run(leave())
+
+
+def test_a_stream_that_is_closed_early_ends_in_vllm_too():
+    async def leave():
+        async with engines() as made:
+            (server,) = made.servers
+            server.may_answer.clear()
+            stream = made.engine.stream(request())
+            assert (await anext(stream)).token_ids == [7]
+            await stream.aclose()
+            assert (await made.engine.state()).num_running == 0
+            await until(server.has_hung_up.is_set)
+
+    asyncio.run(leave())
+
+
+def test_a_server_that_dies_ends_what_it_was_asked_with_its_last_words():
+    async def die():
+        async with engines() as made:
+            (server,) = made.servers
+            server.may_answer.clear()
+            stream = made.engine.stream(request())
+            await anext(stream)
+            whole = asyncio.ensure_future(made.engine.generate(request()))
+            await until(lambda: len(server.bodies) == 2)
+            await asyncio.to_thread(server.stop)
+            with pytest.raises(EngineError, match="exit code 1"):
+                await anext(stream)
+            with pytest.raises(EngineError):
+                await whole
+
+    asyncio.run(die())
+
+
+def test_a_connection_that_the_server_closed_is_opened_anew():
+    async def ask():
+        async with engines() as made:
+            (server,) = made.servers
+            await made.engine.generate(request())
+            assert server.num_connections == 1
+            await until(lambda: server.num_connections == 0)
+            assert len((await made.engine.generate(request())).completions) == 1
+
+    asyncio.run(ask())
+
+
+def test_an_engine_that_was_closed_says_so():
+    async def ask():
+        async with engines() as made:
+            await made.engine.generate(request())
+            await made.engine.close()
+            for question in (made.engine.generate(request()), made.engine.fingerprints(1)):
+                with pytest.raises(EngineError):
+                    await question
+
+    asyncio.run(ask())
+
+
+def test_a_question_of_one_token_goes_before_rollouts():
+    async def ask():
+        async with engines() as made:
+            await made.engine.generate(request(max_tokens=4))
+            await made.engine.generate(request(max_tokens=1))
+            rollout, question = made.servers[0].bodies
+            assert question["priority"] < rollout["priority"]  # vLLM takes the smallest first
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("moment", ["while it drains", "while it loads"])
+def test_a_stop_during_a_restart_ends_at_once_and_leaves_no_server(models, moment):
+    async def stop():
+        async with engines(folder=models[0]) as made:
+            made.servers[0].may_answer.clear()
+            running = asyncio.ensure_future(made.engine.generate(request()))
+            await until(lambda: made.servers[0].bodies)
+            if moment == "while it loads":
+                made.servers[0].may_answer.set()
+                await running
+            restarting = asyncio.ensure_future(made.engine.restart(models[1], None, 3))
+            if moment == "while it loads":
+                await until(lambda: len(made.servers) == 2)
+            else:
+                await until(lambda: not made.engine._door.is_set())
+            waiting = asyncio.ensure_future(made.engine.generate(request()))
+            started = time.monotonic()
+            await made.engine.close()
+            assert time.monotonic() - started < 5
+            assert all(server.has_ended.is_set() for server in made.servers)
+            ended = await asyncio.gather(restarting, waiting, running, return_exceptions=True)
+            assert isinstance(ended[0], EngineError)
+            assert isinstance(ended[1], EngineError)
+
+    asyncio.run(stop())
+
+
+def test_an_adapter_is_checked_against_the_model_that_it_is_loaded_beside(models):
+    """Not against one that a restart is just replacing."""
+    small, large, adapter = models
+
+    async def load():
+        async with engines(folder=small) as made:
+            with pytest.raises(RequestError, match="was made for"):
+                await made.engine.load_adapter("policy", adapter, 1)
+            restarting = asyncio.ensure_future(made.engine.restart(large, None, 3))
+            await until(lambda: len(made.servers) == 2)
+            loading = asyncio.ensure_future(made.engine.load_adapter("policy", adapter, 4))
+            await asyncio.sleep(0)
+            made.servers[1].is_ready.set()
+            await asyncio.gather(restarting, loading)
+            assert made.servers[1].adapters == ["policy@1"]
+            assert made.engine.policy_version == 4
+
+    asyncio.run(load())
+
+
+def test_an_adapter_of_the_output_layer_is_refused_where_vllm_cannot_serve_it(models, tmp_path):
+    _, large, _ = models
+    model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    get_peft_model(model, config).save_pretrained(tmp_path, save_embedding_layers=False)
+
+    async def load():
+        async with engines(folder=large) as made:
+            with pytest.raises(RequestError, match=r"changes .*lm_head, which vLLM on a CPU cannot serve") as refused:
+                await made.engine.load_adapter("policy", tmp_path, 1)
+            assert "--lora-target-modules down_proj gate_proj k_proj" in refused.value.fix
+
+    asyncio.run(load())
+
+
+def test_unloading_does_not_wait_for_ever_for_another_change(models):
+    _, large, adapter = models
+
+    async def unload():
+        async with engines(folder=large, drain_timeout_s=0.2) as made:
+            (server,) = made.servers
+            await made.engine.load_adapter("first", adapter, 1)
+            server.may_change.clear()
+            loading = asyncio.ensure_future(made.engine.load_adapter("second", adapter, 2))
+            await until(made.engine._changing.locked)
+            async with asyncio.timeout(SOON_S):
+                await made.engine.unload_adapter("first")
+            with pytest.raises(RequestError, match="no adapter 'first'"):
+                await made.engine.generate(request(adapter="first"))
+            server.may_change.set()
+            await loading
+            await until(lambda: server.adapters == ["second@2"])
+
+    asyncio.run(unload())
+
+
+def test_two_reloads_without_a_version_are_two_versions(models):
+    async def reload():
+        async with engines(folder=models[0]) as made:
+            made.servers[0].rpc_answers = [{"num_loaded": 1}]
+            await asyncio.gather(*(made.engine.reload(models[0], None) for _ in range(2)))
+            assert made.engine.policy_version == 2
+
+    asyncio.run(reload())
+
+
+def test_the_answers_of_all_workers_must_agree():
+    async def ask():
+        async with engines() as made:
+            (server,) = made.servers
+            server.rpc_answers = [{"w": "1f"}, {"w": "1f"}]
+            assert await made.engine.fingerprints(1) == {"w": "1f"}
+            server.rpc_answers = [{"w": "1f"}, {"w": "2e"}]
+            with pytest.raises(EngineError, match="workers 0 and 1 answer treadle_fingerprints differently"):
+                await made.engine.fingerprints(1)
+            server.rpc_answers = [{"w": "1f"}, {"error": "q_proj is split", "fix": "another mode"}]
+            with pytest.raises(RequestError, match="worker 1 of 2: q_proj is split") as refused:
+                await made.engine.fingerprints(1)
+            assert refused.value.fix == "another mode"
+            server.rpc_answers = []
+            with pytest.raises(EngineError, match="no worker"):
+                await made.engine.fingerprints(1)
+
+    asyncio.run(ask())
+
+
+def test_one_worker_is_not_named():
+    with pytest.raises(RequestError, match=r"^it does not fit"):
+        agreed_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
+
+
+def test_a_command_that_cannot_be_built_leaves_no_folder_behind(models, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for_gpus = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)
+    with pytest.raises(ConfigError, match="a build for GPUs"):
+        begin_server(EngineConfig(device="cpu", vllm_python="/env/bin/python"), for_gpus, models[0])
+    assert list(tmp_path.iterdir()) == []

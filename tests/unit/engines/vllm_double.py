@@ -1,0 +1,125 @@
+"""In the place of vLLM's server: it speaks what the engine asks of it over HTTP, and can be made to take its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from treadle.errors import EngineError
+from treadle.wire.serving import take_port
+
+KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
+
+
+class VllmDouble:
+    """`stop` ends its connections, as the death of the process does."""
+
+    headers = {"Authorization": "Bearer double"}  # noqa: RUF012 - as the real one has it
+
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.rpc_answers = [None]  # of each worker
+        self.bodies = []  # of completions
+        self.adapters = []
+        self.may_answer = threading.Event()  # completions wait for it; a streamed one after its first token
+        self.may_answer.set()
+        self.may_change = threading.Event()  # adapters wait for it
+        self.may_change.set()
+        self.has_hung_up = threading.Event()  # a client, before it had its answer
+        self.is_ready = threading.Event()
+        self.has_ended = threading.Event()
+        if is_ready:
+            self.is_ready.set()
+        listener = take_port("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        settings = uvicorn.Config(
+            self._app(), log_level="critical", timeout_graceful_shutdown=0, timeout_keep_alive=KEEP_ALIVE_S
+        )
+        self._http = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_connections(self):
+        return len(self._http.server_state.connections)
+
+    def death(self):
+        return "vLLM ended with exit code 1" if self.has_ended.is_set() else None
+
+    def wait_until_it_generates(self, timeout_s):
+        assert self.is_ready.wait(timeout_s)
+        if self.has_ended.is_set():
+            raise EngineError("ended before it was ready")
+
+    def stop(self):
+        self.has_ended.set()
+        self.is_ready.set()
+        self._http.force_exit = self._http.should_exit = True
+        self._thread.join(10)
+
+    def _app(self):
+        return Starlette(
+            routes=[
+                Route("/health", self._ok),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._change, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._change, methods=["POST"]),
+                Route("/treadle/hold", self._ok, methods=["POST"]),
+                Route("/treadle/release", self._ok, methods=["POST"]),
+                Route("/treadle/rpc", self._rpc, methods=["POST"]),
+            ]
+        )
+
+    async def _ok(self, _):
+        return JSONResponse("ok")
+
+    async def _rpc(self, _):
+        return JSONResponse(self.rpc_answers)
+
+    async def _change(self, http):
+        name = (await http.json())["lora_name"]
+        await _until(self.may_change)
+        if http.url.path == "/v1/load_lora_adapter":
+            self.adapters.append(name)
+        else:
+            self.adapters.remove(name)
+        return Response("done")
+
+    async def _complete(self, http):
+        body = await http.json()
+        self.bodies.append(body)
+        if body["stream"]:
+            return StreamingResponse(self._events(), media_type="text/event-stream")
+        while not self.may_answer.is_set():
+            if await http.is_disconnected():
+                self.has_hung_up.set()
+                return Response()
+            await asyncio.sleep(0.005)
+        return JSONResponse({"choices": [_choice(body["max_tokens"], "length")]})
+
+    async def _events(self):
+        try:
+            yield f"data: {json.dumps({'choices': [_choice(1, None)]})}\n\n"
+            await _until(self.may_answer)
+            yield f"data: {json.dumps({'choices': [_choice(1, 'length')]})}\n\ndata: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.has_hung_up.set()
+            raise
+
+
+async def _until(event):
+    while not event.is_set():
+        await asyncio.sleep(0.005)
+
+
+def _choice(num_tokens, finish_reason):
+    logprobs = {"token_logprobs": [-0.5] * num_tokens, "top_logprobs": [None] * num_tokens}
+    return {
+        "index": 0, "text": "a" * num_tokens, "token_ids": [7] * num_tokens, "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }  # fmt: skip
