@@ -152,7 +152,10 @@ def serve_doubles(port: int) -> None:
         return JSONResponse({"current_step": 1, "queue_size": num_groups})
 
     registered = {"status": "success", "env_id": 0, "num_steps": 10**6, "groups_accepted": 0}
-    standing = {"step": 1, "untrained_groups": 0, "leased_groups": 1, "share": 1.0}
+    standing = {
+        "step": 1, "num_steps": 10**6, "batch_size": 4096, "untrained_sequences": 0, "trainer_waits": False,
+        "share": 1.0,
+    }  # fmt: skip
     health = {"status": "ok", "model": "stub", "policy_version": 0}
     app = Starlette(routes=[
         Route("/generate", generate, methods=["POST"]),
