@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -38,7 +37,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
-        self._recent: dict[bytes, list[int]] = {}
+        self._recent: dict[str, list[int]] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -91,7 +90,7 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Token ids of the prompt. A template writes its special tokens; plain text gets the tokenizer's."""
-        key = _key("chat", messages, tools, add_generation_prompt)
+        key = repr((messages, tools, add_generation_prompt))
         if key not in self._recent:
             text = self.render(messages, add_generation_prompt, tools=tools)
             self._remember(key, self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)
@@ -105,7 +104,7 @@ class ChatTokenizer:
         The template is asked with a short conversation of our own: it may rewrite earlier turns (drop what was
         thought in them), and those are sampled tokens here, which nobody rewrites.
         """
-        key = _key("next turn", messages, tools)
+        key = repr(("next turn", messages, tools))
         if key not in self._recent:
             self._remember(key, self._encode_next_turn(messages, tools))
         ids = self._recent[key]
@@ -125,7 +124,7 @@ class ChatTokenizer:
             )
         return self.encode_text(text, is_beginning=False)
 
-    def _remember(self, key: bytes, ids: Sequence[int]) -> None:
+    def _remember(self, key: str, ids: Sequence[int]) -> None:
         """The rollouts of a group begin alike and are told alike: their prompts are made once."""
         while len(self._recent) >= _NUM_RECENT:
             del self._recent[next(iter(self._recent))]  # the oldest
@@ -157,10 +156,6 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
             f"from this host, and the download failed ({type(error).__name__}: {str(error)[:200]})",
             fix="copy the model's tokenizer files to this host and pass --openai.model-name FOLDER",
         ) from None
-
-
-def _key(*parts: object) -> bytes:
-    return pickle.dumps(parts)  # never read back: a quick way to tell nested values apart
 
 
 class _GenerationBlock(Extension):

@@ -6,7 +6,7 @@ call took 8 ms of a core, with aiohttp 0.3 ms.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class PooledHttpClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise NoAnswer(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
-    async def stream_lines(self, path: str, *, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[str]:
+    async def stream_lines(self, path: str, *, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[str, None]:
         """POST, and the lines of the answer as they come. Another status than 200: `BadStatus`."""
         try:
             async with self._opened().post(self._base_url + path, data=body, headers=dict(headers)) as answer:

@@ -65,7 +65,14 @@ def serve_until_stopped(
 ) -> None:
     """Serve until SIGTERM or SIGINT. `on_stop` must end what waits, so that every client still gets an answer."""
     connections = Connections(limits)
-    settings = uvicorn.Config(
+    settings = server_settings(app, connections, limits)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(SignalFreeServer(settings), listener, on_stop, connections))
+
+
+def server_settings(app: Any, connections: Connections, limits: HttpLimits, **more: Any) -> uvicorn.Config:
+    """uvicorn, as each of our servers wants it."""
+    return uvicorn.Config(
         RefuseWebPages(app),
         http=protocol_of(connections),
         ws="none",
@@ -77,9 +84,8 @@ def serve_until_stopped(
         proxy_headers=False,  # a header must not be able to say that its sender is on this machine
         timeout_keep_alive=math.ceil(limits.idle_s),
         timeout_graceful_shutdown=1,  # for clients that do not read their answer
+        **more,
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(_Server(settings), listener, on_stop, connections))
 
 
 class RefuseWebPages:
@@ -101,7 +107,7 @@ class RefuseWebPages:
             await self._app(scope, receive, send)
 
 
-class _Server(uvicorn.Server):
+class SignalFreeServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours: uvicorn would raise them again after its shutdown, and not end with 0."""
@@ -109,7 +115,7 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(
-    server: _Server, listener: socket.socket, on_stop: Callable[[], None], connections: Connections
+    server: SignalFreeServer, listener: socket.socket, on_stop: Callable[[], None], connections: Connections
 ) -> None:
     def stop() -> None:
         on_stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -35,11 +35,11 @@ class VllmClient:
         answer = await self._post("/v1/completions", body)
         return decode_answer(answer.content)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[Completions]:
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completions, None]:
         self._refuse_when_closed()
         lines = self._http.stream_lines("/v1/completions", body=msgspec.json.encode(body), headers=_JSON)
         try:
-            async with aclosing(lines):  # type: ignore[type-var]  # an asynchronous generator, which can be closed
+            async with aclosing(lines):
                 async for line in lines:
                     data = line.removeprefix(_EVENT)
                     if data in (line, _END_OF_EVENTS):

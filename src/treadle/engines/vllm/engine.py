@@ -120,7 +120,7 @@ class VllmEngine:
             raise RequestError("prompt_logprobs cannot be streamed", fix="ask without stream")
         async with self._through_door(request) as way:
             events = self._client.stream(self._body(request, way, stream=True))
-            async with aclosing(events):  # type: ignore[type-var]  # a client that leaves: vLLM must hear of it at once
+            async with aclosing(events):  # a client that leaves: vLLM must hear of it at once
                 async for event in events:
                     self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
                     for delta in as_deltas(event, request, self._versions_of(way)[-1]):

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
-
-import uvicorn
 
 from treadle.log import get_logger
 from treadle.wire.guard import Access, Guard, Rules
 from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.http_protocol import protocol_of
-from treadle.wire.serving import RefuseWebPages, take_port
+from treadle.wire.serving import SignalFreeServer, server_settings, take_port
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 MAX_CONNECTIONS = 4000  # an agent may hold several
 log = get_logger("env")
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the environment process's own."""
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -37,20 +26,8 @@ async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
     listener = take_port(host, port)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     connections = Connections(limits)
-    settings = uvicorn.Config(
-        RefuseWebPages(Guard(app, access)),
-        http=protocol_of(connections),
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=math.ceil(limits.idle_s),
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(settings)
+    settings = server_settings(Guard(app, access), connections, limits, lifespan="off")
+    server = SignalFreeServer(settings)
     watch = asyncio.ensure_future(connections.watch())
     serve = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:

@@ -18,10 +18,6 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""  # of a failure: which reward, and what happened
     seconds: float = 0.0
 
-    @property
-    def is_scored(self) -> bool:
-        return self.score is not None
-
 
 class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Of one call of one reward: a score for each completion it was given, or what happened instead."""

@@ -19,7 +19,7 @@ MAX_REFUSED = 3  # in a row
 
 
 class Delivery:
-    """`async with Delivery(hub, spool) as delivery: await delivery.accept(key, groups)`.
+    """`async with Delivery(hub, spool) as delivery: await delivery.accept(key, group)`.
 
     A hub that is away is waited for. One that refuses several groups in a row ends the delivery: `failed` holds the
     error.
@@ -54,24 +54,24 @@ class Delivery:
             raise RuntimeError("a delivery is used inside its async with")
         return self._posting
 
-    async def accept(self, key: str, groups: list[ScoredGroup]) -> None:
-        """The groups are safe when this returns."""
+    async def accept(self, key: str, group: ScoredGroup) -> None:
+        """The group is safe when this returns."""
         self.num_waiting += 1
-        await asyncio.to_thread(self._spool.put, key, groups)
+        await asyncio.to_thread(self._spool.put, key, group)
         self._line.put_nowait(None)
 
     async def _post_for_ever(self) -> None:
         while True:
             await self._line.get()
             for path in await asyncio.to_thread(self._spool.waiting):
-                packed = await asyncio.to_thread(self._spool.read, path)
+                packed = await asyncio.to_thread(path.read_bytes)
                 try:
-                    await self._hub.post_packed(packed, self._spool.key_of(path))
+                    await self._hub.post_packed([packed], self._spool.key_of(path))
                 except HubError as error:
                     self._refuse(path, error)
                 else:
                     self._refused_in_a_row = 0
-                    await asyncio.to_thread(self._spool.remove, path)
+                    await asyncio.to_thread(path.unlink)
                 self.num_waiting -= 1
 
     def _refuse(self, path: Path, error: HubError) -> None:

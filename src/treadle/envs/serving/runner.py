@@ -21,88 +21,33 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from treadle.config.env import EnvConfig
 from treadle.config.load import replace_text
 from treadle.envs.base import Environment
-from treadle.envs.evaluation import evaluate_policy, result_path, save_result
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
+from treadle.envs.serving.course import Course, check_divides, plan_course
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
+from treadle.envs.serving.evaluations import evaluate, evaluate_beside, evaluate_if_due, wait_for_step
 from treadle.envs.serving.pace import FlightLimit, choose_pace
 from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
 from treadle.envs.serving.spool import Spool
 from treadle.envs.serving.stream import Stream, item_of
 from treadle.envs.serving.waves import roll_wave
-from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.hub import BatchInfo, RegisteredEnv, RegisterEnv
+from treadle.wire.hub import RegisterEnv
 
 log = get_logger("env")
 
-_STATUS_POLL_S = 0.05
 _GOODBYE_S = 1.0
 
 Keep = Callable[[ScoredGroup], None]  # writes a group to the file that the user asked for
-
-
-@dataclass(frozen=True)
-class Course:
-    """What this process is to deliver, and how."""
-
-    env_id: int
-    run_id: str
-    groups_accepted: int  # by the hub, in this environment's earlier lives
-    num_steps: int
-    batch_size: int  # in sequences
-    group_size: int
-    longest_sequence: int
-
-    @property
-    def prompts_per_wave(self) -> int:
-        return self.batch_size // self.group_size
-
-    @property
-    def next_wave(self) -> int:
-        return self.groups_accepted // self.prompts_per_wave + 1
-
-
-def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo) -> Course:
-    """What the hub said -> what to deliver. Pure."""
-    if registered.env_id is None or registered.num_steps is None or info.batch_size < 1:
-        raise HubError(
-            "the hub registered this environment but knows of no trainer",
-            fix="start the trainer, then this again",
-        )
-    if config.group_size > info.batch_size:
-        raise ConfigError(
-            f"a group of {config.group_size} does not fit into the trainer's batch of {info.batch_size} sequences",
-            fix="lower --env.group-size",
-        )
-    num_steps = registered.num_steps
-    return Course(
-        env_id=registered.env_id,
-        run_id=registered.run_id,
-        groups_accepted=registered.groups_accepted,
-        num_steps=num_steps if config.total_steps < 0 else min(num_steps, config.total_steps),
-        batch_size=info.batch_size,
-        group_size=config.group_size,
-        longest_sequence=info.max_token_len,
-    )
-
-
-def evaluation_is_due(config: EnvConfig, step: int, num_steps: int) -> bool:
-    """Before the first step, after the last, and every `steps_per_eval` steps between."""
-    if config.num_eval == 0:
-        return False
-    return step in (0, num_steps) or (config.steps_per_eval > 0 and step % config.steps_per_eval == 0)
 
 
 async def run(desk: Desk, hub: HubClient) -> None:
@@ -118,7 +63,11 @@ async def run(desk: Desk, hub: HubClient) -> None:
             min_batch_allocation=config.min_batch_allocation,
         )
     )
-    course = plan_course(config, registered, await hub.info())
+    if registered.env_id is None:
+        raise HubError("the hub registered this environment and gave it no id", fix="see whether it is really a hub")
+    course = plan_course(config, registered, await hub.info(), (await hub.standing(registered.env_id)).share)
+    if pace == "waves" and config.pace == "auto" and not course.is_alone:
+        pace = "stream"  # a wave fills a whole batch, and others are there to fill it too
     log.info(
         "registered",
         name=desk.name,
@@ -127,8 +76,6 @@ async def run(desk: Desk, hub: HubClient) -> None:
         groups_accepted=course.groups_accepted,
         steps=course.num_steps,
     )
-    if pace == "waves" and config.pace == "auto" and (await hub.standing(course.env_id)).share < 0.999:
-        pace = "stream"  # a wave fills a whole batch, and others are there to fill it too
     try:
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
@@ -139,29 +86,22 @@ async def run(desk: Desk, hub: HubClient) -> None:
 
 
 async def _run_waves(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
-    _check_divides(course)
-    if (await hub.standing(course.env_id)).share < 0.999:
+    check_divides(course)
+    if not course.is_alone:
         log.warning("waves_fill_whole_batches", fix="with several environments: --env.pace stream")
     for wave in range(course.next_wave, course.num_steps + 1):
         step = wave - 1 - desk.config.max_age
-        await _wait_for_step(hub, step)
+        await wait_for_step(hub, step)
         if step > 0 or wave == 1:
-            await _evaluate_if_due(desk, hub, course, max(step, 0))
+            await evaluate_if_due(desk, hub, course, max(step, 0))
         await _deliver_wave(desk, hub, course, wave, keep)
-    await _evaluate_if_due(desk, hub, course, course.num_steps)
-
-
-def _check_divides(course: Course) -> None:
-    if course.batch_size % course.group_size:
-        raise ConfigError(
-            f"the batch of {course.batch_size} sequences is no multiple of group_size {course.group_size}",
-            fix="choose --env.group-size so that it divides the trainer's batch size",
-        )
+    await evaluate_if_due(desk, hub, course, course.num_steps)
 
 
 async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
     config = desk.config
-    await _check_sizes(desk, hub, course)
+    if course.is_alone and not desk.environment.has_turns:
+        check_divides(course)
     folder = config.state_dir / quote(desk.name, safe="")
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
@@ -176,21 +116,15 @@ async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) ->
                 FlightLimit(config.max_num_workers), keep,
             )  # fmt: skip
             if (await hub.status()).current_step == 0:
-                await _evaluate_if_due(desk, hub, course, 0)
-            evaluating = asyncio.create_task(_evaluate_beside(desk, hub, course, stream.limit))
+                await evaluate_if_due(desk, hub, course, 0)
+            evaluating = asyncio.create_task(evaluate_beside(desk, hub, course, stream.limit))
             try:
                 await stream.keep_going(hub, None if config.total_steps < 0 else config.total_steps)
             finally:
                 evaluating.cancel()
                 await asyncio.gather(evaluating, return_exceptions=True)
-    await _evaluate_if_due(desk, hub, course, (await hub.status()).current_step, is_last=True)
-
-
-async def _check_sizes(desk: Desk, hub: HubClient, course: Course) -> None:
-    """Groups of one size that never add up to a batch would be sampled in vain."""
-    is_alone = (await hub.standing(course.env_id)).share > 0.999
-    if is_alone and not desk.environment.has_turns:
-        _check_divides(course)
+    if config.num_eval:
+        await evaluate(desk, hub, course, (await hub.status()).current_step)
 
 
 @contextlib.contextmanager
@@ -234,22 +168,6 @@ def _begin_anew_in_a_new_run(folder: Path, course: Course, cursor: Cursor, spool
     replace_text(known, course.run_id)
 
 
-async def _evaluate_beside(desk: Desk, hub: HubClient, course: Course, limit: FlightLimit) -> None:
-    """Evaluations between the first step and the last, on a part of the engine, while training goes on."""
-    last = 0
-    while True:
-        step = (await hub.status()).current_step
-        due = [s for s in range(last + 1, step + 1) if s < course.num_steps]
-        last = max(last, step)
-        if any(evaluation_is_due(desk.config, s, course.num_steps) for s in due):
-            at_once = max(1, int(desk.config.eval_limit_ratio * limit.value * course.group_size))
-            try:
-                await _evaluate(desk, hub, course, step, rollouts_at_once=at_once)
-            except TreadleError as error:
-                log.error("evaluation_failed", step=step, problem=str(error))
-        await asyncio.sleep(1.0)
-
-
 async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int, keep: Keep) -> None:
     started = time.monotonic()
     groups = await roll_wave(
@@ -269,51 +187,6 @@ async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int, k
         accuracy=sum((group.metrics or {})["accuracy"] for group in groups) / len(groups),
         seconds=time.monotonic() - started,
     )
-
-
-async def _evaluate_if_due(desk: Desk, hub: HubClient, course: Course, step: int, *, is_last: bool = False) -> None:
-    num_steps = step if is_last else course.num_steps
-    if evaluation_is_due(desk.config, step, num_steps):
-        await _evaluate(desk, hub, course, step)
-
-
-async def _evaluate(
-    desk: Desk, hub: HubClient, course: Course, step: int, *, rollouts_at_once: int = ROLLOUTS_AT_ONCE
-) -> None:
-    """Evaluate the policy of this step. In waves, the trainer publishes no later one before the next is delivered."""
-    folder = desk.config.data_dir_to_save_evals
-    if folder is not None and result_path(folder, step).exists():
-        log.info("evaluation_exists", step=step, path=str(result_path(folder, step)))
-        return
-    await _wait_for_step(hub, step)
-    result = await evaluate_policy(
-        desk,
-        step,
-        wave_prefix=f"{desk.name}-eval-{step}",
-        longest_sequence=course.longest_sequence,
-        rollouts_at_once=rollouts_at_once,
-    )
-    if folder is not None:
-        save_result(result, folder)
-    log.info(
-        "evaluated",
-        step=step,
-        policy_version=result.policy_version,
-        accuracy=result.accuracy,
-        low=result.interval_95[0],
-        high=result.interval_95[1],
-        prompts=result.num_prompts,
-        seconds=result.seconds,
-    )
-
-
-async def _wait_for_step(hub: HubClient, step: int) -> None:
-    """Wait until the trainer has taken so many steps. How long it may take is the trainer's business."""
-    while True:
-        status = await hub.status()
-        if status.current_step >= step:
-            return
-        await asyncio.sleep(_STATUS_POLL_S)
 
 
 async def _say_goodbye(hub: HubClient, env_id: int) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from treadle.wire.binary import join_groups, pack_group, split_groups
+from treadle.wire.binary import pack_group
 from treadle.wire.groups import ScoredGroup
 
 SUFFIX = ".groups"
@@ -23,32 +23,25 @@ class Spool:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._count = max((int(path.name.partition("-")[0]) for path in self.waiting()), default=-1) + 1
 
-    def put(self, key: str, groups: list[ScoredGroup]) -> Path:
+    def put(self, key: str, group: ScoredGroup) -> Path:
         """On disk when this returns. `key` is what the hub knows a repeated delivery by."""
         path = self._folder / f"{self._count:06d}-{quote(key, safe='')}{SUFFIX}"
         self._count += 1
         unfinished = path.with_suffix(".partial")
         with unfinished.open("wb") as file:
-            file.write(join_groups([pack_group(group) for group in groups]))
+            file.write(pack_group(group))
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
         return path
 
     def waiting(self) -> list[Path]:
+        """Files of packed groups; whoever has delivered one deletes it."""
         return sorted(self._folder.glob(f"*{SUFFIX}"))
 
     @staticmethod
     def key_of(path: Path) -> str:
         return unquote(path.name.removesuffix(SUFFIX).partition("-")[2])
-
-    @staticmethod
-    def read(path: Path) -> list[bytes]:
-        """Packed groups, as HubClient.post_packed takes them."""
-        return list(split_groups(path.read_bytes()))
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
 
     def refuse(self, path: Path) -> Path:
         self._refused.mkdir(exist_ok=True)

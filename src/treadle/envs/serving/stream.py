@@ -186,7 +186,7 @@ class Stream:
             **{f"dropped_{reason}": float(count) for reason, count in dropped.items()},
         }
         self.keep(group)
-        await self.delivery.accept(key_of(self.desk.name, config.seed, index), [group])
+        await self.delivery.accept(key_of(self.desk.name, config.seed, index), group)
 
     def _ask_again(self, index: int, error: TreadleError) -> None:
         self._tries[index] += 1
