@@ -46,7 +46,7 @@ class Served:
     def __init__(self, config: EngineConfig) -> None:
         from treadle.engines.surface.app import build_app
         from treadle.engines.vllm.start import start_vllm
-        from treadle.wire.serving import take_port
+        from treadle.wire.listening import take_port
 
         self.folder = Path(config.model)
         self.engine = start_vllm(config, self.folder)

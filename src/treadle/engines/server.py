@@ -21,7 +21,8 @@ from treadle.log import get_logger
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import remove_shared_file
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.serving import serve_until_stopped, take_port
+from treadle.wire.listening import take_port
+from treadle.wire.serving import serve_until_stopped
 
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
 LOOK_S = 2.0

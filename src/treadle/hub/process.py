@@ -14,7 +14,8 @@ from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.store import Store, set_aside
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.serving import serve_until_stopped, take_port
+from treadle.wire.listening import take_port
+from treadle.wire.serving import serve_until_stopped
 
 log = get_logger("hub")
 

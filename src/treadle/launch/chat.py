@@ -14,9 +14,10 @@ import httpx
 
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import EngineError, ModelError, require
-from treadle.launch.machine import find_free_ports, look_at_machine
+from treadle.launch.machine import look_at_machine
 from treadle.launch.model import ending_on_sigterm, prepare_model
 from treadle.launch.plan import CONFIG_FILE, ProcessSpec, child_environment
+from treadle.launch.ports import ANY_FREE, Listeners, held_ports, port_of
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 
 Message = dict[str, str]
@@ -68,8 +69,13 @@ def _newest_result(runs: Path) -> Path:
 @contextlib.contextmanager
 def running_engine(model_folder: Path) -> Iterator[str]:
     """The URL of an engine that serves `model_folder` until the block ends."""
-    facts = look_at_machine({})
-    (port,) = find_free_ports(1)
+    with held_ports({"engine": ("127.0.0.1", ANY_FREE)}) as listeners:
+        yield from _serve(model_folder, listeners)
+
+
+def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
+    facts = look_at_machine({name: port_of(listener) for name, listener in listeners.items()})
+    port = facts.ports["engine"]
     url = f"http://127.0.0.1:{port}"
     handle, log_name = tempfile.mkstemp(prefix="treadle-chat-", suffix=".log")
     os.close(handle)
@@ -77,7 +83,7 @@ def running_engine(model_folder: Path) -> Iterator[str]:
     argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
     environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
     stop = StopRequest()
-    with Supervisor(stop) as supervisor:
+    with Supervisor(stop, listeners=listeners) as supervisor:
         sys.stderr.write("starting the engine...\n")
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])

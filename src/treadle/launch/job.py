@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -27,11 +28,11 @@ from treadle.launch.plan import (
     CONFIG_FILE,
     Plan,
     build_plan,
-    choose_ports,
     choose_steps,
     explicit_keys,
     wished_addresses,
 )
+from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.probe import get_json
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
@@ -52,17 +53,17 @@ def start_run(config: RunConfig, *, plain: bool) -> int:
     config.check_together()
     check_one_model(config, explicit)
     choose_steps(config, explicit)
-    # A busy port is cheap to notice and must not cost the user a download first.
-    choose_ports(config, look_at_machine(wished_addresses(config)), explicit)
     require("train", "torch", "transformers")
-    warning = run_folders.check_disk_space(config.output)
-    if warning:
-        _say(f"warning: {warning}")
-    model_folder = prepare_model(config.model)
-    folder = run_folders.create_run_folder(config.output, _label(config))
-    with run_folders.locked(folder):
-        run_folders.save_request(config, folder)
-        return _run(config, folder, model_folder, explicit, plain=plain)
+    # A busy port is cheap to notice and must not cost the user a download first.
+    with held_ports(wished_addresses(config), explicit) as listeners:
+        warning = run_folders.check_disk_space(config.output)
+        if warning:
+            _say(f"warning: {warning}")
+        model_folder = prepare_model(config.model)
+        folder = run_folders.create_run_folder(config.output, _label(config))
+        with run_folders.locked(folder):
+            run_folders.save_request(config, folder)
+            return _run(config, folder, model_folder, explicit, listeners, plain=plain)
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
@@ -116,8 +117,9 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> i
         require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
-        model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-        return _run(config, folder, model_folder, explicit, plain=plain)
+        with held_ports(wished_addresses(config), explicit) as listeners:
+            model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
+            return _run(config, folder, model_folder, explicit, listeners, plain=plain)
 
 
 def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
@@ -132,12 +134,14 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
             raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
 
 
-def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset[str], *, plain: bool) -> int:
+def _run(
+    config: RunConfig, folder: Path, model_folder: str, explicit: frozenset[str], listeners: Listeners, *, plain: bool
+) -> int:
     """Needs the folder's lock."""
     run_folders.remove_stale_weights(folder)
     plan = build_plan(
         config,
-        look_at_machine(wished_addresses(config)),
+        look_at_machine({name: port_of(listener) for name, listener in listeners.items()}),
         run_folder=folder,
         model_folder=model_folder,
         is_model_local=is_local(config.model),
@@ -148,7 +152,7 @@ def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset
     history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
     how_to_resume = f"continue with: {program()} run --resume {near(folder)}"
-    life = Life(plan, history)
+    life = Life(plan, history, listeners)
     try:
         life.live(plain=plain)
     except TreadleError:
@@ -172,7 +176,7 @@ def _run(config: RunConfig, folder: Path, model_folder: str, explicit: frozenset
 class Life:
     """One stretch of a run: from start or resume until it is complete, stopped or broken."""
 
-    def __init__(self, plan: Plan, history: HistoryReader) -> None:
+    def __init__(self, plan: Plan, history: HistoryReader, listeners: Listeners = MappingProxyType({})) -> None:
         self._plan = plan
         self._history = history
         self._begun = time.monotonic()
@@ -180,7 +184,7 @@ class Life:
         self._next_question = 0.0
         self._are_all_started = False
         self._stop = StopRequest()
-        self._supervisor = Supervisor(self._stop, on_tick=self._tick)
+        self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._screen: Screen | None = None
 

@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,24 +17,21 @@ _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """`busy_ports`: those of the wished ports that somebody uses; `free_ports`: spare ones to hand out."""
+    """`ports`: those that are held for the servers of the run, by name."""
 
     num_cores: int
     has_shared_memory: bool
-    busy_ports: frozenset[int] = frozenset()
-    free_ports: tuple[int, ...] = ()
+    ports: Mapping[str, int] = field(default_factory=dict)
     launcher_pid: int = 0
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def look_at_machine(wished: Mapping[str, tuple[str, int]]) -> MachineFacts:
-    """`wished` names the addresses that will be asked for: {"hub": ("127.0.0.1", 8000)}."""
+def look_at_machine(ports: Mapping[str, int]) -> MachineFacts:
     return MachineFacts(
         num_cores=count_cores(),
         has_shared_memory=_has_shared_memory(),
-        busy_ports=frozenset(port for host, port in wished.values() if is_port_busy(host, port)),
-        free_ports=find_free_ports(len(wished)),
+        ports=dict(ports),
         launcher_pid=os.getpid(),
         environment=dict(os.environ),
     )
@@ -67,15 +63,6 @@ def is_port_busy(host: str, port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def find_free_ports(count: int) -> tuple[int, ...]:
-    """Different ports that nobody listens on; all are held open until the last one is known."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(probe.getsockname()[1] for probe in probes)
 
 
 def _family(host: str) -> socket.AddressFamily:

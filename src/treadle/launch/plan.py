@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import TrainConfig
-from treadle.errors import ConfigError, PortInUse
+from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 
 PROMPT_ROOM = 1024  # tokens before a completion
@@ -69,7 +69,7 @@ def build_plan(
 ) -> Plan:
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
-    ports = choose_ports(config, facts, explicit)
+    ports = facts.ports
     # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
     leased_ahead = config.env.max_age if config.env.pace != "stream" else 0
     if "train.max_age" in explicit and config.train.max_age != leased_ahead:
@@ -142,18 +142,6 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 
 def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
     return {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
-
-
-def choose_ports(config: RunConfig, facts: MachineFacts, explicit: frozenset[str]) -> dict[str, int]:
-    """A default port is a wish and gives way when it is busy; a port that the user chose does not."""
-    ports: dict[str, int] = {}
-    spare = list(facts.free_ports)
-    for name, (_, port) in wished_addresses(config).items():
-        is_taken = port in facts.busy_ports or port in ports.values()
-        if is_taken and f"{name}.port" in explicit:
-            raise PortInUse(f"port {port}, asked for by --{name}.port, is in use", fix=f"choose another --{name}.port")
-        ports[name] = spare.pop(0) if is_taken else port
-    return ports
 
 
 def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.plan import ProcessSpec
 from treadle.launch.probe import answers_ok
+from treadle.wire.listening import HANDED_FD
 
 NUM_TAIL_LINES = 20
 _USER_ERROR_CODE = 2
+_READY_ANSWER_S = 0.5  # the port is open from the start; the launcher must not stand still while nobody answers
 _OUR_WORDS = re.compile(r"^treadle[\w -]*: (?P<message>.+)$")
 _REMEDY = "  -> "
 
@@ -22,19 +25,24 @@ class ChildProcess:
     """A started process, in a session of its own: Ctrl-C in the terminal reaches only the launcher, which
     then stops every child in order."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, listener: socket.socket | None = None) -> None:
+        """`listener` is handed over: from then on only the child has it, and its port is free when the child ends."""
         self.spec = spec
+        handed = {} if listener is None else {HANDED_FD: listener.fileno()}
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = spec.log_path.stat().st_size if spec.log_path.exists() else 0
         with spec.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 spec.argv,
-                env=dict(spec.env),
+                env={**spec.env, **{name: str(number) for name, number in handed.items()}},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(handed.values()),
             )
+        if listener is not None:
+            listener.close()
 
     @property
     def pid(self) -> int:
@@ -58,7 +66,7 @@ class ChildProcess:
             self._process.wait()
 
     def is_ready(self) -> bool:
-        return self.spec.ready_url is None or answers_ok(self.spec.ready_url)
+        return self.spec.ready_url is None or answers_ok(self.spec.ready_url, timeout_s=_READY_ANSWER_S)
 
     def death(self, why: str = "") -> TreadleError:
         """Why it ended, in words: its own message for a mistake of the user's, else the tail of its log."""

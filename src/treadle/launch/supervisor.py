@@ -11,9 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from treadle.launch.plan import ProcessSpec
+from treadle.launch.ports import Listeners
 from treadle.launch.process import ChildProcess
 
 # Who is waited for in which order, and by how many seconds after the request it must be gone. The trainer has the
@@ -64,11 +65,14 @@ class Supervisor:
         on_tick: Callable[[], None] = lambda: None,
         stop_order: Sequence[tuple[str, float]] = STOP_ORDER,
         grace_s: float = 120.0,
+        listeners: Listeners = MappingProxyType({}),
     ) -> None:
+        """`listeners`: held for the servers among the children, by their names; handed over at their start."""
         self._stop = stop
         self._on_tick = on_tick
         self._stop_order = stop_order
         self._grace_s = grace_s
+        self._listeners = listeners
         self._children: dict[str, ChildProcess] = {}
 
     def __enter__(self) -> Supervisor:
@@ -86,7 +90,7 @@ class Supervisor:
         begun = time.monotonic()
         waiting = []
         for spec in specs:
-            self._children[spec.name] = ChildProcess(spec)
+            self._children[spec.name] = ChildProcess(spec, self._listeners.get(spec.name))
             waiting.append(self._children[spec.name])
         next_look = begun
         while waiting:

@@ -1,12 +1,10 @@
-"""Serving HTTP: one way to take a port, and one way to serve on it until told to stop."""
+"""Serving HTTP: one way to serve on a port that was taken, until told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,39 +15,11 @@ import uvicorn
 import uvloop
 from starlette.responses import JSONResponse
 
-from treadle.errors import ConfigError, PortInUse
 from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.http_protocol import protocol_of
 
 DEFAULT_LIMITS = HttpLimits()
-
-FIRST_HANDED_FD = 3
-
-
-def take_port(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything slow is done: a second process ends having touched nothing.
-
-    A service manager may hand one over (LISTEN_FDS, as systemd does). It stays open there while this process restarts,
-    so that clients which give up quickly, as Atropos' environments do, wait in line and notice nothing.
-    """
-    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
-        return socket.socket(fileno=FIRST_HANDED_FD)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small answers at once; without it each waits 40 ms (Nagle).
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            fix = "stop the program that listens there, or choose another port with --port"
-            raise PortInUse(f"port {port} on {host} is in use", fix=fix) from None
-        fix = "choose another with --host or --port; ports below 1024 need privileges"
-        raise ConfigError(f"cannot listen on {host} port {port}", fix=fix) from error
-    return listener
 
 
 def is_loopback(url: str) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from treadle.errors import EngineError
-from treadle.wire.serving import take_port
+from treadle.wire.listening import take_port
 
 KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from written_run import evaluation, step_values, write_run
 
+from tests.e2e.processes import free_port
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied
 from treadle.launch import folder as run_folders
@@ -19,7 +20,6 @@ from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
 from treadle.launch.job import Life, check_one_model
-from treadle.launch.machine import find_free_ports
 from treadle.launch.memory import MemorySampler
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
@@ -28,7 +28,7 @@ from treadle.launch.report import Outcome, save_summary, summarize
 @pytest.fixture
 def plan(tmp_path: Path, make_spec, server_code) -> Plan:
     """Two steps by a trainer that writes metrics, beside an environment that writes evaluations."""
-    hub, engine = find_free_ports(2)
+    hub, engine = free_port(), free_port()
     write = "import pathlib; pathlib.Path({!r}).{}"
     # Like the real one, the trainer starts first and takes no step before the environment has worked.
     wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'evals' / '0.json')!r}): time.sleep(0.05)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.config import DEFAULT_MODEL, load_run
-from treadle.errors import ConfigError, PortInUse
+from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.plan import Plan, build_plan, explicit_keys
 
@@ -15,7 +15,7 @@ RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
 FACTS = MachineFacts(
     num_cores=8,
     has_shared_memory=True,
-    free_ports=(51001, 51002),
+    ports={"hub": 8000, "engine": 9001},
     launcher_pid=4711,
     python="/venv/bin/python",
     environment={"HOME": "/home/ada", "PYTHONDONTWRITEBYTECODE": "1"},
@@ -92,27 +92,11 @@ def test_free_default_ports_are_taken_and_urls_follow() -> None:
     assert plan.config.openai.base_url == "http://127.0.0.1:9001/v1"
 
 
-def test_a_busy_default_port_gives_way_to_a_free_one() -> None:
-    plan = plan_for(busy_ports=frozenset({8000}))
+def test_the_ports_that_are_held_are_the_ones_that_everybody_is_told() -> None:
+    plan = plan_for(ports={"hub": 51001, "engine": 9001})
     assert (plan.config.hub.port, plan.config.engine.port) == (51001, 9001)
     assert plan.config.train.atropos_url == plan.hub_url == "http://127.0.0.1:51001"
     assert plan.processes[0].ready_url == "http://127.0.0.1:51001/healthz"
-
-
-def test_a_busy_port_that_the_user_chose_is_an_error_that_names_it() -> None:
-    with pytest.raises(PortInUse, match=r"port 8123.*--hub\.port") as caught:
-        plan_for({"hub.port": "8123"}, busy_ports=frozenset({8123}))
-    assert caught.value.exit_code == 2
-
-
-def test_the_default_port_counts_as_chosen_when_the_user_wrote_it() -> None:
-    with pytest.raises(PortInUse, match="port 9001"):
-        plan_for({"engine.port": "9001"}, busy_ports=frozenset({9001}))
-
-
-def test_two_processes_cannot_have_one_port() -> None:
-    with pytest.raises(PortInUse, match="port 8100"):
-        plan_for({"hub.port": "8100", "engine.port": "8100"})
 
 
 def test_a_server_that_listens_everywhere_is_called_on_loopback() -> None:

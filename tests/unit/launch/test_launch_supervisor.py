@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.processes import free_port
 from treadle.errors import ProcessDied, UserError
-from treadle.launch.machine import find_free_ports
 from treadle.launch.plan import ProcessSpec
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 
@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_start_returns_when_the_server_answers(make_spec, server_code) -> None:
-    (port,) = find_free_ports(1)
+    port = free_port()
     url = f"http://127.0.0.1:{port}/healthz"
     with Supervisor(StopRequest()) as supervisor:
         supervisor.start([make_spec("hub", server_code(port), ready_url=url)])
@@ -112,7 +112,7 @@ def test_an_earlier_life_does_not_speak_in_the_tail(make_spec) -> None:
 
 
 def test_the_run_is_complete_when_every_worker_ended_well(make_spec, server_code) -> None:
-    (port,) = find_free_ports(1)
+    port = free_port()
     with Supervisor(StopRequest()) as supervisor:
         supervisor.start([make_spec("hub", server_code(port), ready_url=f"http://127.0.0.1:{port}/")])
         supervisor.start([make_spec("env", "pass"), make_spec("trainer", "pass")])
@@ -133,7 +133,7 @@ def test_a_trainer_that_ends_too_early_takes_the_run_down(make_spec, code: int, 
 
 
 def test_a_server_may_not_end_by_itself(make_spec, server_code) -> None:
-    (port,) = find_free_ports(1)
+    port = free_port()
     code = server_code(port).replace("serve_forever()", "handle_request()")
     with Supervisor(StopRequest()) as supervisor:
         supervisor.start([make_spec("hub", code, ready_url=f"http://127.0.0.1:{port}/")])

@@ -18,7 +18,8 @@ SERVER = """
 import asyncio, json, os, resource, sys
 from treadle.log import set_up_logging
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.serving import serve_until_stopped, take_port
+from treadle.wire.listening import take_port
+from treadle.wire.serving import serve_until_stopped
 
 gone = 0
 

@@ -12,7 +12,8 @@ from treadle.log import get_logger
 from treadle.wire.guard import Access, Guard, Rules
 from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
-from treadle.wire.serving import SignalFreeServer, server_settings, take_port
+from treadle.wire.listening import take_port
+from treadle.wire.serving import SignalFreeServer, server_settings
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 MAX_CONNECTIONS = 4000  # an agent may hold several

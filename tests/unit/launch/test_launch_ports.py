@@ -1,0 +1,97 @@
+"""Ports are held until a child has them: nobody comes between, and no child of a child keeps one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treadle.errors import PortInUse
+from treadle.launch.ports import ANY_FREE, held_ports, port_of
+from treadle.launch.probe import answers_ok
+from treadle.launch.supervisor import StopRequest, Supervisor
+from treadle.wire.listening import take_port
+
+LOOPBACK = "127.0.0.1"
+# A server as ours are: it takes its port by take_port, and starts a child of its own first.
+SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from treadle.wire.listening import take_port
+listener = take_port("127.0.0.1", {port})
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+server.socket = listener
+server.serve_forever()
+"""
+
+
+def can_take(port: int) -> bool:
+    try:
+        take_port(LOOPBACK, port).close()
+    except PortInUse:
+        return False
+    return True
+
+
+def test_a_second_run_cannot_have_the_port_that_a_first_one_holds() -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as first:
+        port = port_of(first["hub"])
+        assert not can_take(port)
+        with held_ports({"hub": (LOOPBACK, port)}) as second:
+            assert port_of(second["hub"]) not in (port, 0), "a default port gives way"
+    assert can_take(port), "let go of at the end"
+
+
+def test_a_busy_port_that_the_user_chose_is_an_error_that_names_it() -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as held:
+        port = port_of(held["hub"])
+        with (
+            pytest.raises(PortInUse, match=rf"port {port}.*--hub\.port") as caught,
+            held_ports({"hub": (LOOPBACK, port)}, frozenset({"hub.port"})),
+        ):
+            pass
+    assert caught.value.exit_code == 2
+
+
+def test_two_processes_cannot_have_one_port_and_the_first_is_let_go() -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as held:
+        port = port_of(held["hub"])
+    wished = {"hub": (LOOPBACK, port), "engine": (LOOPBACK, port)}
+    with pytest.raises(PortInUse, match=f"port {port}"), held_ports(wished, frozenset({"hub.port", "engine.port"})):
+        pass
+    assert can_take(port)
+
+
+def test_a_child_serves_on_the_socket_it_was_handed_and_the_port_is_free_when_it_has_ended(make_spec) -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as listeners:
+        port = port_of(listeners["hub"])
+        url = f"http://{LOOPBACK}:{port}/healthz"
+        with Supervisor(StopRequest(), listeners=listeners) as supervisor:
+            supervisor.start([make_spec("hub", SERVER.format(port=port), ready_url=url)])
+            assert answers_ok(url)
+            assert listeners["hub"].fileno() == -1, "only the child has it now"
+        assert can_take(port)
+
+
+def test_a_connection_made_before_the_server_is_up_waits_in_line(make_spec) -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as listeners:
+        port = port_of(listeners["hub"])
+        early = socket.create_connection((LOOPBACK, port), timeout=20)
+        with early, Supervisor(StopRequest(), listeners=listeners) as supervisor:
+            early.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            supervisor.start([make_spec("hub", SERVER.format(port=port), ready_url=f"http://{LOOPBACK}:{port}/")])
+            assert early.recv(12) == b"HTTP/1.0 200"
+
+
+def test_the_launcher_needs_no_web_server_to_hold_a_port(tmp_path: Path) -> None:
+    code = "import sys, treadle.launch.ports; print({'uvicorn', 'starlette', 'uvloop'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout.strip() == "set()"
