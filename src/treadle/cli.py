@@ -223,8 +223,10 @@ def _load_section(values: Any) -> Any:
 
 def _log_to_stderr() -> None:
     from treadle.log import set_up_logging
+    from treadle.watch.stacks import listen_for_signal
 
     set_up_logging(os.environ.get("TREADLE_LOG", "INFO"))
+    listen_for_signal()
 
 
 def _overview() -> str:

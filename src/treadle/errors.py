@@ -9,6 +9,7 @@ TreadleError
 │   ├── PortInUse         another program listens there
 │   └── DiskFull          no room left for the queue, the logs or a checkpoint
 ├── ProcessDied         exit code 1: a process of the run ended that should not have
+├── RunStalled          nothing in the run has moved for too long
 ├── HubError            the hub refused a call or could not be reached
 ├── EngineError         the engine refused a call or could not be reached
 │   └── RequestError      a request that cannot be served as it was asked
@@ -61,6 +62,10 @@ class PortInUse(UserError):
 
 
 class DiskFull(UserError):
+    pass
+
+
+class RunStalled(TreadleError):
     pass
 
 

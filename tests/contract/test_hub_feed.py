@@ -15,6 +15,7 @@ import pytest
 from tests.hub_process import HubProcess
 from treadle.errors import HubError
 from treadle.train.feed import HubFeed
+from treadle.watch.waits import Waits
 from treadle.wire.hub import RegisterTrainer
 
 
@@ -34,7 +35,7 @@ def hub(folder: Path, *flags: str) -> Iterator[httpx.Client]:
 
 
 def feed_of(client: httpx.Client) -> HubFeed:
-    return HubFeed(str(client.base_url), lambda: None)
+    return HubFeed(str(client.base_url), lambda: None, Waits(), 300.0)
 
 
 def post(client: httpx.Client, *tags: int) -> None:

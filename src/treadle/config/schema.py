@@ -58,6 +58,7 @@ class EngineConfig(Section):
     port: Port = option(9001, "port to listen on")
     token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")
     allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
+    hub_url: str = option("", "the hub to report to, for its page and its explanations; treadle run sets it")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     dtype: Dtype = option("bfloat16", "number format of the weights; auto takes the checkpoint's own")
     threads: Count = option(0, "compute threads; 0 takes every core")
@@ -90,6 +91,9 @@ class RunConfig(Section):
     steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "the same seed gives the same curve")
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
+    stall_timeout_s: Annotated[float, Field(ge=0)] = option(
+        3600.0, "a run in which nothing has moved for so long is stopped; 0: never"
+    )
     hub: HubConfig = HubConfig()
     engine: EngineConfig = EngineConfig()
     openai: ServerConfig = ServerConfig()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
+from treadle.engines.eye import EngineEye
 from treadle.engines.models import resolve_model
 from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
@@ -20,6 +22,9 @@ from treadle.errors import EngineError, require
 from treadle.log import get_logger
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import remove_shared_file
+from treadle.watch.waits import Waits, Wanted
+from treadle.watch.watchdog import Watchdog
+from treadle.wire.guard import Access
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
 from treadle.wire.serving import serve_until_stopped
@@ -27,6 +32,7 @@ from treadle.wire.serving import serve_until_stopped
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
 LOOK_S = 2.0
 RESTART_GRACE_S = 20.0
+LONG_LOAD_S = 300.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to their owner
 log = get_logger("engine")
 
@@ -35,31 +41,41 @@ def run_engine(config: EngineConfig) -> None:
     config = share_if_switched_on(config, os.environ)
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)  # before the slow part: a port in use is known at once
+    waits = Waits()
+    eye = EngineEye(waits)
     try:
-        started = time.monotonic()
-        engine = start_engine(config, resolve_model(config.model))
-        facts = engine.facts
-        log.info(
-            "loaded",
-            engine=facts.kind,
-            version=facts.version,
-            model=str(facts.folder),
-            device=facts.device,
-            seconds=time.monotonic() - started,
-        )
-        log.info("listening", host=config.host, port=config.port)
-        life = EngineLife(engine)
-        file = config.weights_file
-        bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
-        app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
-        limits = HttpLimits(max_connections=MAX_CONNECTIONS)
-        serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
-        if life.failure is not None:
-            raise EngineError(f"generation failed ({life.failure})", fix="the traceback is above")
+        with Watchdog("engine", "engine", waits, config.hub_url, eye.about) as watchdog:
+            _serve(config, access, listener, waits, eye, watchdog)
     finally:
         listener.close()
         if config.weights_file is not None:
             remove_shared_file(config.weights_file)
+
+
+def _serve(
+    config: EngineConfig, access: Access, listener: socket.socket, waits: Waits, eye: EngineEye, watchdog: Watchdog
+) -> None:
+    started = time.monotonic()
+    with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=LONG_LOAD_S)):
+        engine = start_engine(config, resolve_model(config.model))
+    facts = engine.facts
+    log.info(
+        "loaded",
+        engine=facts.kind,
+        version=facts.version,
+        model=str(facts.folder),
+        device=facts.device,
+        seconds=time.monotonic() - started,
+    )
+    log.info("listening", host=config.host, port=config.port)
+    life = EngineLife(engine, eye, watchdog)
+    file = config.weights_file
+    bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
+    app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
+    limits = HttpLimits(max_connections=MAX_CONNECTIONS)
+    serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
+    if life.failure is not None:
+        raise EngineError(f"generation failed ({life.failure})", fix="the traceback is above")
 
 
 def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> EngineConfig:
@@ -94,9 +110,17 @@ class EngineLife:
     """
 
     def __init__(
-        self, engine: Engine, *, grace_s: float = RESTART_GRACE_S, on_death: Callable[[], None] = _end_process
+        self,
+        engine: Engine,
+        eye: EngineEye,
+        watchdog: Watchdog,
+        *,
+        grace_s: float = RESTART_GRACE_S,
+        on_death: Callable[[], None] = _end_process,
     ) -> None:
         self._engine = engine
+        self._eye = eye
+        self._watchdog = watchdog
         self._grace_s = grace_s
         self._on_death = on_death
         self._closing: asyncio.Task[None] | None = None
@@ -104,6 +128,7 @@ class EngineLife:
 
     @contextlib.asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
+        self._watchdog.watch_loop(asyncio.get_running_loop())
         watching = asyncio.ensure_future(self._watch())
         try:
             yield
@@ -121,8 +146,9 @@ class EngineLife:
         failed_since: float | None = None
         while failed_since is None or time.monotonic() - failed_since < self._grace_s:
             await asyncio.sleep(LOOK_S)
-            has_failed = (await self._engine.state()).failure is not None
-            failed_since = (failed_since or time.monotonic()) if has_failed else None
+            state = await self._engine.state()
+            self._eye.see(state)
+            failed_since = (failed_since or time.monotonic()) if state.failure is not None else None
         self._on_death()
 
     async def _close(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,19 +26,23 @@ from treadle.hub.state import Clock, HubState
 from treadle.store import Store
 from treadle.wire.guard import Access, Guard
 
+OnLoop = Callable[[asyncio.AbstractEventLoop], None]
+
 
 def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) -> Guard:
     """`build_app(Store.open(path), HubConfig())`. The caller closes the store in the end."""
     return app_of(HubState.build(store, config, clock), access_of(config, os.environ))
 
 
-def app_of(hub: HubState, access: Access) -> Guard:
+def app_of(hub: HubState, access: Access, on_loop: OnLoop = lambda _: None) -> Guard:
+    """`on_loop` is called with the event loop, once it runs."""
     newsroom = Newsroom(hub.store, hub.bell)
     hub.metrics.after_event = hub.store.event_ends()[1]
     hub.store.commit_watchers.append(hub.metrics.commit)
 
     @contextlib.asynccontextmanager
     async def at_work(_: Starlette) -> AsyncIterator[None]:
+        on_loop(asyncio.get_running_loop())
         await hub.porters.start()
         async with newsroom.open():
             yield

@@ -1,21 +1,26 @@
-"""For who watches: the metrics, and the stream of events."""
+"""For who watches: the metrics, the stream of events, and how each process of the run stands."""
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from treadle.hub import events
-from treadle.hub.answers import RETRY_AFTER_S
+from treadle.hub.answers import RETRY_AFTER_S, json_answer
+from treadle.hub.body import read_message
 from treadle.hub.events import Newsroom
 from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused
 from treadle.hub.routing import TEXT, Endpoint, Parameter
 from treadle.hub.state import HubState
+from treadle.watch.watchdog import About, report_of
 from treadle.wire import exposition
+from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
+REPORT = msgspec.json.Decoder(ProcessReport)
 MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
 AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
@@ -35,6 +40,14 @@ class ObserverRoutes:
                 "GET", "/v1/events", self.events, "server-sent events: what happens, as it happens",
                 parameters=(AFTER, LAST_EVENT_ID), media_type=events.CONTENT_TYPE, refusals=(422,),
             ),
+            Endpoint(
+                "GET", "/v1/processes", self.processes, "the processes that report here, and what they wait for",
+                answer=Processes,
+            ),
+            Endpoint(
+                "POST", "/v1/processes", self.report, "how a process stands: every two seconds, from each",
+                body=ProcessReport, answer=ReportTaken,
+            ),
         ]  # fmt: skip
 
     async def metrics(self, _: Request) -> Response:
@@ -53,6 +66,14 @@ class ObserverRoutes:
             raise Refused(503, detail, {"Retry-After": RETRY_AFTER_S}, reason="too_many_readers")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._newsroom.stream(last_id), headers=headers, media_type=events.CONTENT_TYPE)
+
+    async def processes(self, _: Request) -> Response:
+        own = ProcessStanding(report=report_of("hub", "hub", About(), self._hub.store.waits), heard_s=0.0)
+        return json_answer(Processes(processes=[own, *self._hub.board.standings()]))
+
+    async def report(self, request: Request) -> Response:
+        report = await read_message(request, REPORT, self._hub.config.read_timeout_s)
+        return json_answer(self._hub.board.take(report))
 
 
 def _number(text: str | None, place: str, name: str) -> int | None:

@@ -13,6 +13,8 @@ from treadle.hub.guard import access_of
 from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.store import Store, set_aside
+from treadle.watch.waits import Waits
+from treadle.watch.watchdog import Watchdog
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
 from treadle.wire.serving import serve_until_stopped
@@ -28,12 +30,14 @@ def serve(config: HubConfig) -> None:
     try:
         if config.fresh:
             set_aside(config.database)
-        with Store.open(config.database) as store:
+        waits = Waits()
+        with Store.open(config.database, waits=waits) as store, Watchdog("hub", "hub", waits) as watchdog:
             hub = HubState.build(store, config, time.monotonic)
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
             gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
-            serve_until_stopped(app_of(hub, access), listener, on_stop=hub.bell.close, limits=limits)
+            app = app_of(hub, access, watchdog.watch_loop)
+            serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)
             reach("hub:stopping")
     finally:
         listener.close()

@@ -19,6 +19,7 @@ async def reset(hub: HubState, request: Request) -> None:
         raise Refused(403, "only this machine or the admin token may reset the hub", reason="not_admin")
     await asyncio.wrap_future(hub.store.reset())
     hub.presence.forget()
+    hub.board.clear()
     hub.metrics.forget_envs()
     hub.bell.ring()
     log.warning("reset")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
 from treadle.hub.batching import plan
+from treadle.hub.board import Board
 from treadle.hub.checks import Rules
 from treadle.hub.metrics import Metrics
 from treadle.hub.porters import Porters
@@ -93,6 +94,7 @@ class HubState:
     bell: Bell
     porters: Porters
     metrics: Metrics
+    board: Board
     terms: LeaseTerms
     limits: Limits
     # Acknowledgements of batches whose answer has left, on their way to the disk.
@@ -117,6 +119,7 @@ class HubState:
             bell=Bell(),
             porters=Porters(config.door_workers or max(1, min(MOST_PORTERS, (os.cpu_count() or 2) - 1))),
             metrics=Metrics(),
+            board=Board(clock),
             terms=terms,
             limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
         )

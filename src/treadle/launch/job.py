@@ -24,8 +24,10 @@ from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import look_at_machine
 from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
+from treadle.launch.overseer import Overseer
 from treadle.launch.plan import (
     CONFIG_FILE,
+    LOG_FOLDER,
     Plan,
     build_plan,
     choose_steps,
@@ -67,11 +69,13 @@ def start_run(config: RunConfig, *, plain: bool) -> int:
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
-    """A name or task that does not exist is refused before anything is made; what suits the task is settled for life.
+    """A name, a task or data that does not exist is refused before anything is made; what suits the task is settled
+    for life.
 
     Paths become absolute: a run can be resumed from another folder.
     """
     environment = load_environment(config)
+    environment.prepare()
     paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
     if ".py" in config.name:
         paths["name"] = _absolute(config.name)
@@ -186,6 +190,9 @@ class Life:
         self._stop = StopRequest()
         self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
+        self._overseer = Overseer(
+            plan.hub_url, lambda: self._supervisor.pids, plan.run_folder / LOG_FOLDER, plan.config.stall_timeout_s
+        )
         self._screen: Screen | None = None
 
     def live(self, *, plain: bool) -> None:
@@ -214,6 +221,9 @@ class Life:
         )
 
     def _tick(self) -> None:
+        if self._are_all_started:
+            seen = self._history.read()
+            self._overseer.look((seen.last_step, len(seen.evaluations)))
         if self._screen is not None:
             self._screen.tick()
 
@@ -223,6 +233,7 @@ class Life:
         if not self._are_all_started:
             return
         state.phase = current_phase(state.history, self._plan.config)
+        state.sight = self._overseer.sight
         if time.monotonic() >= self._next_question:
             self._next_question = time.monotonic() + 1.0
             answer = get_json(f"{self._plan.hub_url}/status")

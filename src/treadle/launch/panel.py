@@ -13,9 +13,11 @@ from rich.text import Text
 from treadle.config.schema import RunConfig
 from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
+from treadle.launch.overseer import Sight
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
 
 _UNKNOWN = "–"
+NUM_NOTES_SHOWN, NUM_ALARMS_SHOWN = 3, 2
 NUM_STEPS_SHOWN = 20  # the trainer says a thing that lasts again after so many steps
 
 
@@ -28,6 +30,7 @@ class Picture:
     num_queued: int | None
     memory_bytes: int
     elapsed_s: float
+    sight: Sight
 
 
 def draw(picture: Picture) -> RenderableType:
@@ -53,6 +56,8 @@ def draw(picture: Picture) -> RenderableType:
     if history.evaluations:
         lines.append(_held_out(history.evaluations))
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
+    lines += [Text(f"… {note}", style="dim") for note in picture.sight.notes[:NUM_NOTES_SHOWN]]
+    lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
     name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task_name}")
     return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
 

@@ -22,6 +22,7 @@ from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
+LOG_FOLDER = "logs"
 DEFAULT_MAX_LORA_RANK = EngineConfig().max_lora_rank
 # Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
 _CHILD_ENVIRONMENT = {
@@ -83,6 +84,7 @@ def build_plan(
     longest = _longest_sequence(config, explicit)
     derived = {
         "hub.database": run_folder / "hub.sqlite",
+        "engine.hub_url": hub_url,
         "engine.threads": threads,
         "engine.max_model_len": longest,
         "train.seq_len": longest,
@@ -173,7 +175,7 @@ def _processes(
     def spec(name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0) -> ProcessSpec:
         argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
         environment = child_environment(facts, threads=threads, is_offline=is_offline)
-        return ProcessSpec(name, argv, environment, run_folder / "logs" / f"{name}.log", ready_url, timeout_s)
+        return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
 
     engine_threads = config.engine.threads or facts.num_cores
     train_threads = config.train.threads or facts.num_cores

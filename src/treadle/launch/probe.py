@@ -15,14 +15,19 @@ def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
 
 def get_json(url: str, *, timeout_s: float = 0.5) -> dict[str, Any] | None:
     """The object that GET `url` answers; None when there is none to be had now."""
-    status, body = _get(url, timeout_s)
-    if status != 200:
+    body = get_body(url, timeout_s=timeout_s)
+    if body is None:
         return None
     try:
         values = json.loads(body)
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
+
+
+def get_body(url: str, *, timeout_s: float = 0.5) -> bytes | None:
+    status, body = _get(url, timeout_s)
+    return body if status == 200 else None
 
 
 def _get(url: str, timeout_s: float) -> tuple[int, bytes]:

@@ -13,11 +13,14 @@ from rich.live import Live
 
 from treadle.config.schema import RunConfig
 from treadle.launch.history import History
+from treadle.launch.overseer import Sight
 from treadle.launch.panel import Picture, draw
 from treadle.launch.wording import duration, percent
 from treadle.log import get_logger
 
 log = get_logger("launch")
+
+LONGEST_SILENCE_S = 30.0  # then a plain view says what is waited for
 
 
 @dataclass
@@ -30,6 +33,7 @@ class RunState:
     phase: str = "starting hub and engine"
     num_queued: int | None = None
     memory_bytes: int = 0
+    sight: Sight = field(default_factory=Sight)
     begun: float = field(default_factory=time.monotonic)
     clock: Callable[[], float] = time.monotonic
 
@@ -46,6 +50,7 @@ class RunState:
             self.num_queued,
             self.memory_bytes,
             self.elapsed_s,
+            self.sight,
         )
 
 
@@ -138,6 +143,8 @@ class PlainView:
         self._last_step: int | None = None
         self._num_evaluations: int | None = None
         self._num_health_lines = 0
+        self._num_alarms = 0
+        self._silent_since_s: float | None = None
 
     def open(self) -> None:
         return
@@ -157,16 +164,24 @@ class PlainView:
         for line in history.health[self._num_health_lines :]:
             self._say(f"health: {line}")
         self._num_health_lines = len(history.health)
+        for alarm in state.sight.alarms[self._num_alarms :]:
+            self._say(f"watchdog: {alarm}")
+        self._num_alarms = len(state.sight.alarms)
         self._last_step = history.last_step  # may go back: a resumed trainer takes lost steps again
         if state.phase != self._last_phase:
             self._say(f"{state.phase}...")
             self._last_phase = state.phase
+        if self._silent_since_s is None:
+            self._silent_since_s = state.clock()
+        elif state.sight.notes and state.clock() - self._silent_since_s > LONGEST_SILENCE_S:
+            self._say(f"{state.phase}: {'; '.join(state.sight.notes)}")
 
     def close(self) -> None:
         return
 
     def _say(self, line: str) -> None:
         print(line, file=self._out, flush=True)
+        self._silent_since_s = None  # the silence begins anew
 
 
 def _step_line(history: History, num_steps: int) -> str:

@@ -37,6 +37,7 @@ from treadle.store.records import (
 )
 from treadle.store.refusals import DamagedGroups
 from treadle.store.writer import CommitWatcher, GroupCommitWriter
+from treadle.watch.waits import Waits
 from treadle.wire.hub import DeadLetter, RegisterEnv, RegisterTrainer
 
 T = TypeVar("T")
@@ -58,8 +59,9 @@ class Store:
             store.ack(step=1, token=lease.token).result()
     """
 
-    def __init__(self, path: Path, writing: sqlite3.Connection, clock: Clock, lock_fd: int) -> None:
+    def __init__(self, path: Path, writing: sqlite3.Connection, clock: Clock, lock_fd: int, waits: Waits) -> None:
         self.path = path
+        self.waits = waits
         self._clock = clock
         self._process = secrets.token_hex(8)
         self._lock_fd = lock_fd
@@ -68,11 +70,18 @@ class Store:
         self._reading_lock = threading.Lock()
         self._fetching = schema.connect(path)
         self._fetching_lock = threading.Lock()
-        self._writer = GroupCommitWriter(writing)
+        self._writer = GroupCommitWriter(writing, waits)
         self._writer.watchers.append(self._note_progress)
 
     @classmethod
-    def open(cls, path: Path, *, clock: Clock = time.monotonic, max_bytes: int | None = None) -> Self:
+    def open(
+        cls,
+        path: Path,
+        *,
+        clock: Clock = time.monotonic,
+        max_bytes: int | None = None,
+        waits: Waits | None = None,
+    ) -> Self:
         """Open or create the file. `max_bytes` bounds the database; beyond it appends end in DiskFull."""
         lock_fd = _create_and_lock(path)
         try:
@@ -90,7 +99,7 @@ class Store:
         if max_bytes is not None:
             (page_bytes,) = writing.execute("PRAGMA page_size").fetchone()
             writing.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        return cls(path, writing, clock, lock_fd)
+        return cls(path, writing, clock, lock_fd, waits or Waits())
 
     def close(self) -> None:
         """Finish the writes under way and fold the log into the file."""

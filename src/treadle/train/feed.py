@@ -13,6 +13,7 @@ import msgspec
 
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
+from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
@@ -26,6 +27,7 @@ RENEWALS_PER_LEASE = 4  # some may get lost
 DISK_FULL = 507  # the hub's answer when nothing more can be stored: repeating does not help
 CONFLICT = 409
 PATIENCE_S = 120.0  # a hub that is away for longer is gone
+SLOW_ANSWER_S = 20.0
 
 
 class Feed(Protocol):
@@ -39,7 +41,10 @@ class Feed(Protocol):
 class HubFeed:
     """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
 
-    def __init__(self, url: str, check_stop: Callable[[], None]) -> None:
+    def __init__(self, url: str, check_stop: Callable[[], None], waits: Waits, batch_patience_s: float) -> None:
+        self._url = url
+        self._waits = waits
+        self._patience_s = batch_patience_s
         self._hub = _client(url)
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
@@ -61,17 +66,27 @@ class HubFeed:
     def _lease(self, step: int) -> LeasedBatch:
         """Says in the log why there is no batch when it takes long."""
         reason = ""
+        while True:
+            # Every change is a beginning: it is late when nothing has happened for too long.
+            with self._waits.waiting(self._batch_of(step, reason)):
+                batch, reason = self._ask_until_it_changes(step, reason)
+            if batch is not None:
+                self._newest = step
+                self._leases.hold(batch)
+                return batch
+            log.info("waiting_for_batch", step=step, reason=reason)
+
+    def _ask_until_it_changes(self, step: int, reason: str) -> tuple[LeasedBatch | None, str]:
         request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
         while True:
             self._check_stop()
             answer = binary.unpack_answer(self._post("/v1/lease", request, {"Accept": binary.CONTENT_TYPE}))
-            if answer.batch is not None:
-                self._newest = step
-                self._leases.hold(answer.batch)
-                return answer.batch
-            if answer.reason != reason:
-                reason = answer.reason
-                log.info("waiting_for_batch", step=step, reason=reason)
+            if answer.batch is not None or answer.reason != reason:
+                return answer.batch, answer.reason
+
+    def _batch_of(self, step: int, reason: str) -> Wanted:
+        told = f"the batch of step {step}" + (f" ({reason})" if reason else "")
+        return Wanted(told, of="env", deadline_s=self._patience_s)
 
     def ack(self, batch: LeasedBatch) -> None:
         self._leases.drop(batch.step)
@@ -90,27 +105,45 @@ class HubFeed:
 
     def _post(self, path: str, body: msgspec.Struct, headers: Mapping[str, str] | None = None) -> bytes:
         """Every call here may be repeated without harm, so a hub that restarts is waited for."""
-        deadline = time.monotonic() + PATIENCE_S
         content = msgspec.json.encode(body)
-        while True:
-            try:
-                answer = self._hub.post(path, content=content, headers=headers)
-                if answer.status_code < 500:
-                    break
-                if answer.status_code == DISK_FULL:
-                    raise DiskFull("the hub's disk is full", fix="free some space and continue with --resume")
-                problem = f"{answer.status_code} {answer.text[:200]}"
-            except httpx.TransportError as error:
-                problem = repr(error)
-            if time.monotonic() > deadline:
-                raise HubError(f"the hub at {self._hub.base_url} does not serve {path}: {problem}", fix="see its log")
-            self._check_stop()
-            time.sleep(0.5)
+        answer, problem = self._try(path, content, headers)
+        if answer is None:
+            wanted = Wanted(f"the hub at {self._url}", fix=_START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
+            with self._waits.waiting(wanted) as wait:
+                answer = self._try_again(path, content, headers, wait, problem)
         if answer.status_code == CONFLICT:
             raise HubError(f"the hub gave this trainer's batch away: {answer.text[:500]}", fix=_ONE_TRAINER)
         if answer.status_code != 200:
             raise HubError(f"the hub refused {path}: {answer.status_code} {answer.text[:500]}")
         return answer.content
+
+    def _try_again(
+        self, path: str, content: bytes, headers: Mapping[str, str] | None, wait: Wait, problem: str
+    ) -> httpx.Response:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            wait.problem = problem
+            if time.monotonic() > deadline:
+                raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix="see its log")
+            self._check_stop()
+            time.sleep(0.5)
+            answer, problem = self._try(path, content, headers)
+            if answer is not None:
+                return answer
+
+    def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> tuple[httpx.Response | None, str]:
+        """An answer that will not change, or what keeps the hub from giving one."""
+        slow = Wanted(f"the hub to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
+        try:
+            with self._waits.waiting(slow):
+                answer = self._hub.post(path, content=content, headers=headers)
+        except httpx.TransportError as error:
+            return None, repr(error)
+        if answer.status_code == DISK_FULL:
+            raise DiskFull("the hub's disk is full", fix="free some space and continue with --resume")
+        if answer.status_code >= 500:
+            return None, f"{answer.status_code} {answer.text[:200]}"
+        return answer, ""
 
 
 class _Leases:
@@ -171,6 +204,7 @@ class _Leases:
                 log.warning("renewal_refused", step=batch.step, status=answer.status_code, hub_says=answer.text[:200])
 
 
+_START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 _ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
 
 

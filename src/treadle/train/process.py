@@ -12,17 +12,19 @@ from treadle.log import get_logger
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
-from treadle.sync.receipt import Attached
 from treadle.track import Tracker, build_tracker
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
 from treadle.train.loop import Sync, train
 from treadle.train.optim import build_optimizer
-from treadle.train.policy import Policy, build_policy
+from treadle.train.policy import build_policy
 from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
+from treadle.train.watched import WatchedMode
+from treadle.watch.waits import Waits
+from treadle.watch.watchdog import About, Watchdog
 from treadle.wire.hub import RegisterTrainer
 
 MAX_REASON_CHARS = 1000
@@ -42,7 +44,19 @@ def run_trainer(config: TrainConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     config = config.on_device(gpu=choose_device(config.device).type == "cuda")
-    sync, engine, policy = _connect(config, ranks)
+    waits = Waits()
+    mode = WatchedMode(choose_sync(config), waits, config)
+    name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
+    with Watchdog("trainer", name, waits, config.atropos_url, lambda: About(policy_version=mode.version)):
+        _train(config, ranks, mode, waits, stop)
+    ranks.leave()
+
+
+def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch) -> None:
+    engine = mode.attach()
+    # The sync mode decides where the live weights are; rank 0 alone publishes them.
+    policy = build_policy(engine, config, ranks)
+    sync: Sync = mode if ranks.leads else FollowingSync()
     if not ranks.leads:
         torch.manual_seed(config.seed + ranks.rank)  # adapters begin alike everywhere, dropouts differ
     reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
@@ -53,7 +67,9 @@ def run_trainer(config: TrainConfig) -> None:
         _refuse_trained_weights(engine.layout)
     tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
-    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.atropos_url, check))
+    feed = open_feed(
+        ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
+    )
     feed.register(_registration(config, restored.step, policy.vocab_size))
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
@@ -71,19 +87,11 @@ def run_trainer(config: TrainConfig) -> None:
         raise
     finally:
         tracker.close()
-    ranks.leave()
 
 
 def _open_tracker(config: TrainConfig) -> Tracker:
     metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
     return build_tracker(config, metrics_file, config.model_dump(mode="json"))
-
-
-def _connect(config: TrainConfig, ranks: Ranks) -> tuple[Sync, Attached, Policy]:
-    """The sync mode decides where the live weights are; rank 0 alone publishes them."""
-    mode = choose_sync(config)
-    engine = mode.attach()
-    return mode if ranks.leads else FollowingSync(), engine, build_policy(engine, config, ranks)
 
 
 def _refuse_trained_weights(layout: Layout) -> None:

@@ -116,6 +116,54 @@ class HubStatus(msgspec.Struct, kw_only=True):
     envs: list[EnvStatus]
 
 
+Kind = Literal["hub", "engine", "env", "trainer"]
+
+
+class WaitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One wait of a process."""
+
+    what: str
+    seconds: float
+    of: str = ""  # whose turn it is: "hub", "engine", "env", "trainer"
+    holding: str = ""  # what stands still meanwhile
+    problem: str = ""
+    fix: str = ""
+    is_late: bool = False  # longer than is normal
+
+
+class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/processes: how a process stands, every two seconds."""
+
+    kind: Kind
+    name: str
+    machine: str
+    pid: int
+    state: str = ""  # "training step 17"; "ended" is its last word
+    policy_version: int | None = None
+    memory_bytes: int = 0
+    problem: str = ""  # what is wrong with its work, in words
+    fix: str = ""
+    counts: dict[str, float] = {}
+    waits: list[WaitReport] = []  # the longest first
+
+
+class ReportTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """`dump`: somebody waits too long for this process: why it should write its stacks to its log."""
+
+    dump: str = ""
+
+
+class ProcessStanding(msgspec.Struct, frozen=True, kw_only=True):
+    report: ProcessReport
+    heard_s: float  # seconds since it was last heard of
+
+
+class Processes(msgspec.Struct, kw_only=True):
+    """GET /v1/processes"""
+
+    processes: list[ProcessStanding]
+
+
 # What the other routes answer. A field of type UnsetType is left out where it does not apply.
 
 Uint128 = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 2**128 - 1})]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
+from treadle.engines.eye import EngineEye
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.server import LOOK_S, EngineLife
@@ -21,6 +22,8 @@ from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
+from treadle.watch.waits import Waits
+from treadle.watch.watchdog import Watchdog
 
 PROMPT = [5, 6, 7]
 
@@ -145,10 +148,17 @@ def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(
 
 
 def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(server):
-    ended = []
+    ended, waits = [], Waits()
+    life = EngineLife(
+        server,
+        EngineEye(waits),
+        Watchdog("engine", "engine", waits),
+        grace_s=0.0,
+        on_death=lambda: ended.append("process"),
+    )
 
     async def story():
-        async with EngineLife(server, grace_s=0.0, on_death=lambda: ended.append("process"))():
+        async with life():
             await asyncio.sleep(2.5 * LOOK_S)
             assert ended == []
             server._scheduler.engine.admit = None  # as a bug in it would

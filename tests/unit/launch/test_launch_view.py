@@ -14,6 +14,7 @@ from written_run import history_of, write_health, write_run
 from treadle.config import load_run
 from treadle.launch.health import HealthLine, HealthLog, parse_health
 from treadle.launch.history import History, HistoryReader
+from treadle.launch.overseer import Sight
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
 from treadle.launch.wording import duration, one_line, sparkline
@@ -220,3 +221,27 @@ def test_words() -> None:
     assert len(sparkline([0.1] * 500)) == 40
     assert one_line("a\n b\x1b[31m " + "c" * 99, 10) == "a b[31m c…"
     assert time_left_s(History(), 50) is None
+
+
+def test_a_plain_view_says_what_is_waited_for_when_nothing_else_was_said_for_long(tmp_path: Path) -> None:
+    out = io.StringIO()
+    state, view = state_of(tmp_path, 25), PlainView(out)
+    state.sight = Sight(notes=("trainer has waited 40 s for the batch of step 26",))
+    for now_s in (75.0, 104.0, 106.0, 130.0):
+        state.clock = lambda now_s=now_s: now_s
+        view.update(state)
+    assert out.getvalue() == "training...\ntraining: trainer has waited 40 s for the batch of step 26\n"
+
+
+def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path: Path) -> None:
+    out = io.StringIO()
+    state, view = state_of(tmp_path, 25), PlainView(out)
+    state.sight = Sight(notes=("env waits",), alarms=("engine is silent",))
+    view.update(state)
+    view.update(state)
+    assert out.getvalue().count("watchdog: engine is silent") == 1
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(draw(state.picture()))
+    text = console.export_text()
+    assert "! engine is silent" in text
+    assert "… env waits" in text

@@ -29,6 +29,7 @@ from treadle.train.feed import HubFeed
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
 from treadle.train.process import _registration, run_trainer
+from treadle.watch.waits import Waits
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +160,7 @@ def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path,
     group = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7]] * 2, "scores": [0.0, 1.0]}
     with HubProcess(tmp_path, "--max-deliveries", "2") as hub:
         config = settings(folder, tmp_path, weight_bridge_mode="offline", atropos_url=hub.url)
-        HubFeed(hub.url, lambda: None).register(_registration(config, 0, vocab_size=80))
+        HubFeed(hub.url, lambda: None, Waits(), 300.0).register(_registration(config, 0, vocab_size=80))
         for _ in range(2):
             assert httpx.post(f"{hub.url}/scored_data", json=group).status_code == 200
         for case in AROUND_IT:

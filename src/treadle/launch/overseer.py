@@ -1,0 +1,137 @@
+"""The whole run, looked at from outside once a second: who waits for whom, who is silent, and whether anything moves.
+
+late wait          one line; whoever waits and whose turn it is write their stacks (watch/watchdog.py, hub/board.py)
+silent process     one line; a signal makes it write its stacks, even when it is stuck inside a library
+nothing moves      the run is stopped, with what everybody waits for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from treadle.errors import RunStalled
+from treadle.launch.probe import get_body
+from treadle.watch.stacks import SIGNAL
+from treadle.watch.telling import tell_wait
+from treadle.wire.hub import Processes, ProcessStanding
+
+LOOK_EVERY_S = 1.0
+SHOWN_AFTER_S = 2.0
+SILENT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """`notes`: what is waited for at this moment; `alarms`: all that was ever worth a line of its own, once each."""
+
+    notes: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
+
+
+class Overseer:
+    """`pids` and `log_folder` are those of the run's processes; `stall_s` 0 never stops a run."""
+
+    def __init__(
+        self,
+        hub_url: str,
+        pids: Callable[[], Mapping[str, int]],
+        log_folder: Path,
+        stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hub_url = hub_url
+        self._pids = pids
+        self._log_folder = log_folder
+        self._stall_s = stall_s
+        self._clock = clock
+        self._next_look_s = 0.0
+        self._hub_heard_s = clock()
+        self._moved_s = clock()
+        self._progress: Hashable = None
+        self._raised: set[tuple[str, str]] = set()
+        self.sight = Sight()
+
+    def look(self, progress: Hashable) -> None:
+        """`progress` is what the launcher itself sees move: steps, evaluations."""
+        if self._clock() < self._next_look_s:
+            return
+        self._next_look_s = self._clock() + LOOK_EVERY_S
+        standings = self._ask_hub()
+        if standings is None:
+            self._look_at_silent("hub", self._clock() - self._hub_heard_s)
+            standings = []
+        notes = [
+            tell_wait(standing.report, wait)
+            for standing in standings
+            for wait in standing.report.waits[:1]
+            if wait.seconds >= SHOWN_AFTER_S
+        ]
+        for standing in standings:
+            self._look_at(standing)
+        self.sight = Sight(tuple(notes), self.sight.alarms)
+        self._look_for_movement((progress, *_movement(standings)), standings)
+
+    def _ask_hub(self) -> list[ProcessStanding] | None:
+        body = get_body(f"{self._hub_url}/v1/processes")
+        if body is None:
+            return None
+        self._hub_heard_s = self._clock()
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(body, type=Processes).processes
+        return []
+
+    def _look_at(self, standing: ProcessStanding) -> None:
+        report = standing.report
+        for wait in report.waits:
+            if wait.is_late:
+                logs = " and ".join(dict.fromkeys(str(self._log_of(name)) for name in (report.kind, wait.of) if name))
+                self._alarm((report.name, wait.what), f"{tell_wait(report, wait)}; stacks are in {logs}", wait.fix)
+        if report.problem:
+            self._alarm((report.name, report.problem.split(" ")[0]), f"{report.name} {report.problem}", report.fix)
+        if report.pid in self._pids().values():
+            self._look_at_silent(report.kind, standing.heard_s)
+
+    def _look_at_silent(self, name: str, seconds: float) -> None:
+        if seconds < SILENT_S:
+            self._raised.discard((name, "silent"))
+            return
+        pid = self._pids().get(name)
+        if pid is None or (name, "silent") in self._raised:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+        line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s; its stacks are in {self._log_of(name)}"
+        self._alarm((name, "silent"), line, "it may be stuck, stopped, or short of processor time or memory")
+
+    def _alarm(self, key: tuple[str, str], line: str, fix: str) -> None:
+        if key not in self._raised:
+            self._raised.add(key)
+            alarms = (*self.sight.alarms, f"{line}; {fix}" if fix else line)
+            self.sight = Sight(self.sight.notes, alarms)
+
+    def _look_for_movement(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, self._clock()
+        stood_s = self._clock() - self._moved_s
+        if self._stall_s and stood_s > self._stall_s:
+            waits = [tell_wait(s.report, wait) for s in standings for wait in s.report.waits]
+            told = "; ".join(waits) or "and no process says what it waits for"
+            raise RunStalled(
+                f"nothing has moved for {stood_s:.0f} s: {told}",
+                fix=f"the logs in {self._log_folder} say more; --stall-timeout-s gives it longer",
+            )
+
+    def _log_of(self, name: str) -> Path:
+        return self._log_folder / f"{name}.log"
+
+
+def _movement(standings: list[ProcessStanding]) -> list[Hashable]:
+    """What processes count: groups, tokens, versions."""
+    return [(s.report.name, s.report.policy_version, *sorted(s.report.counts.items())) for s in standings]

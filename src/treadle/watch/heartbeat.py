@@ -1,0 +1,36 @@
+"""The report of a process, on its way to the hub. A hub that is away is not an error here: who needs it says so."""
+
+from __future__ import annotations
+
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+import msgspec
+
+from treadle.wire.hub import ProcessReport, ReportTaken
+
+TIMEOUT_S = 2.0
+ROUTE = "/v1/processes"
+
+
+class Heartbeat:
+    """`Heartbeat("http://127.0.0.1:8000").send(report)`. The URL may carry a token, as /t/TOKEN at its end."""
+
+    def __init__(self, hub_url: str) -> None:
+        parts = urlsplit(hub_url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S)
+        self._path = parts.path.rstrip("/") + ROUTE
+
+    def send(self, report: ProcessReport) -> ReportTaken | None:
+        """What the hub answers; None where it did not."""
+        try:
+            self._connection.request(
+                "POST", self._path, msgspec.json.encode(report), {"Content-Type": "application/json"}
+            )
+            answer = self._connection.getresponse()
+            body = answer.read()
+            return msgspec.json.decode(body, type=ReportTaken) if answer.status == 200 else None
+        except (OSError, HTTPException, msgspec.MsgspecError):
+            self._connection.close()  # the next one begins anew
+            return None

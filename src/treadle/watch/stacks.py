@@ -1,0 +1,52 @@
+"""Where every thread and every task of this process stands, written to its log."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import signal
+import sys
+import threading
+from types import FrameType
+
+from treadle.log import get_logger
+
+log = get_logger("watchdog")
+
+SIGNAL = signal.SIGUSR1
+_lock = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def listen_for_signal() -> None:
+    """From now on `kill -USR1 PID` writes the stacks, also of a process that is stuck inside a library."""
+    faulthandler.register(SIGNAL, file=sys.stderr, all_threads=True)
+
+
+def include_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
+    """A thread's stack does not show what its coroutines wait for."""
+    _loops.append(loop)
+
+
+def write_stacks(why: str) -> None:
+    with _lock:
+        log.warning("stacks", why=why)
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        for loop in _loops:
+            _write_tasks(loop)
+        sys.stderr.flush()
+
+
+def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        tasks = asyncio.all_tasks(loop)
+    except RuntimeError:  # the set changed while another thread looked at it, again and again
+        return
+    for task in tasks:
+        place = " < ".join(_place(frame) for frame in reversed(task.get_stack(limit=8)))
+        sys.stderr.write(f"Task {task.get_name()}: {place or 'has not begun'}\n")
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

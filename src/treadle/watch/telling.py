@@ -1,0 +1,26 @@
+"""How a process stands, in words. Pure."""
+
+from __future__ import annotations
+
+from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
+
+SILENT_AFTER_S = 10.0  # five reports
+
+
+def tell_wait(report: ProcessReport, wait: WaitReport) -> str:
+    """ "env gsm8k has waited 42 s for the engine at http://127.0.0.1:9001 (it holds group 17)"."""
+    holding = f" (it holds {wait.holding})" if wait.holding else ""
+    problem = f": {wait.problem}" if wait.problem else ""
+    return f"{report.name} has waited {wait.seconds:.0f} s for {wait.what}{holding}{problem}"
+
+
+def tell_process(standing: ProcessStanding) -> list[str]:
+    """What is worth saying of a process, the worst first; nothing while all is well."""
+    report = standing.report
+    told = []
+    if standing.heard_s > SILENT_AFTER_S:
+        told.append(f"{report.name} has not been heard of for {standing.heard_s:.0f} s (pid {report.pid})")
+    told += [tell_wait(report, wait) for wait in report.waits if wait.fix or wait.is_late]
+    if report.problem:
+        told.append(f"{report.name} {report.problem}")
+    return told

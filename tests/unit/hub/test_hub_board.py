@@ -1,0 +1,90 @@
+"""Processes report themselves; a wait that is late makes whose turn it is write its stacks; all of it is explained."""
+
+from __future__ import annotations
+
+from treadle.hub.board import Board
+from treadle.watch.telling import tell_process
+from treadle.wire.hub import ProcessReport, WaitReport
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def report(kind: str = "env", pid: int = 1, **more: object) -> ProcessReport:
+    return ProcessReport(kind=kind, name=f"{kind} {pid}", machine="m", pid=pid, **more)  # type: ignore[arg-type]
+
+
+LATE = WaitReport(what="the engine", seconds=61.0, of="engine", holding="group 17", is_late=True)
+
+
+def test_whose_turn_it_is_is_asked_once_for_its_stacks() -> None:
+    board = Board(FakeClock())
+    assert board.take(report("engine", 2)).dump == ""
+    assert board.take(report("env", 1, waits=[LATE])).dump == "", "who waits has written its own"
+    assert board.take(report("engine", 2)).dump == "env 1 has waited 61 s for the engine (it holds group 17)"
+    board.take(report("env", 1, waits=[LATE]))
+    assert board.take(report("engine", 2)).dump == "", "once for each wait"
+    board.take(report("env", 1))
+    board.take(report("env", 1, waits=[LATE]))
+    assert board.take(report("engine", 2)).dump, "a new wait is a new question"
+
+
+def test_a_wait_in_time_asks_nobody() -> None:
+    board = Board(FakeClock())
+    board.take(report("engine", 2))
+    board.take(report("env", 1, waits=[WaitReport(what="the engine", seconds=3, of="engine")]))
+    assert board.take(report("engine", 2)).dump == ""
+
+
+def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> None:
+    clock = FakeClock()
+    board = Board(clock)
+    board.take(report("env", 1))
+    board.take(report("trainer", 3))
+    board.take(report("env", 1, state="ended"))
+    clock.now_s = 30
+    (left,) = board.standings()
+    assert (left.report.kind, left.heard_s) == ("trainer", 30)
+    assert tell_process(left) == ["trainer 3 has not been heard of for 30 s (pid 3)"]
+    clock.now_s = 601
+    assert board.standings() == []
+
+
+def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
+    board = Board(FakeClock())
+    in_order = WaitReport(what="the trainer's next step", seconds=90)
+    remedied = WaitReport(what="the hub", seconds=4, fix="treadle hub", problem="connection refused")
+    board.take(report("env", 1, waits=[in_order, remedied], problem="dropped 40 of its last 40 groups"))
+    (standing,) = board.standings()
+    assert tell_process(standing) == [
+        "env 1 has waited 4 s for the hub: connection refused",
+        "env 1 dropped 40 of its last 40 groups",
+    ]
+
+
+def test_reports_cannot_fill_the_memory() -> None:
+    board = Board(FakeClock())
+    for pid in range(1200):
+        board.take(report("env", pid))
+    assert len(board.standings()) == 1000
+
+
+def test_the_hub_takes_reports_and_explains_by_them(client) -> None:
+    told = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 5, "problem": "dropped 40 of its last 40 groups"}
+    registration = {
+        "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
+        "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 2,
+    }  # fmt: skip
+    assert client.post("/register", json=registration).status_code == 200
+    assert client.post("/v1/processes", json=told).json() == {"dump": ""}
+    assert client.get("/v1/explain").json()["reason"].endswith("env gsm8k dropped 40 of its last 40 groups")
+    own, standing = client.get("/v1/processes").json()["processes"]
+    assert (own["report"]["name"], standing["report"]["name"]) == ("hub", "env gsm8k")
+    assert own["report"]["memory_bytes"] > 0
+    assert client.post("/v1/processes", json={"kind": "cat"}).status_code == 422
+    assert client.post("/v1/reset").status_code == 200
+    assert len(client.get("/v1/processes").json()["processes"]) == 1

@@ -1,0 +1,150 @@
+"""The launcher sees who waits for whom, wakes the silent for their stacks, and ends a run in which nothing moves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.e2e.processes import free_port
+from treadle.errors import RunStalled
+from treadle.launch.overseer import Overseer
+from treadle.watch.stacks import SIGNAL
+from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, WaitReport
+
+BATCH = WaitReport(what="the batch of step 3", seconds=41.6, of="env")
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class HubDouble:
+    """Answers GET /v1/processes with what it is given."""
+
+    def __init__(self) -> None:
+        self.standings: list[ProcessStanding] = []
+        double = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(msgspec.json.encode(Processes(processes=double.standings)))
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def report(self, kind: str = "trainer", heard_s: float = 0.0, **more: object) -> None:
+        report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, **more)  # type: ignore[arg-type]
+        self.standings = [*(s for s in self.standings if s.report.kind != kind)]
+        self.standings.append(ProcessStanding(report=report, heard_s=heard_s))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubDouble]:
+    double = HubDouble()
+    yield double
+    double.close()
+
+
+def overseer_of(url: str, clock: FakeClock, pids: dict[str, int] | None = None, stall_s: float = 0.0) -> Overseer:
+    return Overseer(url, lambda: pids or {}, Path("runs/x/logs"), stall_s, clock)
+
+
+def test_what_lasts_for_seconds_is_shown_and_gone_when_it_is_over(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    hub.report(waits=[BATCH])
+    hub.report("env", waits=[WaitReport(what="the trainer's next step", seconds=1.0)])
+    overseer.look(0)
+    assert overseer.sight.notes == ("trainer has waited 42 s for the batch of step 3",)
+    hub.report()
+    clock.now_s = 1.0
+    overseer.look(0)
+    assert overseer.sight.notes == ()
+    assert overseer.sight.alarms == ()
+
+
+def test_a_late_wait_is_an_alarm_once_with_the_logs_that_have_the_stacks(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    for seconds in (300.0, 301.0):
+        hub.report(waits=[WaitReport(what="version 9", seconds=seconds, of="engine", is_late=True, fix="see its log")])
+        overseer.look(0)
+        clock.now_s += 1
+    told = "trainer has waited 300 s for version 9; stacks are in runs/x/logs/trainer.log and runs/x/logs/engine.log"
+    assert overseer.sight.alarms == (f"{told}; see its log",)
+
+
+def test_what_is_wrong_with_the_groups_of_an_environment_is_an_alarm_once(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    for count in (10, 11, 12):
+        hub.report("env", problem=f"dropped {count} of its last {count} groups", fix="easier items")
+        overseer.look(0)
+        clock.now_s += 1
+    assert overseer.sight.alarms == ("env dropped 10 of its last 10 groups; easier items",)
+
+
+def test_a_hub_that_does_not_answer_writes_its_stacks_once(tmp_path: Path) -> None:
+    log = tmp_path / "stacks"
+    code = f"import faulthandler, sys, time\nfaulthandler.register({int(SIGNAL)}, file=open({str(log)!r}, 'w'))\n"
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", f"{code}print('up', flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE
+    )
+    assert stuck.stdout is not None
+    stuck.stdout.readline()
+    clock = FakeClock()
+    overseer = overseer_of(f"http://127.0.0.1:{free_port()}", clock, {"hub": stuck.pid})
+    for clock.now_s in (0, 29, 31, 33):
+        overseer.look(0)
+    (alarm,) = overseer.sight.alarms
+    assert alarm.startswith(f"hub (pid {stuck.pid}) has not been heard of for 31 s; its stacks are in runs/x/logs/hub")
+    stuck.send_signal(signal.SIGTERM)
+    stuck.communicate()
+    assert log.read_text().count("most recent call first") == 1
+
+
+def test_a_run_in_which_nothing_moves_is_stopped_with_what_everybody_waits_for(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock, stall_s=100.0)
+    hub.report(waits=[BATCH], counts={"steps": 2.0})
+    hub.report("env", counts={"groups_finished": 5.0})
+    overseer.look(0)
+    clock.now_s = 90
+    hub.report("env", counts={"groups_finished": 6.0})
+    overseer.look(0)  # a group came
+    clock.now_s = 180
+    overseer.look(1)  # a step was taken
+    clock.now_s = 270
+    overseer.look(1)
+    clock.now_s = 281
+    with pytest.raises(
+        RunStalled, match="nothing has moved for 101 s: trainer has waited 42 s for the batch of step 3"
+    ):
+        overseer.look(1)
+
+
+def test_zero_never_stops_a_run(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    for clock.now_s in (0, 1e6):
+        overseer.look(0)
