@@ -26,6 +26,7 @@ VERBS = {
     "engine": "serve a model",
     "env": "run an environment: treadle env NAME serve|process|evaluate|validate",
     "train": "run the trainer",
+    "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
     "doctor": "check this machine and say what is missing",
 }
@@ -158,6 +159,19 @@ def _env(words: list[str]) -> int:
     return envs.act(values._action, run.env, run.openai)
 
 
+def _top(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+
+    parser = FlagParser(prog="treadle top", description=VERBS["top"])
+    parser.add_argument("run", nargs="?", type=Path, help="its folder; absent: the newest run in ./runs")
+    parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
+    parser.add_argument("--once", action="store_true", help="show one picture and end")
+    values = parser.parse_args(words)
+    from treadle.launch import top
+
+    return top(values.run, plain=values.plain, once=values.once)
+
+
 def _chat(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
 
@@ -183,6 +197,7 @@ def _doctor(words: list[str]) -> int:
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat,
+    "top": _top,
     "doctor": _doctor,
 }  # fmt: skip
 

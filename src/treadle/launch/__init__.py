@@ -7,7 +7,7 @@ from typing import Any
 
 from treadle.config.schema import RunConfig
 
-__all__ = ["chat", "doctor", "resume", "start"]
+__all__ = ["chat", "doctor", "resume", "start", "top"]
 
 
 def start(config: RunConfig, *, plain: bool) -> int:
@@ -22,6 +22,13 @@ def resume(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> int:
     from treadle.launch.job import resume_run
 
     return resume_run(run_folder, overrides, plain=plain)
+
+
+def top(run: Path | None, *, plain: bool, once: bool) -> int:
+    """Show how a run goes that was started elsewhere; the newest in ./runs when `run` is None."""
+    from treadle.launch.top import watch_run
+
+    return watch_run(run, plain=plain, once=once)
 
 
 def chat(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -29,10 +29,12 @@ SILENT_S = 30.0
 
 @dataclass(frozen=True)
 class Sight:
-    """`notes`: what is waited for at this moment; `alarms`: all that was ever worth a line of its own, once each."""
+    """`notes`: what is waited for at this moment; `alarms`: all that was ever worth a line of its own, once each;
+    `standings`: the processes, as the hub knows them."""
 
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
+    standings: tuple[ProcessStanding, ...] = ()
 
 
 class Overseer:
@@ -75,7 +77,7 @@ class Overseer:
         ]
         for standing in standings:
             self._look_at(standing)
-        self.sight = Sight(tuple(notes), self.sight.alarms)
+        self.sight = Sight(tuple(notes), self.sight.alarms, tuple(standings))
         self._look_for_movement((progress, *_movement(standings)), standings)
 
     def _ask_hub(self) -> list[ProcessStanding] | None:
@@ -114,7 +116,7 @@ class Overseer:
         if key not in self._raised:
             self._raised.add(key)
             alarms = (*self.sight.alarms, f"{line}; {fix}" if fix else line)
-            self.sight = Sight(self.sight.notes, alarms)
+            self.sight = replace(self.sight, alarms=alarms)
 
     def _look_for_movement(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
         if progress != self._progress:

@@ -13,11 +13,13 @@ from rich.text import Text
 from treadle.config.schema import RunConfig
 from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
-from treadle.launch.overseer import Sight
+from treadle.launch.overseer import SHOWN_AFTER_S, Sight
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
+from treadle.watch.telling import SILENT_AFTER_S
+from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
-NUM_NOTES_SHOWN, NUM_ALARMS_SHOWN = 3, 2
+NUM_ALARMS_SHOWN = 2
 NUM_STEPS_SHOWN = 20  # the trainer says a thing that lasts again after so many steps
 
 
@@ -56,7 +58,8 @@ def draw(picture: Picture) -> RenderableType:
     if history.evaluations:
         lines.append(_held_out(history.evaluations))
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
-    lines += [Text(f"… {note}", style="dim") for note in picture.sight.notes[:NUM_NOTES_SHOWN]]
+    if picture.sight.standings:
+        lines += [Text(), _processes(picture.sight.standings)]
     lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
     name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task_name}")
     return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
@@ -98,6 +101,33 @@ def _held_out(evaluations: tuple[Evaluation, ...]) -> Text:
     shown = [evaluations[0], *evaluations[1:][-2:]]
     course = "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
     return Text.assemble(("held-out accuracy  ", "dim"), (course, "bold"))
+
+
+def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for justify in ("left", "right", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True, style="dim")
+    table.add_column(ratio=1, no_wrap=True)
+    for standing in standings:
+        report = standing.report
+        table.add_row(
+            report.name,
+            f"pid {report.pid}",
+            gigabytes(report.memory_bytes) if report.memory_bytes else _UNKNOWN,
+            "" if report.policy_version is None else f"version {report.policy_version}",
+            _doing(standing),
+        )
+    return table
+
+
+def _doing(standing: ProcessStanding) -> Text:
+    report = standing.report
+    if standing.heard_s > SILENT_AFTER_S:
+        return Text(f"not heard of for {standing.heard_s:.0f} s", style="red")
+    if report.waits and report.waits[0].seconds >= SHOWN_AFTER_S:
+        wait = report.waits[0]
+        return Text(f"waits {duration(wait.seconds)} for {wait.what}", style="red" if wait.is_late else "yellow")
+    return Text(report.state)
 
 
 def _number(value: float | None, pattern: str) -> str:

@@ -18,6 +18,7 @@ from treadle.launch.overseer import Sight
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
 from treadle.launch.wording import duration, one_line, sparkline
+from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
 
 
 def state_of(folder: Path, num_steps: int) -> RunState:
@@ -244,4 +245,29 @@ def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path:
     console.print(draw(state.picture()))
     text = console.export_text()
     assert "! engine is silent" in text
-    assert "… env waits" in text
+
+
+def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: Path) -> None:
+    def standing(kind: str, heard_s: float = 0.0, **more: object) -> ProcessStanding:
+        report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, **more)  # type: ignore[arg-type]
+        return ProcessStanding(report=report, heard_s=heard_s)
+
+    state = state_of(tmp_path, 25)
+    state.sight = Sight(
+        standings=(
+            standing("engine", state="generating 12, 3 waiting", policy_version=25, memory_bytes=1_500_000_000),
+            standing("trainer", waits=[WaitReport(what="the batch of step 26", seconds=42.0)]),
+            standing("env", heard_s=33.0),
+        )
+    )
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(draw(state.picture()))
+    text = console.export_text()
+    for words in (
+        "generating 12, 3 waiting",
+        "version 25",
+        "1.50 GB",
+        "waits 42 s for the batch of step 26",
+        "not heard of for 33 s",
+    ):
+        assert words in text, words

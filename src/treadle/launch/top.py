@@ -1,0 +1,79 @@
+"""`treadle top`: the view of `treadle run`, of a run that somebody else started, or is over."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from treadle.config.load import load_run
+from treadle.errors import ConfigError
+from treadle.launch import folder as run_folders
+from treadle.launch.history import HistoryReader, reader_of
+from treadle.launch.overseer import Overseer
+from treadle.launch.panel import draw
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
+from treadle.launch.probe import get_json
+from treadle.launch.view import RunState, Screen, choose_view, current_phase
+from treadle.launch.wording import near, program
+
+RUNS = Path("runs")
+GONE_AFTER_S = 5.0
+TICK_S = 0.25
+
+
+def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
+    """Until the run is over, or Ctrl-C; `once` prints one picture."""
+    folder = find_run(run)
+    config = load_run(folder / CONFIG_FILE, {})
+    hub_url = config.train.atropos_url
+    history = reader_of(config, folder)
+    overseer = Overseer(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
+    state = RunState(config, folder.name)
+
+    def refresh(state: RunState) -> None:
+        overseer.look(None)
+        _refresh(state, history, overseer, hub_url)
+
+    if once:
+        refresh(state)
+        Console().print(draw(state.picture()))
+    else:
+        _watch(Screen(choose_view(plain=plain), state, refresh), overseer)
+    if not overseer.sight.standings:
+        print(f"this run is not going on now: its hub at {hub_url} does not answer", flush=True)
+        if history.read().last_step < config.steps:
+            print(f"continue it with: {program()} run --resume {near(folder)}", flush=True)
+    return 0
+
+
+def _watch(screen: Screen, overseer: Overseer) -> None:
+    heard_s = time.monotonic()
+    with screen:
+        while time.monotonic() - heard_s < GONE_AFTER_S:
+            screen.tick()
+            if overseer.sight.standings:
+                heard_s = time.monotonic()
+            time.sleep(TICK_S)
+
+
+def find_run(run: Path | None) -> Path:
+    """The folder that was named, or the newest in ./runs."""
+    if run is not None:
+        folder = run.expanduser().resolve()
+        run_folders.check_is_run(folder)
+        return folder
+    runs = sorted(path for path in RUNS.glob("*") if (path / CONFIG_FILE).is_file())
+    if not runs:
+        raise ConfigError(f"there is no run in {RUNS}/", fix=f"name its folder: {program()} top FOLDER")
+    return runs[-1].resolve()
+
+
+def _refresh(state: RunState, history: HistoryReader, overseer: Overseer, hub_url: str) -> None:
+    state.history = history.read()
+    state.sight = overseer.sight
+    state.phase = current_phase(state.history, state.config) if overseer.sight.standings else "not going on"
+    state.memory_bytes = sum(standing.report.memory_bytes for standing in overseer.sight.standings)
+    answer = get_json(f"{hub_url}/status")
+    state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
