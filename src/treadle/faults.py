@@ -19,6 +19,10 @@ POINTS = (
     "hub:before_reply",  # the answer is made, not sent
     "hub:stopping",  # told to stop, the queue still open
 )
+ENGINE_POINTS = (
+    "engine:step",  # about to compute the next token of everything that runs
+    "engine:release",  # the new weights are there, the engine still held
+)
 
 
 class Injected(Exception):

@@ -44,6 +44,9 @@ class HubConfig(Section):
     max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated")
     max_connections: PositiveInt = option(1000, "connections that may be open at once; more are answered 503")
     read_timeout_s: Seconds = option(30.0, "a request that takes longer to arrive is ended")
+    disk_patience_s: Seconds = option(
+        20.0, "when the disk has not taken what was posted for so long, the hub writes its stacks to its log"
+    )
     door_workers: Count = option(0, "processes that check posted groups; 0: one less than there are cores, at most 4")
 
 
@@ -69,6 +72,9 @@ class EngineConfig(Section):
     )
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
     pause_timeout_s: Seconds = option(120.0, "longest wait for running requests when weights change")
+    patience_s: Seconds = option(
+        300.0, "when requests run and none was finished for so long, the engine writes its stacks to its log"
+    )
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
     max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")

@@ -7,14 +7,14 @@ from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About
 
 LONG_HOLD_S = 120.0
-LONG_GENERATION_S = 300.0
 
 
 class EngineEye:
     """`eye.see(await engine.state())`, every few seconds; the watchdog does the rest."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, patience_s: float) -> None:
         self._waits = waits
+        self._patience_s = patience_s
         self._state: EngineState | None = None
         self._hold: Wait | None = None
         self._generation: Wait | None = None
@@ -39,7 +39,7 @@ class EngineEye:
             self._waits.end(self._generation, was_met=True)
             self._generation = None
         generates = state.num_running > 0 and not state.is_held
-        answer = Wanted("the model to finish a completion", of="engine", holding=requests, deadline_s=LONG_GENERATION_S)
+        answer = Wanted("the model to finish a completion", of="engine", holding=requests, deadline_s=self._patience_s)
         self._generation = self._follow(self._generation, answer if generates else None)
 
     def about(self) -> About:

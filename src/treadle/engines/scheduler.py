@@ -24,6 +24,7 @@ from treadle.engines.port import Adapter, Generation, HoldMode, Request
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.engines.waiting_line import Job, Tell, WaitingLine
 from treadle.errors import EngineError, RequestError
+from treadle.faults import reach
 from treadle.log import get_logger
 
 log = get_logger("engine")
@@ -220,6 +221,7 @@ class Scheduler:
                 continue
             started = time.monotonic()
             try:
+                reach("engine:step")
                 self._advance(admitted)
             except Exception as error:
                 log.error("generation_failed", exc_info=True)

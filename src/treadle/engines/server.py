@@ -42,7 +42,7 @@ def run_engine(config: EngineConfig) -> None:
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)  # before the slow part: a port in use is known at once
     waits = Waits()
-    eye = EngineEye(waits)
+    eye = EngineEye(waits, config.patience_s)
     try:
         with Watchdog("engine", "engine", waits, config.hub_url, eye.about) as watchdog:
             _serve(config, access, listener, waits, eye, watchdog)

@@ -18,6 +18,7 @@ from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError
+from treadle.faults import reach
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.layout import Layout
 
@@ -97,7 +98,11 @@ class TransformersServer:
         await asyncio.to_thread(self._scheduler.hold, mode, timeout_s)
 
     async def release(self, policy_version: int | None) -> None:
-        await asyncio.to_thread(self._scheduler.release, policy_version)
+        def let_go() -> None:
+            reach("engine:release")
+            self._scheduler.release(policy_version)
+
+        await asyncio.to_thread(let_go)
 
     async def layout(self) -> Layout | None:
         return self._engine.layout

@@ -31,7 +31,10 @@ def serve(config: HubConfig) -> None:
         if config.fresh:
             set_aside(config.database)
         waits = Waits()
-        with Store.open(config.database, waits=waits) as store, Watchdog("hub", "hub", waits) as watchdog:
+        with (
+            Store.open(config.database, waits=waits, disk_patience_s=config.disk_patience_s) as store,
+            Watchdog("hub", "hub", waits) as watchdog,
+        ):
             hub = HubState.build(store, config, time.monotonic)
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))

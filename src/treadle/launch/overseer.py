@@ -123,8 +123,8 @@ class Overseer:
             self._progress, self._moved_s = progress, self._clock()
         stood_s = self._clock() - self._moved_s
         if self._stall_s and stood_s > self._stall_s:
-            waits = [tell_wait(s.report, wait) for s in standings for wait in s.report.waits]
-            told = "; ".join(waits) or "and no process says what it waits for"
+            long = [(s.report, wait) for s in standings for wait in s.report.waits if wait.seconds >= SHOWN_AFTER_S]
+            told = "; ".join(tell_wait(report, wait) for report, wait in long) or "no process says what it waits for"
             raise RunStalled(
                 f"nothing has moved for {stood_s:.0f} s: {told}",
                 fix=f"the logs in {self._log_folder} say more; --stall-timeout-s gives it longer",

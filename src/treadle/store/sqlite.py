@@ -36,7 +36,7 @@ from treadle.store.records import (
     Tally,
 )
 from treadle.store.refusals import DamagedGroups
-from treadle.store.writer import CommitWatcher, GroupCommitWriter
+from treadle.store.writer import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
 from treadle.watch.waits import Waits
 from treadle.wire.hub import DeadLetter, RegisterEnv, RegisterTrainer
 
@@ -59,7 +59,15 @@ class Store:
             store.ack(step=1, token=lease.token).result()
     """
 
-    def __init__(self, path: Path, writing: sqlite3.Connection, clock: Clock, lock_fd: int, waits: Waits) -> None:
+    def __init__(
+        self,
+        path: Path,
+        writing: sqlite3.Connection,
+        clock: Clock,
+        lock_fd: int,
+        waits: Waits,
+        disk_patience_s: float,
+    ) -> None:
         self.path = path
         self.waits = waits
         self._clock = clock
@@ -70,7 +78,7 @@ class Store:
         self._reading_lock = threading.Lock()
         self._fetching = schema.connect(path)
         self._fetching_lock = threading.Lock()
-        self._writer = GroupCommitWriter(writing, waits)
+        self._writer = GroupCommitWriter(writing, waits, disk_patience_s)
         self._writer.watchers.append(self._note_progress)
 
     @classmethod
@@ -81,6 +89,7 @@ class Store:
         clock: Clock = time.monotonic,
         max_bytes: int | None = None,
         waits: Waits | None = None,
+        disk_patience_s: float = DISK_PATIENCE_S,
     ) -> Self:
         """Open or create the file. `max_bytes` bounds the database; beyond it appends end in DiskFull."""
         lock_fd = _create_and_lock(path)
@@ -99,7 +108,7 @@ class Store:
         if max_bytes is not None:
             (page_bytes,) = writing.execute("PRAGMA page_size").fetchone()
             writing.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        return cls(path, writing, clock, lock_fd, waits or Waits())
+        return cls(path, writing, clock, lock_fd, waits or Waits(), disk_patience_s)
 
     def close(self) -> None:
         """Finish the writes under way and fold the log into the file."""

@@ -26,18 +26,12 @@ from treadle.watch.waits import Waits, Wanted
 T = TypeVar("T")
 CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
 MAX_JOBS_PER_COMMIT = 64
+DISK_PATIENCE_S = 20.0
 FOLD_LOG_BYTES = 2 * 2**20  # a longer log is folded into the file after a commit; less at once stalls nobody for long
 BYTES_PER_COMMIT = 128 * 1024  # pages of tables and indexes that any commit writes, about
 # After a failed fsync the kernel may have dropped the pages and report success the next time. Nothing that is
 # written from then on can be trusted to be on disk.
 NO_LONGER_DURABLE = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
-THE_DISK = Wanted(
-    "the disk to take what was posted",
-    fix="look at the disk of --database: is it full, or far away, or does another program hold the file?",
-    of="hub",
-    holding="the answers to all who posted, asked for a batch or acknowledged one",
-    deadline_s=20.0,
-)
 log = get_logger("store")
 
 
@@ -55,9 +49,16 @@ class GroupCommitWriter:
     nothing but the database.
     """
 
-    def __init__(self, db: sqlite3.Connection, waits: Waits) -> None:
+    def __init__(self, db: sqlite3.Connection, waits: Waits, patience_s: float) -> None:
         self._db = db
         self._waits = waits
+        self._disk = Wanted(
+            "the disk to take what was posted",
+            fix="look at the disk of --database: is it full, or far away, or does another program hold the file?",
+            of="hub",
+            holding="the answers to all who posted, asked for a batch or acknowledged one",
+            deadline_s=patience_s,
+        )
         self._log_bytes = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
@@ -104,7 +105,7 @@ class GroupCommitWriter:
         try:
             if self.is_broken:  # these were queued before it broke
                 raise StorageFailed("the store can no longer be trusted with data: restart the hub")
-            with self._waits.waiting(THE_DISK):
+            with self._waits.waiting(self._disk):
                 outcomes = self._commit(jobs)
         except Exception as error:  # the boundary of the thread: whatever it is, the callers must hear of it
             self.is_broken |= getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE

@@ -7,7 +7,10 @@ import faulthandler
 import signal
 import sys
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from treadle.log import get_logger
 
@@ -43,9 +46,21 @@ def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
         tasks = asyncio.all_tasks(loop)
     except RuntimeError:  # the set changed while another thread looked at it, again and again
         return
-    for task in tasks:
-        place = " < ".join(_place(frame) for frame in reversed(task.get_stack(limit=8)))
-        sys.stderr.write(f"Task {task.get_name()}: {place or 'has not begun'}\n")
+    places = Counter(" < ".join(reversed([_place(frame) for frame in _frames(task.get_coro())])) for task in tasks)
+    for place, count in places.most_common():
+        sys.stderr.write(f"{count} task{'' if count == 1 else 's'} at {place or 'its beginning'}\n")
+
+
+def _frames(awaited: Any) -> Iterator[FrameType]:
+    """From a coroutine down to what it stands at: each awaits the next."""
+    while awaited is not None:
+        kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")), None)
+        if kind is None:
+            return
+        frame = getattr(awaited, f"{kind}_frame")
+        if frame is not None:
+            yield frame
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
 
 
 def _place(frame: FrameType) -> str:

@@ -22,7 +22,7 @@ def state(**more: object) -> EngineState:
 def test_a_held_engine_waits_for_the_trainer_until_it_is_let_go() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    eye = EngineEye(waits)
+    eye = EngineEye(waits, 300.0)
     eye.see(state(is_held=True, num_running=5, num_waiting=2))
     clock.now_s = 130
     eye.see(state(is_held=True, num_running=5, num_waiting=9))
@@ -38,7 +38,7 @@ def test_a_held_engine_waits_for_the_trainer_until_it_is_let_go() -> None:
 def test_a_model_that_finishes_something_is_not_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    eye = EngineEye(waits)
+    eye = EngineEye(waits, 300.0)
     for tokens in (0, 10, 20, 20):
         eye.see(state(num_running=4, generated_tokens=tokens))
         clock.now_s += 200
@@ -49,4 +49,4 @@ def test_a_model_that_finishes_something_is_not_late() -> None:
 
 
 def test_before_the_model_is_there_it_is_loading() -> None:
-    assert EngineEye(Waits()).about().state == "loading"
+    assert EngineEye(Waits(), 300.0).about().state == "loading"

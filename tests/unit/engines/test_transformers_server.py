@@ -151,7 +151,7 @@ def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(
     ended, waits = [], Waits()
     life = EngineLife(
         server,
-        EngineEye(waits),
+        EngineEye(waits, 300.0),
         Watchdog("engine", "engine", waits),
         grace_s=0.0,
         on_death=lambda: ended.append("process"),
