@@ -96,7 +96,13 @@ class Environment(ABC):
         self._train: Sequence[Item] | None = None
         self._orders: dict[int, list[int]] = {}  # of the epoch asked for last
 
-    async def open(self) -> None:  # noqa: B027 - most tasks need none
+    def prepare(self) -> None:  # noqa: B027 - most tasks need none
+        """Read the data, so that what is missing is told before anything is started; connects to and starts nothing.
+
+        Called in a thread, and perhaps again: `open` must not count on it.
+        """
+
+    async def open(self) -> None:  # noqa: B027
         """Called once before the first item: load data, connect."""
 
     async def close(self) -> None:  # noqa: B027

@@ -57,11 +57,15 @@ class DataEnvironment(Environment):
     """Say what item a row is (`to_item`), and in which `dataset` it is found when the user names no data."""
 
     dataset: ClassVar[str] = ""
-    data: Data = Data((), ())  # filled by `open`
+    data: Data = Data((), ())  # filled by `prepare`
+
+    def prepare(self) -> None:
+        if not self.data.train:
+            self.data = load_data(self.config, self.to_item, self.dataset)
 
     async def open(self) -> None:
         # In a thread, because it may download: the process must hear a signal meanwhile.
-        self.data = await asyncio.to_thread(load_data, self.config, self.to_item, self.dataset)
+        await asyncio.to_thread(self.prepare)
 
     @abstractmethod
     def to_item(self, row: Row) -> Item:

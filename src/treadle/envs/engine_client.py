@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,8 +13,11 @@ import msgspec
 from treadle.config.env import ServerConfig
 from treadle.envs.transport import Patience, Peer
 from treadle.errors import ConfigError, EngineError
+from treadle.watch.waits import Waits
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 from treadle.wire.http_client import HttpClient
+
+_NOT_FOUND = 404
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,28 @@ class Generation:
     seconds: float
 
 
+class ServedModel(msgspec.Struct, kw_only=True):
+    """One entry of GET /v1/models, of which servers fill in more or less."""
+
+    id: str
+    root: str | None = None  # the folder or name that it was loaded from
+
+    def is_called(self, name: str) -> bool:
+        """Also by the last part of a path or a name: "org/model", "/models/model" and "model" are taken for one."""
+        names = {self.id, self.root or self.id}
+        return name in names or _last_part(name) in map(_last_part, names)
+
+
+def _last_part(name: str) -> str:
+    """ "model" of /models/model, of org/model, and of the cache's .../models--org--model/snapshots/1f3a."""
+    cached = re.search(r"models--(?:[^/]*--)?([^/]+)/snapshots/", name)
+    return (cached[1] if cached else name.rstrip("/").rpartition("/")[2]).lower()
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
+
+
 class EngineClient:
     """`await engine.generate([1, 2, 3], n=8, max_tokens=24, temperature=1.0)`."""
 
@@ -44,6 +70,7 @@ class EngineClient:
         *,
         patience: Patience | None = None,
         transport: HttpClient | None = None,
+        waits: Waits | None = None,
     ) -> None:
         if config.server_type != "vllm":
             raise ConfigError(
@@ -58,6 +85,8 @@ class EngineClient:
             timeout_s=config.timeout,
             api_key=config.api_key,
             transport=transport,
+            waits=waits,
+            how_to_start="start it with `treadle engine`, or name another with --openai.base-url",
         )
 
     async def __aenter__(self) -> Self:
@@ -68,6 +97,13 @@ class EngineClient:
 
     async def health(self) -> EngineHealth:
         return self._peer.read(await self._peer.send("GET", "/health", patience=self._patience), EngineHealth)
+
+    async def served_models(self) -> list[ServedModel]:
+        """What can be asked for by name; for a server that does not list it, what its /health says it runs."""
+        answer = await self._peer.send("GET", "/v1/models", patience=self._patience)
+        if answer.http.status == _NOT_FOUND:
+            return [ServedModel(id=(await self.health()).model)]
+        return self._peer.read(answer, _ModelList).data
 
     async def generate(
         self,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from treadle.envs.base import Environment
 from treadle.envs.chat import Transcript
 from treadle.envs.penalties import with_length_penalty, without_short
 from treadle.envs.rollout import Rollout
 from treadle.wire.groups import ScoredGroup
+
+# How the scores of a group compare. The second, third and fourth are all the same, and teach nothing.
+Scores = Literal["differ", "all_right", "all_wrong", "equal", "none"]
 
 
 def settle(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -25,10 +28,22 @@ def why_useless(rollouts: Sequence[Rollout], *, drop_equal_scores: bool) -> str 
     sampled = [rollout for rollout in rollouts if rollout.num_sampled]
     if not sampled:
         return "nothing_sampled"
-    rewards = {rollout.score.reward for rollout in sampled if rollout.score.reward is not None}
-    if not rewards:
+    scores = compare_scores(sampled)
+    if scores == "none":
         return "unscored"
-    return "equal_scores" if drop_equal_scores and len(rewards) == 1 else None
+    return "equal_scores" if drop_equal_scores and scores != "differ" else None
+
+
+def compare_scores(rollouts: Sequence[Rollout]) -> Scores:
+    """ "equal": all the same, and neither are all right nor all wrong."""
+    scored = [rollout.score for rollout in rollouts if rollout.num_sampled and rollout.score.reward is not None]
+    if not scored:
+        return "none"
+    if len({score.reward for score in scored}) > 1:
+        return "differ"
+    if all(score.is_right for score in scored):
+        return "all_right"
+    return "equal" if any(score.is_right for score in scored) else "all_wrong"
 
 
 def build_group(rollouts: Sequence[Rollout], *, temperature: float) -> ScoredGroup:

@@ -8,9 +8,10 @@ from typing import Any, Self
 
 import msgspec
 
-from treadle.envs.transport import Patience, Peer, message_of
+from treadle.envs.transport import Patience, Peer, message_of, shown_url
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.watch.waits import Waits, Wanted
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.http_client import HttpClient
@@ -21,6 +22,7 @@ log = get_logger("env")
 
 _LARGEST_POST_BYTES = 12 * 2**20  # the hub takes 16 MiB compressed, and no more
 _REGISTER_POLL_S = 0.25
+_NO_TRAINER = "wait for trainer to start"
 _CALL_TIMEOUT_S = 60.0
 _CONFLICT = 409
 
@@ -28,10 +30,26 @@ _CONFLICT = 409
 class HubClient:
     """Calls that only ask give up after `patience`; a delivery is repeated for as long as it takes."""
 
-    def __init__(self, url: str, *, patience: Patience | None = None, transport: HttpClient | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience: Patience | None = None,
+        transport: HttpClient | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        self.waits = waits or Waits()
         self._patience = patience or Patience(give_up_after_s=300.0)
         self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
-        self._peer = Peer("hub", url, error=HubError, timeout_s=_CALL_TIMEOUT_S, transport=transport)
+        self._peer = Peer(
+            "hub",
+            url,
+            error=HubError,
+            timeout_s=_CALL_TIMEOUT_S,
+            transport=transport,
+            waits=self.waits,
+            how_to_start="start it with `treadle hub`, or name another with --env.rollout-server-url",
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -41,21 +59,31 @@ class HubClient:
 
     async def register_env(self, registration: RegisterEnv) -> RegisteredEnv:
         """Register, waiting for the trainer; a name that was here before gets its count of groups back."""
+        answer = await self._try_to_register(registration)
+        if answer.status == _NO_TRAINER:
+            with self.waits.waiting(self.trainer):
+                while answer.status == _NO_TRAINER:
+                    await asyncio.sleep(_REGISTER_POLL_S)
+                    answer = await self._try_to_register(registration)
+        if answer.status != "success":
+            raise HubError(f"the hub did not register '{registration.desired_name}': {answer.status}")
+        return answer
+
+    async def _try_to_register(self, registration: RegisterEnv) -> RegisteredEnv:
         body = msgspec.json.encode(registration)
-        told = False
-        while True:
-            response = await self._peer.send(
-                "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, patience=self._patience
-            )
-            answer = self._peer.read(response, RegisteredEnv)
-            if answer.status == "success":
-                return answer
-            if answer.status != "wait for trainer to start":
-                raise HubError(f"the hub did not register '{registration.desired_name}': {answer.status}")
-            if not told:
-                log.info("waiting_for_trainer", hub=self._peer.url)
-                told = True
-            await asyncio.sleep(_REGISTER_POLL_S)
+        response = await self._peer.send(
+            "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, patience=self._patience
+        )
+        return self._peer.read(response, RegisteredEnv)
+
+    @property
+    def trainer(self) -> Wanted:
+        """What is waited for while the hub knows of no trainer."""
+        return Wanted(
+            f"a trainer to register at the hub ({shown_url(self._peer.url)})",
+            fix="start one with `treadle train`, or everything at once with `treadle run`",
+            of="trainer",
+        )
 
     async def info(self) -> BatchInfo:
         return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), BatchInfo)

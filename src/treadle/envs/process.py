@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import uvloop
 
@@ -20,12 +21,14 @@ from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words,
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
 from treadle.envs.scoring import Judge, reward_pool
+from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.runner import run
 from treadle.envs.side_by_side import show_progress
 from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
+from treadle.watch.watchdog import Watchdog
 
 log = get_logger("env")
 
@@ -34,16 +37,29 @@ _STOP_WITHIN_S = 1.5
 
 async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
     """The whole life of `treadle env NAME serve`."""
-    environment = load_environment(env)  # first: a misspelt task must not wait for an engine to be told
-    async with EngineClient(server) as engine, HubClient(env.rollout_server_url) as hub:
-        tokenizer = await load_tokenizer(engine, server.model_name)
-        async with open_desk(environment, engine, tokenizer) as desk:
-            await run(desk, hub)
+    environment = await prepare_environment(env)
+    ledger = Ledger(env.name)
+    watchdog = Watchdog(
+        "env",
+        f"env {env.wandb_name or env.own_name}",
+        ledger.waits,
+        env.rollout_server_url,
+        describe=lambda: ledger.report().as_about(),
+        loop=asyncio.get_running_loop(),
+    )
+    async with (
+        EngineClient(server, waits=ledger.waits) as engine,
+        HubClient(env.rollout_server_url, waits=ledger.waits) as hub,
+    ):
+        with watchdog:
+            tokenizer = await load_tokenizer(engine, server)
+            async with open_desk(environment, engine, tokenizer) as desk:
+                await run(desk, hub, ledger)
 
 
 async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
     """The whole life of `treadle env NAME evaluate`; needs an engine and no hub."""
-    environment = load_environment(env)
+    environment = await prepare_environment(env)
     config = environment.config
     if config.num_eval == 0:
         raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
@@ -51,7 +67,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
     # A person waits for this one, so an engine that does not run is told soon.
     async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
         health = await engine.health()
-        tokenizer = await load_tokenizer(engine, server.model_name)
+        tokenizer = await load_tokenizer(engine, server)
         async with open_desk(environment, engine, tokenizer) as desk:
             num_prompts = min(config.num_eval, len(environment.eval_items()))
             if num_prompts == 0:
@@ -64,6 +80,14 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
     if config.data_dir_to_save_evals is not None:
         print(f"written to {save_result(result, config.data_dir_to_save_evals)}")
         save_for_atropos(result, config.data_dir_to_save_evals, model_name=health.model)
+
+
+async def prepare_environment(config: EnvConfig) -> Environment:
+    """A misspelt task or data that is not there must not wait for an engine to be told."""
+    environment = load_environment(config)
+    # In a thread, because it may download: the process must hear a signal meanwhile.
+    await asyncio.to_thread(environment.prepare)
+    return environment
 
 
 @asynccontextmanager
@@ -112,9 +136,26 @@ async def _cancel_on_signal(work: Coroutine[None, None, int | None], last_resort
             loop.remove_signal_handler(number)
 
 
-async def load_tokenizer(engine: EngineClient, model_name: str) -> ChatTokenizer:
+async def load_tokenizer(engine: EngineClient, server: ServerConfig) -> ChatTokenizer:
     engine_model = (await engine.health()).model
     # In a thread, because it may download: the process must hear a signal meanwhile.
-    folder = await asyncio.to_thread(resolve_tokenizer_folder, model_name, engine_model)
+    folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model_name, engine_model)
     log.info("tokenizer", folder=str(folder))
+    if "model_name" in server.model_fields_set:
+        await _compare_models(engine, server.model_name, folder)
     return ChatTokenizer.load(folder)
+
+
+async def _compare_models(engine: EngineClient, asked: str, tokenizer: Path) -> None:
+    """Another model than the user named is sampled from all the same: it is the one that is trained."""
+    served = await engine.served_models()
+    if any(model.is_called(asked) for model in served):
+        return
+    names = ", ".join(model.id for model in served) or "nothing"
+    log.warning(
+        "another_model_is_served",
+        asked=asked,
+        engine_serves=names,
+        tokenizer=str(tokenizer),
+        fix=f"leave out --openai.model-name, or start the engine with --model {asked}",
+    )

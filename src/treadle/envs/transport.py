@@ -14,6 +14,7 @@ import msgspec
 
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
+from treadle.watch.waits import Waits, Wanted
 from treadle.wire.http_client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.wire.serving import is_loopback
 
@@ -36,6 +37,9 @@ class Patience:
     def pause_s(self, num_failures: int) -> float:
         return min(self.first_pause_s * 2.0 ** min(num_failures - 1, 30), self.longest_pause_s)
 
+    def is_over(self, seconds: float) -> bool:
+        return self.give_up_after_s is not None and seconds > self.give_up_after_s
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -44,6 +48,23 @@ class Answer:
     method: str
     path: str
     http: HttpAnswer
+
+
+@dataclass(frozen=True)
+class _Call:
+    method: str
+    path: str
+    body: bytes | None
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A call that is worth repeating."""
+
+    problem: str
+    wait_s: float = 0.0  # that the peer asks for
+    is_answer: bool = False  # the peer is there, and cannot do it now
 
 
 class Peer:
@@ -61,10 +82,16 @@ class Peer:
         timeout_s: float,
         api_key: str = "",
         transport: HttpClient | None = None,
+        waits: Waits | None = None,
+        how_to_start: str = "",
     ) -> None:
         self.name = name
         self.url = _checked_url(name, base_url)
         self._error = error
+        self._waits = waits or Waits()
+        self._wanted = Wanted(
+            f"the {name} at {shown_url(self.url)}", fix=how_to_start or f"see whether the {name} runs", of=name
+        )
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client: HttpClient = transport or PooledHttpClient(
             self.url,
@@ -89,43 +116,38 @@ class Peer:
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """The first answer that is worth reading; raises the peer's error when patience runs out."""
-        first_failure_at: float | None = None
-        num_failures = 0
-        while True:
-            problem, wait_s = "", 0.0
-            try:
-                http = await self._client.request(
-                    method, path, body=body, headers=self._headers | _with_type(headers, body)
-                )
-            except NoAnswer as error:
-                problem = str(error)
-            else:
-                if http.status < 500 and http.status != _TOO_MANY_REQUESTS:
-                    return Answer(method, path, http)
-                if http.status == _DISK_FULL:
-                    raise DiskFull(
-                        f"the disk of the {self.name} is full", fix="free some space and continue with --resume"
+        call = _Call(method, path, body, self._headers | _with_type(headers, body))
+        outcome = await self._try(call)
+        if isinstance(outcome, Answer):
+            return outcome
+        with self._waits.waiting(self._wanted) as wait:
+            began, num_failures = time.monotonic(), 0
+            while isinstance(outcome, _Failure):
+                num_failures += 1
+                pause_s = max(patience.pause_s(num_failures), outcome.wait_s)
+                if patience.is_over(time.monotonic() + pause_s - began):
+                    raise self._error(
+                        f"{method} {path} at the {self.name} ({self.url}) failed {num_failures} times: "
+                        f"{outcome.problem}",
+                        fix=f"see whether the {self.name} runs and listens at {self.url}",
                     )
-                problem = f"status {http.status}: {message_of(http)}"
-                wait_s = _retry_after_s(http)
-            num_failures += 1
-            now = time.monotonic()
-            first_failure_at = now if first_failure_at is None else first_failure_at
-            pause_s = max(patience.pause_s(num_failures), wait_s)
-            if patience.give_up_after_s is not None and now + pause_s - first_failure_at > patience.give_up_after_s:
-                raise self._error(
-                    f"{method} {path} at the {self.name} ({self.url}) failed {num_failures} times: {problem}",
-                    fix=f"see whether the {self.name} runs and listens at {self.url}",
-                )
-            log.warning(
-                "call_failed",
-                peer=self.name,
-                path=path,
-                problem=problem,
-                failures=num_failures,
-                again_in_s=pause_s,
-            )
-            await asyncio.sleep(pause_s)
+                log.debug("call_failed", peer=self.name, path=path, problem=outcome.problem, again_in_s=pause_s)
+                wait.problem = outcome.problem
+                wait.fix = f"the log of the {self.name} says more" if outcome.is_answer else self._wanted.fix
+                await asyncio.sleep(pause_s)
+                outcome = await self._try(call)
+        return outcome
+
+    async def _try(self, call: _Call) -> Answer | _Failure:
+        try:
+            http = await self._client.request(call.method, call.path, body=call.body, headers=call.headers)
+        except NoAnswer as error:
+            return _Failure(str(error))
+        if http.status < 500 and http.status != _TOO_MANY_REQUESTS:
+            return Answer(call.method, call.path, http)
+        if http.status == _DISK_FULL:
+            raise DiskFull(f"the disk of the {self.name} is full", fix="free some space and continue with --resume")
+        return _Failure(f"status {http.status}: {message_of(http)}", _retry_after_s(http), is_answer=True)
 
     def read(self, answer: Answer, kind: type[T]) -> T:
         """The body as `kind`; a refusal (4xx) or an unreadable body raises the peer's error."""
@@ -167,6 +189,12 @@ def _retry_after_s(response: HttpAnswer) -> float:
         return min(max(float(response.header("Retry-After") or "0"), 0.0), _LONGEST_RETRY_AFTER_S)
     except ValueError:
         return 0.0
+
+
+def shown_url(url: str) -> str:
+    """Without the token that a URL may carry (http://HOST:PORT/t/TOKEN, http://USER:TOKEN@HOST): logs are passed on."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _checked_url(name: str, base_url: str) -> str:

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
-from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, as_written
 from treadle.envs.grouping import build_group, settle, why_useless
 from treadle.envs.page import write_page
-from treadle.envs.process import load_tokenizer, open_desk
+from treadle.envs.process import load_tokenizer, open_desk, prepare_environment
 from treadle.envs.rollout import Desk, Rollout, roll_group
 from treadle.envs.seeds import stable_seed
 from treadle.envs.side_by_side import Tell, groups_at_once, in_order, show_progress
@@ -81,11 +80,11 @@ class Tally:
 
 async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
     """The whole life of `treadle env NAME process`; exit code 1 when no group was fit to be written."""
-    environment = load_environment(env)
+    environment = await prepare_environment(env)
     total = num_groups_to_write(environment.config)
     # A person waits for this one, so an engine that does not run is told soon.
     async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
-        tokenizer = await load_tokenizer(engine, server.model_name)
+        tokenizer = await load_tokenizer(engine, server)
         async with open_desk(environment, engine, tokenizer) as desk:
             with GroupFile(groups_path(desk.config)) as file:
                 tally = Tally()

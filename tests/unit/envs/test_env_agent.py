@@ -330,3 +330,30 @@ def test_a_program_is_found_relative_to_the_folder_of_the_environment(tmp_path, 
 
     (rollout,) = asyncio.run(scenario())
     assert rollout.score.reward == 0.25
+
+
+@pytest.mark.parametrize(("token", "api_key"), [(None, "any"), ("s" * 40, "the value of TREADLE_RECORDER_TOKEN")])
+def test_without_a_command_it_says_where_agents_come_and_with_which_key(tmp_path, caplog, monkeypatch, token, api_key):
+    caplog.set_level("INFO", logger="treadle")
+    monkeypatch.delenv("TREADLE_RECORDER_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("TREADLE_RECORDER_TOKEN", token)
+
+    async def scenario():
+        async with opened(tmp_path, port=0) as desk:
+            return desk.environment.url
+
+    url = asyncio.run(scenario())
+    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "agents_come_by_themselves"]
+    assert told["ask"] == f"POST {url}/sessions/create"
+    assert told["base_url"] == f"{url}/UUID/v1"
+    assert told["api_key"] == api_key
+    assert "command" in told["fix"]
+    assert token is None or token not in str(told)
+
+
+def test_a_command_that_cannot_be_started_is_told_before_anything_else_is_done(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    config = EnvConfig(name="agent", data=str(tmp_path / "rows.jsonl"), args={"command": "no-such-program"})
+    with pytest.raises(ConfigError, match="there is no such program here"):
+        load_environment(config).prepare()

@@ -1,13 +1,16 @@
 """Rows from files, folders and datasets: what is broken is told and counted, what is held out is never trained on."""
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
-from treadle.config.env import EnvConfig
+from treadle import envs
+from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
+from treadle.envs.catalogue import load_environment
 from treadle.envs.data import hold_out, load_data, read_splits
 from treadle.envs.rows import BrokenRow, Row, RowError, parse_rows
 from treadle.errors import ConfigError
@@ -245,3 +248,38 @@ def test_a_dataset_is_loaded_by_name_and_part(tmp_path):
     assert json.loads(run.stdout) == [3, 1, "openai/gsm8k:main train[2]", fields]
     assert "ConfigError" in run.stderr
     assert "no such dataset: openai/gsm9k" in run.stderr
+
+
+# Before anything is started
+
+NOWHERE = ServerConfig(base_url="http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("action", ["serve", "process", "evaluate"])
+def test_data_that_is_not_there_is_told_before_an_engine_is_waited_for(action):
+    with pytest.raises(ConfigError, match="needs data"):
+        envs.act(action, EnvConfig(name="jsonl"), NOWHERE)
+
+
+def test_a_run_whose_data_is_not_there_ends_before_anything_is_started(tmp_path):
+    words = ["run", "--plain", "--output", str(tmp_path / "runs"), "--env.name", "jsonl"]
+    code = (
+        "import sys\nfrom treadle.cli import main\n"
+        f"try:\n    main({[*words, '--env.data', str(tmp_path / 'rows.jsonl')]!r})\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert f"there is no file or folder {tmp_path / 'rows.jsonl'}" in ended.stderr
+    assert "--resume" not in ended.stderr
+    assert ended.stdout.split() == ["False"], "torch was loaded to look at a file"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_is_read_once_though_it_is_prepared_twice(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"question": "{n}?", "answer": "{n}"}}' for n in range(20)))
+    task = load_environment(EnvConfig(name="jsonl", data=str(tmp_path / "rows.jsonl")))
+    task.prepare()
+    (tmp_path / "rows.jsonl").unlink()
+    asyncio.run(task.open())
+    assert len(task.train_items()) == 18

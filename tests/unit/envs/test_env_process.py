@@ -12,6 +12,8 @@ import time
 import pytest
 import uvicorn
 from env_doubles import EngineDouble, HubDouble, save_tokenizer
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
@@ -76,6 +78,44 @@ def test_serve_delivers_a_run_and_returns(tmp_path):
         envs.act("serve", env, ServerConfig(base_url=engine_url))
     assert [len(groups) for _, groups in hub.deliveries] == [4, 4]
     assert (tmp_path / "eval_step_000002.json").is_file()
+
+
+def listing(engine, *models):
+    """The engine with GET /v1/models, as this server or that one fills it in."""
+    engine.app.router.routes.append(Route("/v1/models", lambda _: JSONResponse({"data": list(models)})))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("models", "serves"),
+    [
+        ([{"id": "qwen", "root": "/models/qwen", "parent": None, "created": 1, "max_model_len": 512}], "qwen"),
+        ([{"id": "gpt-x", "object": "model"}, {"id": "gpt-y"}], "gpt-x, gpt-y"),  # of a foreign server
+        (None, "MODEL_FOLDER"),  # one that has no such list
+    ],
+)
+def test_a_model_name_that_the_engine_does_not_serve_is_warned_of_once(tmp_path, caplog, models, serves):
+    engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    if models is not None:
+        listing(engine, *models)
+    with listening(engine.app) as url:
+        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model_name="org/llama"))
+    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "another_model_is_served"]
+    assert told["asked"] == "org/llama"
+    assert told["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
+    assert told["tokenizer"] == str(tmp_path / "model")
+    assert told["fix"] == "leave out --openai.model-name, or start the engine with --model org/llama"
+
+
+@pytest.mark.parametrize("name", ["org/qwen", "qwen", "/models/qwen/", "/elsewhere/qwen", "my-adapter", None])
+def test_a_model_name_that_the_engine_serves_is_fine_in_any_spelling(tmp_path, caplog, name):
+    cache = "/cache/models--org--qwen/snapshots/1f3a"
+    engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    listing(engine, {"id": "base", "root": cache}, {"id": "my-adapter", "root": "/adapters/1"})
+    named = {} if name is None else {"model_name": name}
+    with listening(engine.app) as url:
+        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, **named))
+    assert [record for record in caplog.records if record.getMessage() == "another_model_is_served"] == []
 
 
 def test_nothing_to_evaluate_is_told():

@@ -177,6 +177,7 @@ def test_sampling_runs_at_most_max_age_ahead_of_training(tmp_path, max_age):
             await until(lambda allowed=allowed: len(scene.hub.deliveries) >= allowed)
             await asyncio.sleep(0.15)  # three polls: time enough to run ahead
             assert len(scene.hub.deliveries) == allowed
+        scene.hub.current_step = 4
         await serving
 
     asyncio.run(scenario())
@@ -241,8 +242,14 @@ def test_a_run_survives_lost_connections_and_a_full_queue(tmp_path):
 def test_a_wave_the_hub_has_with_other_content_counts_as_delivered(tmp_path):
     scene = Scene(tmp_path, max_age=3)
     scene.hub.failures = [JSONResponse({"detail": "key used with other content"}, 409)]
-    scene.hub.current_step = 1
-    scene.serve_to_the_end()
+
+    async def scenario():
+        serving = asyncio.create_task(scene.serve())
+        await until(lambda: not scene.hub.failures)
+        scene.hub.current_step += 1  # it had that wave
+        await serving
+
+    asyncio.run(scenario())
     assert [key for key, _ in scene.hub.deliveries] == ["arithmetic-5-wave-2", "arithmetic-5-wave-3"]
 
 

@@ -186,6 +186,73 @@ def test_the_items_of_a_new_run_begin_with_the_first(tmp_path):
     assert min(group.item for group in later.hub.groups) == 1  # item 0 teaches nothing
 
 
+def test_what_an_earlier_run_left_is_put_aside_under_its_name_and_not_delivered(tmp_path):
+    scene = Scene(tmp_path)
+    for name in ("spool", "refused"):
+        (scene.folder / name).mkdir(parents=True)
+        (scene.folder / name / "000001-test-two-turns-0-item-1.groups").write_bytes(b"of another run")
+    (scene.folder / "spool" / "000002-test-two-turns-0-item-2.partial").write_bytes(b"half")
+    (scene.folder / "run").write_text("4f1c")
+    asyncio.run(scene.serve())
+    aside = scene.folder / "of-run-4f1c"
+    kept = sorted(str(path.relative_to(aside)) for path in aside.rglob("*.groups"))
+    assert kept == [f"{name}/000001-test-two-turns-0-item-1.groups" for name in ("refused", "spool")]
+    assert list(scene.folder.glob("spool/*")) == []
+    assert list(scene.folder.glob("refused/*")) == []
+    assert scene.hub.current_step == 5
+
+
+async def until(condition, serving):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.wait([serving], timeout=0.01)
+            if serving.done():
+                await serving
+
+
+@environment("test-one-turn")
+class OneTurn(TwoTurns):
+    """Of one turn, and scores that differ."""
+
+    defaults = {**TwoTurns.defaults, "max_token_length": 16}  # noqa: RUF012
+    rollout = Environment.rollout
+
+    def score(self, item, completion_text, completion):
+        return float(completion.token_ids[0] % 2)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_stream_follows_a_trainer_that_comes_back_with_another_batch_size(tmp_path, caplog, size):
+    scene = Scene(tmp_path, hub=TrainingHub(batch_size=8, num_steps=30))
+
+    async def scenario():
+        serving = asyncio.create_task(scene.serve())
+        await until(lambda: scene.hub.current_step >= 2, serving)
+        scene.hub.info["batch_size"] = size
+        scene.hub.train()
+        await serving
+
+    asyncio.run(scenario())
+    assert scene.hub.current_step == 30
+    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "trainer_changed"]
+    assert told == {"batch_size": size, "batch_size_before": 8}
+
+
+def test_a_stream_ends_when_its_groups_can_no_longer_fill_a_batch(tmp_path):
+    scene = Scene(tmp_path, name="test-one-turn")
+    scene.engine.write = lambda _, request: ["1", "2"] * (request.n // 2)
+
+    async def scenario():
+        serving = asyncio.create_task(scene.serve())
+        await until(lambda: scene.hub.current_step >= 2, serving)
+        scene.hub.info["batch_size"] = 10
+        await serving
+
+    scene.hub.num_steps = 10**6
+    with pytest.raises(ConfigError, match="the batch of 10 sequences is no multiple of group_size 4"):
+        asyncio.run(scenario())
+
+
 def test_a_group_that_the_hub_refuses_is_kept_and_the_run_goes_on(tmp_path):
     scene = Scene(tmp_path)
     scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]

@@ -22,7 +22,7 @@ from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
 from treadle.envs.foreign.agent_process import Ended, check_can_start, run_program, words_of
 from treadle.envs.foreign.recorder import Recorder, item_json
-from treadle.envs.foreign.server import api_key, serving
+from treadle.envs.foreign.server import TOKEN_VARIABLE, api_key, serving
 from treadle.envs.foreign.sessions import Session, Sessions
 from treadle.envs.tasks.jsonl import Args as RowArgs
 from treadle.envs.tasks.jsonl import Jsonl
@@ -64,13 +64,28 @@ class Agent(Jsonl):
         self._open = AsyncExitStack()
         self.url = ""
 
-    async def open(self) -> None:
+    def prepare(self) -> None:
         if self._command:
             check_can_start(self._command)
+        super().prepare()
+
+    async def open(self) -> None:
         await super().open()
         recorder = Recorder(self._sessions, hands_out=not self._command)
         port = self._agent.port if self._agent.port is not None else 0 if self._command else ATROPOS_PORT
         self.url = await self._open.enter_async_context(serving(recorder.app, self._agent.host, port))
+        if not self._command:
+            self._say_where_to_come()
+
+    def _say_where_to_come(self) -> None:
+        log.info(
+            "agents_come_by_themselves",
+            ask=f"POST {self.url}/sessions/create",
+            base_url=f"{self.url}/UUID/v1",
+            score="POST to the answer's score_url",
+            api_key=f"the value of {TOKEN_VARIABLE}" if TOKEN_VARIABLE in os.environ else "any",
+            fix="""to have agents started instead: --env.args '{"command": "python examples/agent.py"}'""",
+        )
 
     async def close(self) -> None:
         await self._open.aclose()

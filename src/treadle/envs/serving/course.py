@@ -24,14 +24,6 @@ class Course:
     longest_sequence: int
     is_alone: bool  # no other environment fills the batches
 
-    @property
-    def prompts_per_wave(self) -> int:
-        return self.batch_size // self.group_size
-
-    @property
-    def next_wave(self) -> int:
-        return self.groups_accepted // self.prompts_per_wave + 1
-
 
 def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, share: float) -> Course:
     """What the hub said -> what to deliver. Pure."""
@@ -56,6 +48,12 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, s
         longest_sequence=info.max_token_len,
         is_alone=share > ALMOST_ALL,
     )
+
+
+def check_fills_batches(course: Course) -> None:
+    """Of groups of one size; other environments may have groups that fit beside them."""
+    if course.is_alone:
+        check_divides(course)
 
 
 def check_divides(course: Course) -> None:

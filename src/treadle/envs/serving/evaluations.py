@@ -13,10 +13,11 @@ from treadle.envs.serving.pace import FlightLimit
 from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE
 from treadle.errors import TreadleError
 from treadle.log import get_logger
+from treadle.watch.waits import Wanted
 
 log = get_logger("env")
 
-_STATUS_POLL_S = 0.05
+STATUS_POLL_S = 0.05
 _BESIDE_POLL_S = 1.0
 
 
@@ -80,8 +81,9 @@ async def evaluate(
 
 async def wait_for_step(hub: HubClient, step: int) -> None:
     """Wait until the trainer has taken so many steps. How long it may take is the trainer's business."""
-    while True:
-        status = await hub.status()
-        if status.current_step >= step:
-            return
-        await asyncio.sleep(_STATUS_POLL_S)
+    with hub.waits.waiting(Wanted(f"the trainer to take step {step}", of="trainer")):
+        while True:
+            status = await hub.status()
+            if status.current_step >= step:
+                return
+            await asyncio.sleep(STATUS_POLL_S)

@@ -1,12 +1,13 @@
 """The life of an environment process, in one of two paces.
 
 waves    the prompts of a step side by side, so that the same seed gives the same curve
-    for each wave w = next..num_steps:
+    until the last step is taken:
+        which wave is next? (wave_count.py; wave w is what optimizer step w trains on)
         wait until step w-1-max_age is taken: the wave is sampled under that version
         evaluation due at that step?  evaluate; the version cannot change before the wave is delivered
         sample and score the wave  -->  deliver it as one list under one key
-    Wave w is what optimizer step w trains on. The hub counts the groups that it accepted, so a restarted environment
-    goes on with the first wave that the hub does not have; nothing here would have to be saved.
+    The hub counts the groups that it has, so a restarted environment goes on with the first wave that the hub does not
+    have; nothing here would have to be saved.
 
 stream   group by group, as many as keep the engine busy and the data fresh (envs/serving/stream.py)
     Evaluations run beside training. Cursor and undelivered groups are on disk, so a killed process loses nothing.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -29,15 +29,16 @@ from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
-from treadle.envs.serving.course import Course, check_divides, plan_course
+from treadle.envs.serving.course import Course, check_fills_batches, plan_course
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.evaluations import evaluate, evaluate_beside, evaluate_if_due, wait_for_step
+from treadle.envs.serving.evaluations import evaluate, evaluate_beside, evaluate_if_due
 from treadle.envs.serving.pace import FlightLimit, choose_pace
+from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
 from treadle.envs.serving.spool import Spool
 from treadle.envs.serving.stream import Stream, item_of
-from treadle.envs.serving.waves import roll_wave
+from treadle.envs.serving.waves import Waves
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
@@ -50,8 +51,9 @@ _GOODBYE_S = 1.0
 Keep = Callable[[ScoredGroup], None]  # writes a group to the file that the user asked for
 
 
-async def run(desk: Desk, hub: HubClient) -> None:
-    """Deliver groups and evaluate when due; returns after the last evaluation."""
+async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
+    """Deliver groups and evaluate when due; returns after the last evaluation. `ledger.report()` says how it stands."""
+    ledger = ledger or Ledger(desk.config.name, hub.waits)
     config = desk.config
     pace = choose_pace(config, desk.environment)
     registered = await hub.register_env(
@@ -80,28 +82,21 @@ async def run(desk: Desk, hub: HubClient) -> None:
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
             keep = _keep_nothing if path is None else stack.enter_context(GroupFile(path)).write
-            await (_run_waves if pace == "waves" else _run_stream)(desk, hub, course, keep)
+            await (_run_waves if pace == "waves" else _run_stream)(desk, hub, course, ledger, keep)
     finally:
         await _say_goodbye(hub, course.env_id)
 
 
-async def _run_waves(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
-    check_divides(course)
+async def _run_waves(desk: Desk, hub: HubClient, course: Course, ledger: Ledger, keep: Keep) -> None:
     if not course.is_alone:
         log.warning("waves_fill_whole_batches", fix="with several environments: --env.pace stream")
-    for wave in range(course.next_wave, course.num_steps + 1):
-        step = wave - 1 - desk.config.max_age
-        await wait_for_step(hub, step)
-        if step > 0 or wave == 1:
-            await evaluate_if_due(desk, hub, course, max(step, 0))
-        await _deliver_wave(desk, hub, course, wave, keep)
-    await evaluate_if_due(desk, hub, course, course.num_steps)
+    await Waves(desk, hub, course, ledger, keep).keep_going()
 
 
-async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) -> None:
+async def _run_stream(desk: Desk, hub: HubClient, course: Course, ledger: Ledger, keep: Keep) -> None:
     config = desk.config
-    if course.is_alone and not desk.environment.has_turns:
-        check_divides(course)
+    if not desk.environment.has_turns:
+        check_fills_batches(course)
     folder = config.state_dir / quote(desk.name, safe="")
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
@@ -112,9 +107,8 @@ async def _run_stream(desk: Desk, hub: HubClient, course: Course, keep: Keep) ->
         selection = _selection(desk.environment, folder / "difficulty.json")
         async with Delivery(hub, spool) as delivery:
             stream = Stream(
-                desk, course.env_id, course.longest_sequence, course.batch_size, cursor, selection, delivery,
-                FlightLimit(config.max_num_workers), keep,
-            )  # fmt: skip
+                desk, course, cursor, selection, delivery, FlightLimit(config.max_num_workers), keep, ledger
+            )
             if (await hub.status()).current_step == 0:
                 await evaluate_if_due(desk, hub, course, 0)
             evaluating = asyncio.create_task(evaluate_beside(desk, hub, course, stream.limit))
@@ -161,32 +155,12 @@ def _selection(environment: Environment, path: Path) -> Selection:
 def _begin_anew_in_a_new_run(folder: Path, course: Course, cursor: Cursor, spool: Spool) -> None:
     """The items of another run begin again with the first, and what was left of the earlier one is put aside."""
     known = folder / "run"
-    if known.is_file() and known.read_text() != course.run_id:
-        log.info("new_run", groups_put_aside=str(spool.put_aside()), items_done_before=cursor.num_done)
+    if known.is_file() and (earlier := known.read_text()) != course.run_id:
+        aside = spool.put_aside(f"of-run-{quote(earlier, safe='') or 'unknown'}")
+        log.info("new_run", groups_put_aside="none" if aside is None else str(aside), items_done_before=cursor.num_done)
         cursor.start_over()
         (folder / "difficulty.json").unlink(missing_ok=True)
     replace_text(known, course.run_id)
-
-
-async def _deliver_wave(desk: Desk, hub: HubClient, course: Course, wave: int, keep: Keep) -> None:
-    started = time.monotonic()
-    groups = await roll_wave(
-        desk,
-        wave,
-        prompts_per_wave=course.prompts_per_wave,
-        env_id=course.env_id,
-        longest_sequence=course.longest_sequence,
-    )
-    for group in groups:
-        keep(group)
-    await hub.post_groups(groups, key=f"{desk.name}-{desk.config.seed}-wave-{wave}")
-    log.info(
-        "wave_delivered",
-        wave=wave,
-        policy_version=min(group.policy_version or 0 for group in groups),
-        accuracy=sum((group.metrics or {})["accuracy"] for group in groups) / len(groups),
-        seconds=time.monotonic() - started,
-    )
 
 
 async def _say_goodbye(hub: HubClient, env_id: int) -> None:

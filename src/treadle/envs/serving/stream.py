@@ -10,10 +10,12 @@ that always fails is left out with a count, and when nothing succeeds any more t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
@@ -21,13 +23,17 @@ from treadle.envs.grouping import build_group, settle, why_useless
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk, Rollout, roll_group
 from treadle.envs.seeds import stable_seed
+from treadle.envs.serving.course import Course, check_fills_batches
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.pace import FlightLimit, room
+from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, Ledger, judge
 from treadle.envs.serving.selection import Selection
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
+from treadle.watch.waits import Wanted
 from treadle.wire.groups import ScoredGroup
+from treadle.wire.hub import EnvStanding
 
 log = get_logger("env")
 
@@ -35,6 +41,8 @@ POLL_S = 0.1
 ENGINE_LOOK_S = 1.0
 MAX_TRIES = 3  # of one item
 MAX_FAILURES = 12  # in a row, of any items
+EARLY_BATCHES = 3  # when all groups of so many are dropped at the beginning, that is said
+ENOUGH = Wanted("the trainer to train on what was delivered", of="trainer")
 
 
 def key_of(name: str, seed: int, index: int) -> str:
@@ -51,20 +59,21 @@ class Stream:
     """The items in flight, and what became of the others."""
 
     desk: Desk
-    env_id: int
-    longest_sequence: int
-    largest_group: int  # in sequences: the trainer's batch
+    course: Course
     cursor: Cursor
     selection: Selection
     delivery: Delivery
     limit: FlightLimit
     keep: Callable[[ScoredGroup], None]
+    ledger: Ledger
     in_flight: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by item
     dropped: Counter[str] = field(default_factory=Counter)  # groups, by reason; since the last group that was sent
     _tries: Counter[int] = field(default_factory=Counter)
     _failures_in_a_row: int = 0
     _unscored_in_a_row: int = 0
     _group_sequences: float = 0.0  # of a group, on average; the late ones count more
+    _pause: ExitStack = field(default_factory=ExitStack)
+    _paused_for: Wanted | None = None
 
     def __post_init__(self) -> None:
         self._group_sequences = float(self.desk.config.group_size)
@@ -76,11 +85,13 @@ class Stream:
             while True:
                 # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
                 num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
-                standing = await hub.standing(self.env_id)
+                self.ledger.num_undelivered = num_spooled
+                standing = await hub.standing(self.course.env_id)
                 if num_steps is not None:
                     standing.num_steps = min(standing.num_steps, num_steps)
                 if standing.batch_size and standing.step >= standing.num_steps:
                     return
+                self._follow(standing)
                 self._begin(
                     room(
                         standing,
@@ -91,18 +102,37 @@ class Stream:
                         limit=self.limit.value,
                     )
                 )
+                self._pause_for(None if self.in_flight else ENOUGH if standing.batch_size else hub.trainer)
                 await self.cursor.save()
                 await self._wait_for_a_change()
         finally:
+            self._pause_for(None)
             for task in (watch, *self.in_flight.values()):
                 task.cancel()
             await asyncio.gather(watch, *self.in_flight.values(), return_exceptions=True)
             await self.cursor.save()
 
+    def _follow(self, standing: EnvStanding) -> None:
+        """A trainer that was started again may want batches of another size."""
+        if standing.batch_size in (0, self.course.batch_size):
+            return
+        before, self.course = self.course, replace(self.course, batch_size=standing.batch_size)
+        log.warning("trainer_changed", batch_size=standing.batch_size, batch_size_before=before.batch_size)
+        if not self.desk.environment.has_turns:
+            check_fills_batches(self.course)
+
     def _begin(self, count: int) -> None:
         for _ in range(count):
             index = self.cursor.take()
             self.in_flight[index] = asyncio.create_task(self._bring(index))
+
+    def _pause_for(self, wanted: Wanted | None) -> None:
+        """What nothing is begun for, from now on."""
+        if wanted != self._paused_for:
+            self._pause.close()
+            self._paused_for = wanted
+            if wanted is not None:
+                self._pause.enter_context(self.ledger.waits.waiting(wanted))
 
     async def _wait_for_a_change(self) -> None:
         """An item that ends, a hub that refuses, or a while."""
@@ -120,7 +150,8 @@ class Stream:
         """One item, from its prompt to a group that is safe on disk."""
         try:
             async with asyncio.timeout(self.desk.config.worker_timeout):
-                await self._roll_and_send(index)
+                with self.ledger.flying():
+                    await self._roll_and_send(index)
         except TimeoutError:
             self._ask_again(index, EngineError(f"a group took longer than {self.desk.config.worker_timeout:.0f} s"))
         except (EngineError, UserError) as error:
@@ -134,7 +165,7 @@ class Stream:
             max_tokens=config.max_token_length,
             temperature=config.temperature,
             seed=stable_seed(config.seed, "item", index, self._tries[index]),
-            longest_sequence=self.longest_sequence,
+            longest_sequence=self.course.longest_sequence,
         )
         place = self.selection.place_of(index)
         started = time.monotonic()
@@ -143,8 +174,8 @@ class Stream:
         rollouts = settle(self.desk.environment, rollouts)
         reason = why_useless(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
         if reason is not None:
-            self.dropped[reason] += 1
             log.info("group_dropped", item=place, reason=reason)
+            self._drop(rollouts, reason)
             self._count_unscored(rollouts, reason)
         else:
             await self._send(index, place, rollouts, time.monotonic() - started)
@@ -172,10 +203,10 @@ class Stream:
         config = self.desk.config
         self._unscored_in_a_row = 0
         group = build_group(rollouts, temperature=config.temperature)
-        group.item, group.env_id = place, self.env_id
-        if len(group.tokens) > self.largest_group > 0:
-            self.dropped["oversize"] += 1
+        group.item, group.env_id = place, self.course.env_id
+        if len(group.tokens) > self.course.batch_size:
             log.warning("group_dropped", item=place, reason="oversize", sequences=len(group.tokens))
+            self._drop(rollouts, "oversize")
             return
         self._group_sequences += 0.1 * (len(group.tokens) - self._group_sequences)
         dropped, self.dropped = self.dropped, Counter()
@@ -187,6 +218,17 @@ class Stream:
         }
         self.keep(group)
         await self.delivery.accept(key_of(self.desk.name, config.seed, index), group)
+        self.ledger.finish(rollouts)
+
+    def _drop(self, rollouts: Sequence[Rollout], reason: str) -> None:
+        """When nothing but dropped groups comes at the beginning, no step is ever taken: that is said at once."""
+        self.dropped[reason] += 1
+        self.ledger.finish(rollouts, dropped_for=reason)
+        groups = self.ledger.total
+        num_early = EARLY_BATCHES * math.ceil(self.course.batch_size / self.desk.config.group_size)
+        if groups.sent == 0 and groups.finished == max(num_early, TOO_FEW_TO_JUDGE):
+            problem, fix = judge(groups, self.desk.config.name)
+            log.warning("no_group_was_sent_yet", problem=problem, fix=fix)
 
     def _ask_again(self, index: int, error: TreadleError) -> None:
         self._tries[index] += 1
@@ -196,10 +238,11 @@ class Stream:
             raise error
         if self._tries[index] < MAX_TRIES:
             log.warning("group_failed", item=index, again=True, problem=str(error))
+            self.ledger.ask_again()
             self.cursor.give_back(index)
         else:
             log.error("item_left_out", item=index, tries=self._tries[index], problem=str(error))
-            self.dropped["failed"] += 1
+            self._drop((), "failed")
             self.cursor.finish(index)
 
     async def _watch_engine(self) -> None:

@@ -56,10 +56,9 @@ class Code(DataEnvironment):
                 fix="raise --env.reward-timeout-s, or lower total_s in --env.args",
             )
 
-    async def open(self) -> None:
-        await asyncio.to_thread(check_fences, self._reward.limits)  # before anything is sampled
+    def prepare(self) -> None:
         if self.config.data:
-            await super().open()
+            super().prepare()
             return
         items = [(self._to_item(task), is_held_out) for task, is_held_out in generated_tasks()]
         self.data = Data(
@@ -67,6 +66,10 @@ class Code(DataEnvironment):
             # In another order, or the first ones would all be of a kind.
             held_out=stable_shuffle([item for item, is_held_out in items if is_held_out], "held-out order"),
         )
+
+    async def open(self) -> None:
+        await asyncio.to_thread(check_fences, self._reward.limits)  # before anything is sampled
+        await super().open()
 
     def to_item(self, row: Row) -> Item:
         prompt, tests = row.text(*PROMPT_FIELDS), row.has(*TEST_FIELDS)

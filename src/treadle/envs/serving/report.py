@@ -1,0 +1,210 @@
+"""What an environment process knows of its own work, as one value: what became of its groups, and what it waits for.
+
+    ledger = Ledger("gsm8k")            # everyone who does something writes it there
+    ledger.report()                     # EnvReport(in_flight=12, recent=GroupCounts(finished=40, sent=0, ...), ...)
+
+Counts begin with the process. A report takes about 30 µs to make, and can be sent as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from treadle.envs.grouping import Scores, compare_scores
+from treadle.envs.rollout import Rollout
+from treadle.watch.waits import Waits
+from treadle.watch.watchdog import About
+
+RECENT_GROUPS = 40
+TOO_FEW_TO_JUDGE = 10
+MOST = 0.9  # of the recent groups: from here on something is wrong
+
+
+class GroupCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that came to an end, by how they ended."""
+
+    finished: int = 0  # sent + dropped
+    sent: int = 0  # to the hub, or to disk while it is away
+    dropped: dict[str, int] = {}  # by reason: equal_scores, unscored, nothing_sampled, oversize, failed
+    equal: int = 0  # whose scores were all the same, sent or dropped
+    all_right: int = 0  # of the equal ones
+    all_wrong: int = 0
+
+
+class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How an environment process stands."""
+
+    total: GroupCounts  # since the process began
+    recent: GroupCounts  # of the last RECENT_GROUPS
+    rollouts: int  # that came to an end
+    unscored_rollouts: dict[str, int]  # of them, by outcome: timed_out, raised, out_of_memory, worker_died, too_short
+    asked_again: int  # groups that failed as a whole (the engine, a time-out) and were asked again
+    in_flight: int  # groups that are being sampled or scored
+    undelivered: int  # groups on disk that the hub has not taken yet
+    waiting_for: str  # "the hub at http://127.0.0.1:8000"; empty: for nothing
+    waiting_s: float
+    problem: str  # what is wrong with the recent groups, in words: "dropped 40 of its last 40 groups because ..."
+    fix: str
+
+    def as_about(self) -> About:
+        """As the watchdog sends it to the hub; it knows the waits by itself."""
+        dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
+        unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
+        return About(
+            state=f"{self.in_flight} groups in flight" if self.in_flight else "",
+            problem=self.problem,
+            fix=self.fix,
+            counts={
+                "groups_finished": float(self.total.finished),
+                "groups_sent": float(self.total.sent),
+                "groups_equal": float(self.total.equal),
+                "groups_all_right": float(self.total.all_right),
+                "groups_all_wrong": float(self.total.all_wrong),
+                "groups_asked_again": float(self.asked_again),
+                "groups_in_flight": float(self.in_flight),
+                "groups_undelivered": float(self.undelivered),
+                "rollouts": float(self.rollouts),
+                **dropped,
+                **unscored,
+            },
+        )
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How one group ended."""
+
+    dropped_for: str | None  # None: it was sent
+    scores: Scores
+
+
+class Ledger:
+    """Everything that the report tells, written down as it happens; a thread may ask for the report meanwhile."""
+
+    def __init__(self, env_name: str, waits: Waits | None = None) -> None:
+        self.waits = waits or Waits()
+        self.num_undelivered = 0
+        self._env_name = env_name
+        self._lock = threading.Lock()
+        self._total: Counter[Ending] = Counter()
+        self._recent: deque[Ending] = deque(maxlen=RECENT_GROUPS)
+        self._num_rollouts = 0
+        self._unscored: Counter[str] = Counter()
+        self._asked_again = 0
+        self._num_in_flight = 0
+
+    @contextmanager
+    def flying(self, num_groups: int = 1) -> Iterator[None]:
+        self._num_in_flight += num_groups
+        try:
+            yield
+        finally:
+            self._num_in_flight -= num_groups
+
+    def finish(self, rollouts: Sequence[Rollout], *, dropped_for: str | None = None) -> None:
+        """A group came to an end. Without rollouts: it was given up."""
+        ending = Ending(dropped_for, compare_scores(rollouts))
+        with self._lock:
+            self._total[ending] += 1
+            self._recent.append(ending)
+            self._num_rollouts += len(rollouts)
+            self._unscored.update(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
+
+    def ask_again(self) -> None:
+        self._asked_again += 1
+
+    @property
+    def total(self) -> GroupCounts:
+        with self._lock:
+            return count_groups(self._total)
+
+    def report(self) -> EnvReport:
+        with self._lock:
+            recent, unscored = count_groups(Counter(self._recent)), dict(self._unscored)
+        wait = self.waits.longest
+        problem, fix = judge(recent, self._env_name)
+        return EnvReport(
+            total=self.total,
+            recent=recent,
+            rollouts=self._num_rollouts,
+            unscored_rollouts=unscored,
+            asked_again=self._asked_again,
+            in_flight=self._num_in_flight,
+            undelivered=self.num_undelivered,
+            waiting_for="" if wait is None else wait.wanted.what,
+            waiting_s=0.0 if wait is None else wait.seconds,
+            problem=problem,
+            fix=fix,
+        )
+
+
+def count_groups(endings: Mapping[Ending, int]) -> GroupCounts:
+    dropped: Counter[str] = Counter()
+    scores: Counter[Scores] = Counter()
+    for ending, times in endings.items():
+        scores[ending.scores] += times
+        if ending.dropped_for is not None:
+            dropped[ending.dropped_for] += times
+    finished = scores.total()
+    return GroupCounts(
+        finished=finished,
+        sent=finished - dropped.total(),
+        dropped=dict(dropped),
+        equal=scores["equal"] + scores["all_right"] + scores["all_wrong"],
+        all_right=scores["all_right"],
+        all_wrong=scores["all_wrong"],
+    )
+
+
+def judge(groups: GroupCounts, env_name: str) -> tuple[str, str]:
+    """What is wrong with these groups and what to do, in words; two empty texts where nothing is."""
+    if groups.finished < TOO_FEW_TO_JUDGE:
+        return "", ""
+    of_them = f"of its last {groups.finished} groups"
+    num_dropped = sum(groups.dropped.values())
+    if num_dropped >= MOST * groups.finished:
+        reason = max(groups.dropped, key=lambda name: groups.dropped[name])
+        why, fix = _WHY_DROPPED.get(reason, (reason, _ASK_VALIDATE))
+        if reason == "equal_scores":
+            why, fix = f"{why} ({_which_way(groups)})", _fix_of_equal_scores(groups)
+        return f"dropped {num_dropped} {of_them} because {why}", fix.format(env_name)
+    if groups.equal >= MOST * groups.finished:
+        found = f"{groups.equal} {of_them} teach nothing: all their scores are equal ({_which_way(groups)})"
+        return found, _fix_of_equal_scores(groups)
+    return "", ""
+
+
+_ASK_VALIDATE = "treadle env {} validate"
+_WHY_DROPPED = {
+    "equal_scores": ("all their scores were equal", ""),
+    "unscored": ("none of their rollouts could be scored", _ASK_VALIDATE),
+    "nothing_sampled": ("nothing was sampled in them", _ASK_VALIDATE),
+    "oversize": (
+        "they had more sequences than the trainer's batch",
+        "lower --env.group-size or raise --train.batch-size, or let a rollout begin fewer chats",
+    ),
+    "failed": ("they failed three times", "its log says why"),
+}
+
+
+def _which_way(groups: GroupCounts) -> str:
+    """ "38 all wrong, 2 all right"."""
+    ways = {
+        "all wrong": groups.all_wrong,
+        "all right": groups.all_right,
+        "neither right nor wrong": groups.equal - groups.all_wrong - groups.all_right,
+    }
+    return ", ".join(f"{count} {way}" for way, count in ways.items() if count)
+
+
+def _fix_of_equal_scores(groups: GroupCounts) -> str:
+    if groups.all_right > groups.equal / 2:
+        return "the task is too easy for this model: make it harder, or take rewards that tell good answers apart"
+    return (
+        "the task is too hard for this model, or the reward too coarse: give easier items, points for a part of the "
+        "answer, or more rollouts (--env.group-size, --env.temperature)"
+    )

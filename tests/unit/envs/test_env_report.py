@@ -1,0 +1,215 @@
+"""What an environment process says of itself: counts, what it waits for, and what is wrong, as one value."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
+from starlette.responses import JSONResponse
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import Environment, Item, Score
+from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.chat import Transcript
+from treadle.envs.engine_client import Completion, EngineClient
+from treadle.envs.hub_client import HubClient
+from treadle.envs.process import open_desk
+from treadle.envs.rollout import Rollout
+from treadle.envs.serving.report import EnvReport, Ledger
+from treadle.envs.serving.runner import run
+from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.transport import Patience
+from treadle.watch.waits import Wanted
+
+QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+WRONG, HALF, RIGHT = Score(0.0, is_right=False), Score(0.5, is_right=False), Score(1.0, is_right=True)
+LATE = Score(None, is_right=False, outcome="timed_out", error="exact_match took longer than 10 s")
+
+
+def group(*scores):
+    transcript = Transcript(messages=[])
+    transcript.wrote(Completion([1], [-0.5], "1", "stop", 0))
+    return [Rollout([transcript], score, seconds=0.1) for score in scores]
+
+
+def test_a_report_counts_what_became_of_the_groups():
+    ledger = Ledger("gsm8k")
+    ledger.finish(group(RIGHT, WRONG))
+    ledger.finish(group(RIGHT, RIGHT))
+    ledger.finish(group(WRONG, WRONG, LATE), dropped_for="equal_scores")
+    ledger.finish(group(LATE, LATE), dropped_for="unscored")
+    ledger.finish([], dropped_for="failed")
+    ledger.ask_again()
+    with ledger.flying(3):
+        report = ledger.report()
+    assert report.total == report.recent
+    assert (report.total.finished, report.total.sent) == (5, 2)
+    assert report.total.dropped == {"equal_scores": 1, "unscored": 1, "failed": 1}
+    assert (report.total.equal, report.total.all_right, report.total.all_wrong) == (2, 1, 1)
+    assert (report.rollouts, report.unscored_rollouts) == (9, {"timed_out": 3})
+    assert (report.in_flight, report.asked_again, ledger.report().in_flight) == (3, 1, 0)
+
+
+def test_recent_counts_forget_what_is_long_ago_and_totals_do_not():
+    ledger = Ledger("gsm8k")
+    for _ in range(60):
+        ledger.finish(group(RIGHT, WRONG))
+    for _ in range(40):
+        ledger.finish(group(WRONG, WRONG), dropped_for="equal_scores")
+    report = ledger.report()
+    assert (report.recent.finished, report.recent.sent) == (40, 0)
+    assert (report.total.finished, report.total.sent) == (100, 60)
+
+
+def test_groups_that_teach_nothing_are_told_with_which_way_they_went_and_what_to_do():
+    ledger = Ledger("gsm8k")
+    for number in range(40):
+        same = RIGHT if number < 2 else WRONG
+        ledger.finish(group(same, same), dropped_for="equal_scores")
+    report = ledger.report()
+    assert report.problem == (
+        "dropped 40 of its last 40 groups because all their scores were equal (38 all wrong, 2 all right)"
+    )
+    assert report.fix.startswith("the task is too hard for this model, or the reward too coarse")
+
+
+@pytest.mark.parametrize(
+    ("scores", "dropped_for", "problem", "fix"),
+    [
+        (
+            (RIGHT, RIGHT),
+            None,
+            "12 of its last 12 groups teach nothing: all their scores are equal (12 all",
+            "too easy",
+        ),
+        ((HALF, Score(0.5, is_right=True)), "equal_scores", "(12 neither right nor wrong)", "reward too coarse"),
+        ((LATE, LATE), "unscored", "because none of their rollouts could be scored", "treadle env gsm8k validate"),
+        ((RIGHT, WRONG), "oversize", "more sequences than the trainer's batch", "--env.group-size"),
+        ((RIGHT, WRONG), None, "", ""),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(scores, dropped_for, problem, fix):
+    ledger = Ledger("gsm8k")
+    for _ in range(12):
+        ledger.finish(group(*scores), dropped_for=dropped_for)
+    report = ledger.report()
+    assert problem in report.problem
+    assert fix in report.fix
+    assert bool(report.problem) == bool(report.fix) == bool(problem)
+
+
+def test_a_few_groups_are_not_judged():
+    ledger = Ledger("gsm8k")
+    for _ in range(9):
+        ledger.finish(group(WRONG, WRONG), dropped_for="equal_scores")
+    assert ledger.report().problem == ""
+
+
+def test_a_report_says_what_has_been_waited_for_longest():
+    async def scenario():
+        ledger = Ledger("gsm8k")
+        assert (ledger.report().waiting_for, ledger.report().waiting_s) == ("", 0.0)
+        with ledger.waits.waiting(Wanted("the trainer to take step 3")):
+            await asyncio.sleep(0.05)
+            with ledger.waits.waiting(Wanted("the engine")):
+                report = ledger.report()
+        assert report.waiting_for == "the trainer to take step 3"
+        assert 0.04 < report.waiting_s < 5
+        assert ledger.report().waiting_for == ""
+
+    asyncio.run(scenario())
+
+
+def test_a_report_can_be_sent_as_it_is():
+    ledger = Ledger("gsm8k")
+    ledger.finish(group(RIGHT, WRONG))
+    report = ledger.report()
+    assert msgspec.json.decode(msgspec.json.encode(report), type=EnvReport) == report
+
+
+@environment("test-too-hard")
+class TooHard(Environment):
+    """Answers are right for the items from `first_right` on."""
+
+    defaults = {"ensure_scores_are_not_same": True, "num_eval": 0, "max_token_length": 16}  # noqa: RUF012
+
+    def train_item(self, index):
+        return Item.ask(f"Say {index}", answer=str(index))
+
+    def eval_items(self):
+        return []
+
+    def score(self, item, completion_text, completion):
+        return float(int(item.answer) >= self.config.args["first_right"] and completion_text == "yes")
+
+
+class TrainingHub(HubDouble):
+    """A hub beside a trainer that trains whatever makes a batch, at once."""
+
+    @property
+    def num_sequences(self):
+        return sum(len(group.tokens) for _, groups in self.deliveries for group in groups)
+
+    async def _standing(self, _):
+        self.current_step = min(self.num_steps, self.num_sequences // self.info["batch_size"])
+        return JSONResponse(
+            {
+                "step": self.current_step,
+                "num_steps": self.num_steps,
+                "batch_size": self.info["batch_size"],
+                "untrained_sequences": self.num_sequences - self.current_step * self.info["batch_size"],
+                "trainer_waits": True,
+                "share": 1.0,
+            }
+        )
+
+
+async def serve(tmp_path, hub, ledger, **settings):
+    engine_double = EngineDouble(
+        save_tokenizer(tmp_path / "model"), lambda _, request: (["yes", "no"] * 9)[: request.n]
+    )
+    config = EnvConfig(**{"group_size": 4, "state_dir": tmp_path / "state", **settings})
+    async with (
+        EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
+        HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app), waits=ledger.waits) as client,
+        open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+    ):
+        await asyncio.wait_for(run(desk, client, ledger), 20)
+
+
+def warnings_of(caplog, event):
+    records = [record for record in caplog.records if record.getMessage() == event]
+    return [record.treadle_fields for record in records if record.levelno >= logging.WARNING]
+
+
+def test_a_run_of_which_all_first_groups_are_dropped_says_so_early_and_once(tmp_path, caplog):
+    ledger = Ledger("test-too-hard")
+    hub = TrainingHub(batch_size=16, num_steps=2)
+    asyncio.run(serve(tmp_path, hub, ledger, name="test-too-hard", args={"first_right": 30}))
+    (told,) = warnings_of(caplog, "no_group_was_sent_yet")
+    assert told["problem"] == (
+        "dropped 12 of its last 12 groups because all their scores were equal (12 all wrong)"  # three batches of four
+    )
+    assert "too hard" in told["fix"]
+    report = ledger.report()
+    assert report.total.sent == 8
+    assert report.total.dropped == {"equal_scores": 30}
+    assert report.total.all_wrong == 30
+    assert (report.in_flight, report.problem) == (0, "")
+
+
+def test_a_run_that_drops_few_groups_says_nothing(tmp_path, caplog):
+    hub = TrainingHub(batch_size=16, num_steps=2)
+    asyncio.run(serve(tmp_path, hub, Ledger("x"), name="test-too-hard", args={"first_right": 5}))
+    assert warnings_of(caplog, "no_group_was_sent_yet") == []
+
+
+def test_groups_of_waves_are_in_the_report_too(tmp_path):
+    ledger = Ledger("echo")
+    asyncio.run(serve(tmp_path, HubDouble(batch_size=8, num_steps=3), ledger, name="arithmetic", num_eval=0))
+    report = ledger.report()
+    assert (report.total.finished, report.total.sent, report.rollouts) == (6, 6, 24)
+    assert report.total.all_wrong == 6

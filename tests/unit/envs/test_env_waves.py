@@ -1,0 +1,164 @@
+"""Waves when things are not as they were counted: another batch size, lost groups, a trainer that went back."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
+from starlette.responses import JSONResponse
+
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.catalogue import load_environment
+from treadle.envs.engine_client import EngineClient
+from treadle.envs.hub_client import HubClient
+from treadle.envs.process import open_desk
+from treadle.envs.serving.runner import run
+from treadle.envs.serving.wave_count import Wave, WaveCount
+from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.transport import Patience
+from treadle.errors import ConfigError
+from treadle.wire.hub import EnvStanding
+
+QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+
+
+class TrainingHub(HubDouble):
+    """A hub and a trainer that trains whatever makes a batch, whenever it is looked at.
+
+    `becomes[step]` is a trainer that was started again there, and wants batches of another size.
+    """
+
+    def __init__(self, *, becomes=None, loses=None, **settings):
+        super().__init__(**settings)
+        self.steps_at_once = False
+        self.becomes = becomes or {}
+        self.loses = loses or {}  # sequences, at a step
+        self.num_gone = 0  # trained or lost
+        self.trained = []  # sequences of each step
+
+    @property
+    def untrained(self):
+        accepted = self.groups_accepted * 4 + sum(len(g.tokens) for _, groups in self.deliveries for g in groups)
+        return accepted - self.num_gone
+
+    async def _standing(self, http):
+        while self.current_step < self.num_steps and self.untrained >= self.info["batch_size"]:
+            self.num_gone += self.info["batch_size"]
+            self.trained.append(self.info["batch_size"])
+            self.current_step += 1
+            self.num_gone += self.loses.pop(self.current_step, 0)
+            self.info["batch_size"] = self.becomes.pop(self.current_step, self.info["batch_size"])
+        return JSONResponse(
+            {
+                "step": self.current_step,
+                "num_steps": self.num_steps,
+                "batch_size": self.info["batch_size"],
+                "untrained_sequences": self.untrained,
+                "trainer_waits": self.current_step < self.num_steps,
+                "share": 1.0,
+            }
+        )
+
+
+def add(prompt, request):
+    a, b = map(int, re.findall(r"\d+", prompt)[:2])
+    return [str(a + b) if i % 2 == 0 else "?" for i in range(request.n)]
+
+
+def serve(tmp_path, hub, **settings):
+    engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    config = EnvConfig(**{"group_size": 4, "num_eval": 0, "seed": 5, **settings})
+
+    async def life():
+        async with (
+            EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
+            HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client,
+            open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+        ):
+            await asyncio.wait_for(run(desk, client), 20)
+
+    asyncio.run(life())
+
+
+def items_of(hub):
+    return [group.item for _, groups in hub.deliveries for group in groups]
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+@pytest.mark.parametrize("becomes", [{2: 16}, {2: 24}, {2: 4}, {1: 16, 3: 4, 4: 8}])
+def test_waves_follow_a_trainer_that_comes_back_with_another_batch_size(tmp_path, caplog, becomes, max_age):
+    hub = TrainingHub(batch_size=8, num_steps=6, becomes=dict(becomes))
+    serve(tmp_path, hub, max_age=max_age)
+    sizes, size = [], 8
+    for step in range(6):
+        size = becomes.get(step, size)
+        sizes.append(size)
+    assert hub.trained == sizes
+    assert len(set(items_of(hub))) == len(items_of(hub)), "an item was asked twice"
+    assert len({key for key, _ in hub.deliveries}) == len(hub.deliveries)
+    assert hub.untrained < (1 + max_age) * 24, "more than was asked for"
+    told = [record.treadle_fields for record in caplog.records if record.getMessage() == "trainer_changed"]
+    assert [change["batch_size"] for change in told] == list(becomes.values())
+
+
+def test_a_batch_size_that_no_groups_can_fill_ends_with_both_numbers(tmp_path):
+    hub = TrainingHub(batch_size=8, num_steps=6, becomes={2: 10})
+    with pytest.raises(ConfigError, match="the batch of 10 sequences is no multiple of group_size 4"):
+        serve(tmp_path, hub)
+
+
+def test_an_environment_that_was_started_again_with_another_batch_size_goes_on(tmp_path):
+    for size, groups_accepted, step in ((16, 16, 8), (4, 16, 2)):  # both had batches of eight, or of 32
+        hub = TrainingHub(batch_size=size, num_steps=step + 3)
+        hub.groups_accepted, hub.current_step, hub.num_gone = groups_accepted, step, 4 * groups_accepted
+        serve(tmp_path, hub)
+        assert hub.trained == [size] * 3
+        assert items_of(hub)[0] >= groups_accepted
+
+
+def test_what_the_hub_lost_is_made_up_for(tmp_path, caplog):
+    hub = TrainingHub(batch_size=8, num_steps=5, loses={2: 4})
+    serve(tmp_path, hub, max_age=1)
+    assert hub.trained == [8] * 5
+    assert [record for record in caplog.records if record.getMessage() == "waves_counted_anew"]
+
+
+def test_a_trainer_that_wants_more_steps_gets_more_waves(tmp_path):
+    hub = TrainingHub(batch_size=8, num_steps=3)
+    hub.becomes = {2: 8}
+    serve(tmp_path, hub, total_steps=2)
+    assert hub.current_step == 2
+    again = TrainingHub(batch_size=8, num_steps=5)
+    again.groups_accepted, again.current_step, again.num_gone = 4, 2, 16
+    serve(tmp_path, again)
+    assert [key for key, _ in again.deliveries] == [f"arithmetic-5-wave-{step}" for step in (3, 4, 5)]
+
+
+def standing(**values):
+    given = {"step": 4, "num_steps": 100, "batch_size": 64, "untrained_sequences": 0, "trainer_waits": False}
+    return EnvStanding(**{**given, "share": 1.0, **values})
+
+
+def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
+    count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
+    assert count.next_wave() == Wave(step=11, first_item=80, num_prompts=8, name="11")
+    assert count.corrected(standing(step=4)) == count
+    assert count.corrected(standing(step=7, untrained_sequences=0)) == count
+
+
+def test_a_trainer_that_waits_for_what_was_delivered_is_believed():
+    count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
+    wave = count.corrected(standing(step=4, untrained_sequences=40, trainer_waits=True)).next_wave()
+    assert wave == Wave(step=5, first_item=80, num_prompts=3, name="5-item-80")
+
+
+def test_of_a_wave_that_came_in_part_all_is_sampled_again_under_its_name():
+    count = WaveCount.at_start(standing(step=1, untrained_sequences=24), groups_accepted=11, group_size=8)
+    assert count.next_wave() == Wave(step=2, first_item=8, num_prompts=8, name="2")
+
+
+def test_a_new_hub_beside_an_old_checkpoint_gets_the_waves_that_come_and_not_those_that_were():
+    count = WaveCount.at_start(standing(step=50), groups_accepted=0, group_size=8)
+    assert count.next_wave() == Wave(step=51, first_item=400, num_prompts=8, name="51")
