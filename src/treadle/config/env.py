@@ -36,6 +36,9 @@ class ServerConfig(Section):
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
     api_key: str = option("", "bearer token, when the engine asks for one")
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
+    patience_s: Seconds = option(
+        300.0, "when the engine has finished no completion for so long, it and the environment write their stacks"
+    )
 
 
 class DataOptions(Section):

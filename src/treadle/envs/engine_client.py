@@ -11,9 +11,9 @@ from typing import Self
 import msgspec
 
 from treadle.config.env import ServerConfig
-from treadle.envs.transport import Patience, Peer
+from treadle.envs.transport import Patience, Peer, shown_url
 from treadle.errors import ConfigError, EngineError
-from treadle.watch.waits import Waits
+from treadle.watch.waits import Waits, Wanted
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 from treadle.wire.http_client import HttpClient
 
@@ -78,6 +78,12 @@ class EngineClient:
                 fix="pass --openai.server-type vllm and the URL of an engine",
             )
         self._patience = patience or Patience(give_up_after_s=config.timeout)
+        self._waits = waits or Waits()
+        self._completion = Wanted(
+            f"the engine at {shown_url(config.base_url)} to finish a completion",
+            of="engine",
+            deadline_s=config.patience_s,
+        )
         self._peer = Peer(
             "engine",
             config.base_url.rstrip("/").removesuffix("/v1"),
@@ -85,7 +91,7 @@ class EngineClient:
             timeout_s=config.timeout,
             api_key=config.api_key,
             transport=transport,
-            waits=waits,
+            waits=self._waits,
             how_to_start="start it with `treadle engine`, or name another with --openai.base-url",
         )
 
@@ -128,7 +134,8 @@ class EngineClient:
             wave=wave,
         )
         body = msgspec.json.encode(request)
-        response = await self._peer.send("POST", "/generate", body=body, patience=self._patience)
+        with self._waits.waiting(self._completion):
+            response = await self._peer.send("POST", "/generate", body=body, patience=self._patience)
         answer = self._peer.read(response, GenerateAnswer)
         return Generation(_completions(answer, n), answer.seconds)
 

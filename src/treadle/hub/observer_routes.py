@@ -73,6 +73,8 @@ class ObserverRoutes:
 
     async def report(self, request: Request) -> Response:
         report = await read_message(request, REPORT, self._hub.config.read_timeout_s)
+        if report.env_id is not None:
+            self._hub.presence.mark(report.env_id)  # busy, and not gone
         return json_answer(self._hub.board.take(report))
 
 

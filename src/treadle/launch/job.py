@@ -118,6 +118,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> i
             _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
             print_report(summary, Console())
             return 0
+        load_environment(config.env).prepare()
         require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
@@ -160,7 +161,8 @@ def _run(
     try:
         life.live(plain=plain)
     except TreadleError:
-        sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
+        if history.read().last_step > 0:
+            sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
         raise
     finally:
         if plan.config.engine.weights_file is not None and "engine.weights_file" not in explicit:

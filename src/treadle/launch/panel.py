@@ -124,8 +124,9 @@ def _doing(standing: ProcessStanding) -> Text:
     report = standing.report
     if standing.heard_s > SILENT_AFTER_S:
         return Text(f"not heard of for {standing.heard_s:.0f} s", style="red")
-    if report.waits and report.waits[0].seconds >= SHOWN_AFTER_S:
-        wait = report.waits[0]
+    others = [wait for wait in report.waits if wait.of or wait.is_late]  # its own work is no wait
+    if others and others[0].seconds >= SHOWN_AFTER_S:
+        wait = others[0]
         return Text(f"waits {duration(wait.seconds)} for {wait.what}", style="red" if wait.is_late else "yellow")
     return Text(report.state)
 

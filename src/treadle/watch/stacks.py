@@ -17,13 +17,14 @@ from treadle.log import get_logger
 log = get_logger("watchdog")
 
 SIGNAL = signal.SIGUSR1
+_STDERR = 2  # the descriptor: what Python calls its standard error may have been replaced
 _lock = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 
 
 def listen_for_signal() -> None:
     """From now on `kill -USR1 PID` writes the stacks, also of a process that is stuck inside a library."""
-    faulthandler.register(SIGNAL, file=sys.stderr, all_threads=True)
+    faulthandler.register(SIGNAL, file=_STDERR, all_threads=True)
 
 
 def include_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
@@ -35,7 +36,7 @@ def write_stacks(why: str) -> None:
     with _lock:
         log.warning("stacks", why=why)
         sys.stderr.flush()
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         for loop in _loops:
             _write_tasks(loop)
         sys.stderr.flush()

@@ -45,6 +45,7 @@ class About:
     problem: str = ""
     fix: str = ""
     counts: dict[str, float] = field(default_factory=dict)
+    env_id: int | None = None
 
 
 @dataclass
@@ -163,6 +164,7 @@ def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessRepor
         problem=about.problem,
         fix=about.fix,
         counts=about.counts,
+        env_id=about.env_id,
         waits=[_told(wait) for wait in longest[:MOST_REPORTED]],
     )
 

@@ -144,6 +144,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""  # what is wrong with its work, in words
     fix: str = ""
     counts: dict[str, float] = {}
+    env_id: int | None = None  # of an environment, once it is registered
     waits: list[WaitReport] = []  # the longest first
 
 

@@ -22,7 +22,6 @@ from treadle.envs.serving.report import EnvReport, Ledger
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
-from treadle.watch.waits import Wanted
 
 QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 WRONG, HALF, RIGHT = Score(0.0, is_right=False), Score(0.5, is_right=False), Score(1.0, is_right=True)
@@ -43,7 +42,7 @@ def test_a_report_counts_what_became_of_the_groups():
     ledger.finish(group(LATE, LATE), dropped_for="unscored")
     ledger.finish([], dropped_for="failed")
     ledger.ask_again()
-    with ledger.flying(3):
+    with ledger.flying("wave 1", 3, 600.0):
         report = ledger.report()
     assert report.total == report.recent
     assert (report.total.finished, report.total.sent) == (5, 2)
@@ -108,19 +107,15 @@ def test_a_few_groups_are_not_judged():
     assert ledger.report().problem == ""
 
 
-def test_a_report_says_what_has_been_waited_for_longest():
-    async def scenario():
-        ledger = Ledger("gsm8k")
-        assert (ledger.report().waiting_for, ledger.report().waiting_s) == ("", 0.0)
-        with ledger.waits.waiting(Wanted("the trainer to take step 3")):
-            await asyncio.sleep(0.05)
-            with ledger.waits.waiting(Wanted("the engine")):
-                report = ledger.report()
-        assert report.waiting_for == "the trainer to take step 3"
-        assert 0.04 < report.waiting_s < 5
-        assert ledger.report().waiting_for == ""
-
-    asyncio.run(scenario())
+def test_what_is_in_flight_is_a_wait_with_its_name_that_may_be_late():
+    ledger = Ledger("gsm8k")
+    with ledger.flying("item 17", 1, patience_s=0.0):
+        (wait,) = ledger.waits.now
+        assert wait.wanted.what == "item 17 to be sampled and scored"
+        assert wait.wanted.holding == "1 group"
+        assert wait.is_late
+        assert ledger.report().as_about().state == "1 group in flight"
+    assert ledger.waits.now == []
 
 
 def test_a_report_can_be_sent_as_it_is():

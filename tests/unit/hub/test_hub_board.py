@@ -73,7 +73,7 @@ def test_reports_cannot_fill_the_memory() -> None:
     assert len(board.standings()) == 1000
 
 
-def test_the_hub_takes_reports_and_explains_by_them(client) -> None:
+def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None:
     told = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 5, "problem": "dropped 40 of its last 40 groups"}
     registration = {
         "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
@@ -86,5 +86,11 @@ def test_the_hub_takes_reports_and_explains_by_them(client) -> None:
     assert (own["report"]["name"], standing["report"]["name"]) == ("hub", "env gsm8k")
     assert own["report"]["memory_bytes"] > 0
     assert client.post("/v1/processes", json={"kind": "cat"}).status_code == 422
+    client.get("/batch")
+    assert desk.register_env()["env_id"] == 0
+    clock.now_s += 60
+    assert "not heard of" in client.get("/v1/explain").json()["reason"]
+    client.post("/v1/processes", json={**told, "env_id": 0})
+    assert "not heard of" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
     assert client.post("/v1/reset").status_code == 200
     assert len(client.get("/v1/processes").json()["processes"]) == 1

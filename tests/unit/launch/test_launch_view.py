@@ -256,7 +256,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
     state.sight = Sight(
         standings=(
             standing("engine", state="generating 12, 3 waiting", policy_version=25, memory_bytes=1_500_000_000),
-            standing("trainer", waits=[WaitReport(what="the batch of step 26", seconds=42.0)]),
+            standing("trainer", waits=[WaitReport(what="the batch of step 26", of="env", seconds=42.0)]),
             standing("env", heard_s=33.0),
         )
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
-from treadle.watch.waits import Waits
+from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
 
 RECENT_GROUPS = 40
@@ -46,8 +46,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     asked_again: int  # groups that failed as a whole (the engine, a time-out) and were asked again
     in_flight: int  # groups that are being sampled or scored
     undelivered: int  # groups on disk that the hub has not taken yet
-    waiting_for: str  # "the hub at http://127.0.0.1:8000"; empty: for nothing
-    waiting_s: float
+    env_id: int | None  # as the hub registered it
     problem: str  # what is wrong with the recent groups, in words: "dropped 40 of its last 40 groups because ..."
     fix: str
 
@@ -56,7 +55,8 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
         unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
         return About(
-            state=f"{self.in_flight} groups in flight" if self.in_flight else "",
+            state=f"{_groups(self.in_flight)} in flight" if self.in_flight else "",
+            env_id=self.env_id,
             problem=self.problem,
             fix=self.fix,
             counts={
@@ -88,6 +88,7 @@ class Ledger:
     def __init__(self, env_name: str, waits: Waits | None = None) -> None:
         self.waits = waits or Waits()
         self.num_undelivered = 0
+        self.env_id: int | None = None
         self._env_name = env_name
         self._lock = threading.Lock()
         self._total: Counter[Ending] = Counter()
@@ -98,10 +99,13 @@ class Ledger:
         self._num_in_flight = 0
 
     @contextmanager
-    def flying(self, num_groups: int = 1) -> Iterator[None]:
+    def flying(self, what: str, num_groups: int, patience_s: float) -> Iterator[None]:
+        """While groups are sampled and scored; `what` names them: "item 17"."""
         self._num_in_flight += num_groups
+        flight = Wanted(f"{what} to be sampled and scored", holding=_groups(num_groups), deadline_s=patience_s)
         try:
-            yield
+            with self.waits.waiting(flight):
+                yield
         finally:
             self._num_in_flight -= num_groups
 
@@ -125,7 +129,6 @@ class Ledger:
     def report(self) -> EnvReport:
         with self._lock:
             recent, unscored = count_groups(Counter(self._recent)), dict(self._unscored)
-        wait = self.waits.longest
         problem, fix = judge(recent, self._env_name)
         return EnvReport(
             total=self.total,
@@ -135,11 +138,14 @@ class Ledger:
             asked_again=self._asked_again,
             in_flight=self._num_in_flight,
             undelivered=self.num_undelivered,
-            waiting_for="" if wait is None else wait.wanted.what,
-            waiting_s=0.0 if wait is None else wait.seconds,
+            env_id=self.env_id,
             problem=problem,
             fix=fix,
         )
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'' if count == 1 else 's'}"
 
 
 def count_groups(endings: Mapping[Ending, int]) -> GroupCounts:

@@ -67,6 +67,7 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
     )
     if registered.env_id is None:
         raise HubError("the hub registered this environment and gave it no id", fix="see whether it is really a hub")
+    ledger.env_id = registered.env_id
     course = plan_course(config, registered, await hub.info(), (await hub.standing(registered.env_id)).share)
     if pace == "waves" and config.pace == "auto" and not course.is_alone:
         pace = "stream"  # a wave fills a whole batch, and others are there to fill it too

@@ -150,7 +150,7 @@ class Stream:
         """One item, from its prompt to a group that is safe on disk."""
         try:
             async with asyncio.timeout(self.desk.config.worker_timeout):
-                with self.ledger.flying():
+                with self.ledger.flying(f"item {index}", 1, self.desk.config.worker_timeout / 2):
                     await self._roll_and_send(index)
         except TimeoutError:
             self._ask_again(index, EngineError(f"a group took longer than {self.desk.config.worker_timeout:.0f} s"))

@@ -127,7 +127,7 @@ class Waves:
 
     async def _deliver(self, wave: Wave) -> None:
         started = time.monotonic()
-        with self._ledger.flying(wave.num_prompts):
+        with self._ledger.flying(f"wave {wave.name}", wave.num_prompts, self._desk.config.worker_timeout):
             groups = await roll_wave(self._desk, wave, self._course, self._ledger)
         for group in groups:
             self._keep(group)
