@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,9 +13,8 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.foreign.parts import HERE, PYTHON, check_exact, check_turns, engine, need_verifiers
+from tests.e2e.foreign.parts import check_exact, check_turns, engine, next_batch, serving_verifiers, verifiers_command
 from tests.e2e.foreign.tool_model import ANSWER, CALL, QUESTION, RESULT, write_tool_model
-from tests.e2e.processes import environment
 from tests.hub_process import HubProcess
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
@@ -123,33 +120,16 @@ def test_branches_changed_histories_and_plain_completions_are_exact_too(engine_u
 
 
 def test_an_environment_of_verifiers_delivers_exact_groups_to_the_hub(engine_url, model, tmp_path):
-    need_verifiers()
-    flags = ["--openai.base-url", f"{engine_url}/v1", "--openai.model-name", str(model), "--env.num-eval", "0"]
-    flags += [
-        "--env.group-size",
-        str(GROUP_SIZE),
-        "--env.state-dir",
-        str(tmp_path / "state"),
-        "--env.max-num-workers",
-        "2",
-    ]
+    asked = {
+        "openai.base-url": f"{engine_url}/v1", "openai.model-name": str(model), "env.num-eval": "0",
+        "env.group-size": str(GROUP_SIZE), "env.state-dir": str(tmp_path / "state"), "env.max-num-workers": "2",
+    }  # fmt: skip
+    flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
     log = tmp_path / "env.log"
     with HubProcess(tmp_path) as hub:
         httpx.post(f"{hub.url}/register", json=TRAINER).raise_for_status()
-        command = [str(PYTHON), "-m", "treadle", "env", "verifiers:digits_v1", "serve", *flags]
-        path = os.pathsep.join((str(HERE), str(HERE.parents[2] / "src")))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "--env.rollout-server-url", hub.url],
-                stdout=output,
-                stderr=output,
-                env=environment(PYTHONPATH=path),
-            )
-        try:
+        with serving_verifiers("digits_v1", hub.url, *flags, log=log) as process:
             batches = [next_batch(hub.url, process, log) for _ in range(NUM_STEPS)]
-        finally:
-            process.terminate()
-            process.wait(15)
     groups = [group for batch in batches for group in batch]
     assert [len(group["tokens"]) for group in groups] == [GROUP_SIZE] * (NUM_STEPS * BATCH_SIZE // GROUP_SIZE)
     for group in groups:
@@ -161,12 +141,11 @@ def test_an_environment_of_verifiers_delivers_exact_groups_to_the_hub(engine_url
             assert score == pytest.approx(sum(map(str.isdigit, said)) / max(1, len(said)))
 
 
-def next_batch(hub_url, process, log, timeout_s=90):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-2000:]
-        batch = httpx.get(f"{hub_url}/batch").json()["batch"]
-        if batch is not None:
-            return batch
-        time.sleep(0.1)
-    raise AssertionError(f"no batch within {timeout_s} s:\n{log.read_text()[-2000:]}")
+def test_tasks_that_cannot_be_loaded_end_it_with_their_words_and_a_remedy():
+    command, env = verifiers_command("digits_v1", "validate", "--env.args", '{"taskset": {"num_tasks": 0}}')
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "'digits_v1' cannot load its tasks: LookupError: the numbers are not downloaded yet" in done.stderr
+    assert "digits_v1/environment.py:" in done.stderr
+    assert "see to what it needs" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,11 @@ def atropos(script: str, *flags: str, log: Path) -> Iterator[subprocess.Popen[by
     """One of this folder's programs under the real atroposlib."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [str(PYTHON), str(HERE / script), *flags], stdout=output, stderr=output, env=environment(**OFFLINE)
+            [str(PYTHON), str(HERE / script), *flags],
+            stdout=output,
+            stderr=output,
+            env=environment(**OFFLINE),
+            preexec_fn=_hear_ctrl_c,  # noqa: PLW1509
         )
     try:
         yield process
@@ -51,10 +56,15 @@ def atropos(script: str, *flags: str, log: Path) -> Iterator[subprocess.Popen[by
         process.wait()
 
 
+def _hear_ctrl_c() -> None:
+    """Tests that run in the background of a shell ignore it, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
-def engine(model: Path, log: Path) -> Iterator[str]:
+def engine(model: Path, log: Path, port: int | None = None) -> Iterator[str]:
     """Our engine; yields its URL as an Atropos client writes it."""
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "treadle", "engine", "--model", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--threads", "1"]
     with log.open("ab") as output, ExitStack() as stack:
@@ -67,6 +77,9 @@ def engine(model: Path, log: Path) -> Iterator[str]:
 class Env:
     """A real environment that serves; started again when it gave up, as whoever runs it would do."""
 
+    script = "digits_env.py"
+    record_flag = "--env.record"
+
     def __init__(self, name: str, folder: Path, hub_url: str, engine_url: str, model: Path, *flags: str) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -74,7 +87,7 @@ class Env:
         self._record = folder / f"{name}.jsonl"
         self._flags = [
             "serve", "--env.rollout_server_url", hub_url, "--env.tokenizer_name", str(model),
-            "--env.wandb_name", name, "--env.record", str(self._record),
+            "--env.wandb_name", name, self.record_flag, str(self._record),
             "--openai.base_url", engine_url, "--openai.model_name", str(model), *flags,
         ]  # fmt: skip
         self._stack = ExitStack()
@@ -87,7 +100,7 @@ class Env:
         self.stop()
 
     def _start(self) -> None:
-        self.process = self._stack.enter_context(atropos("digits_env.py", *self._flags, log=self.log))
+        self.process = self._stack.enter_context(atropos(self.script, *self._flags, log=self.log))
 
     def stop(self) -> None:
         self._stack.close()
@@ -101,6 +114,22 @@ class Env:
     def groups(self) -> list[dict[str, Any]]:
         """The groups that it sent, in order; the client keeps back those whose scores are all the same."""
         return [group for group in json_lines(self._record) if len(set(group["scores"])) > 1]
+
+
+class MathEnv(Env):
+    """One whose record is what atroposlib itself writes: whole only once the process has ended."""
+
+    script = "gsm8k_env.py"
+    record_flag = "--env.data_path_to_save_groups"
+
+    def end(self) -> None:
+        """As Ctrl-C does it."""
+        self.process.send_signal(signal.SIGINT)
+        wait_until(lambda: self.process.poll() is not None, "its end", self.log, timeout_s=20)
+
+
+class RetryEnv(MathEnv):
+    script = "gsm8k_retry_env.py"
 
 
 class Trainer:

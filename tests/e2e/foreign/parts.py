@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.processes import free_port, running, wait_until_healthy
+from tests.e2e.processes import environment, free_port, running, wait_until_healthy
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[2] / ".venv-verifiers" / "bin" / "python"
@@ -22,6 +25,8 @@ TEMPLATE = (
 )
 TURN, END = 2, 1  # their ids in the tiny models
 
+PLAIN_HTTP = httpx.Client(timeout=60)  # one for all: to make one reads the certificates, which takes longer than a call
+
 
 def need_verifiers() -> None:
     """Without it there is nothing to test; a build that lost it must not pass for that."""
@@ -30,6 +35,40 @@ def need_verifiers() -> None:
         if os.environ.get("CI"):
             pytest.fail(remedy)
         pytest.skip(remedy)
+
+
+def verifiers_command(name: str, verb: str, *flags: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+    """`treadle env verifiers:NAME VERB`, beside the real verifiers; with the variables of its process."""
+    need_verifiers()
+    path = os.pathsep.join((str(HERE), str(HERE.parents[2] / "src")))
+    first = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))  # verifiers calls `uv` by its name
+    command = [str(PYTHON), "-m", "treadle", "env", f"verifiers:{name}", verb, *flags]
+    return command, environment(PYTHONPATH=path, PATH=first, **variables)
+
+
+@contextmanager
+def serving_verifiers(
+    name: str, hub_url: str, *flags: str, log: Path, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    command, env = verifiers_command(name, "serve", *flags, "--env.rollout-server-url", hub_url, **variables)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(15)
+
+
+def next_batch(hub_url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-2000:]
+        batch: list[Any] | None = httpx.get(f"{hub_url}/batch").json()["batch"]
+        if batch is not None:
+            return batch
+        time.sleep(0.1)
+    raise AssertionError(f"no batch within {timeout_s} s:\n{log.read_text()[-2000:]}")
 
 
 @contextmanager
@@ -45,12 +84,13 @@ def engine(model: Path, log: Path) -> Iterator[str]:
 def check_exact(engine_url: str, tokens: list[int], masks: list[int], logprobs: list[float]) -> int:
     """What the engine itself says of these ids is what was recorded; how many sampled tokens were looked at."""
     body = {"prompt": {"prompt_token_ids": tokens}, "max_tokens": 1, "prompt_logprobs": 0}
-    answer = httpx.post(f"{engine_url}/generate", json=body, timeout=60)
+    answer = PLAIN_HTTP.post(f"{engine_url}/generate", json=body)
     assert answer.status_code == 200, answer.text
     told = answer.json()["prompt_logprobs"]
     sampled = [place for place, mask in enumerate(masks) if mask != -100]
+    others = sorted(set(range(len(tokens))) - set(sampled))
     assert [masks[place] for place in sampled] == [tokens[place] for place in sampled]
-    assert all(logprobs[place] == 1.0 for place in range(len(tokens)) if place not in sampled)
+    assert all(logprobs[place] == 1.0 for place in others)
     recorded = [logprobs[place] for place in sampled]
     assert recorded == pytest.approx([told[place][str(tokens[place])] for place in sampled], abs=1e-3)
     return len(sampled)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -98,9 +99,15 @@ class Verifiers(Environment):
 
     def _load(self) -> Any:
         loaders = _loaders()
-        env = loaders.load_environment(self._settings)
-        tasks = _tasks(env.taskset)
-        train, held_out = (tasks, _tasks(loaders.load_taskset(self._held_out))) if self._held_out else _split(tasks)
+        try:
+            env = loaders.load_environment(self._settings)
+            tasks = _tasks(env.taskset)
+            train, held_out = (tasks, _tasks(loaders.load_taskset(self._held_out))) if self._held_out else _split(tasks)
+        except Exception as error:  # somebody's code, which may read files, download and ask for keys
+            raise ConfigError(
+                f"'{self._id}' cannot load its tasks: {_told(error)}",
+                fix="see to what it needs: its data, its keys, its settings in --env.args",
+            ) from error
         self._tasks = {"train": train, "held_out": held_out}
         return env
 
@@ -158,6 +165,12 @@ def _item(task: Any, split: str, place: int) -> Item:
     messages = (*before, {"role": "user", "content": data.prompt_text})  # for people; the program builds its own
     metadata = {"split": split, "place": place, "name": data.name or ""}
     return Item(messages=messages, answer=str(getattr(data, "answer", "")), metadata=metadata)
+
+
+def _told(error: Exception) -> str:
+    """An error of somebody else's code on one line, with the place that it comes from."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({last.filename}:{last.lineno})"
 
 
 def _score(episode: Any, session: Session) -> Score:

@@ -30,6 +30,8 @@ class DigitsConfig(vf.TasksetConfig):
 
 class DigitsTaskset(vf.Taskset[DigitsTask, DigitsConfig]):
     def load(self) -> Iterator[DigitsTask]:
+        if not self.config.num_tasks:
+            raise LookupError("the numbers are not\ndownloaded yet")
         for number in range(self.config.num_tasks):
             data = DigitsData(prompt=f"Say {number}", system_prompt="Digits only. ", answer=str(number))
             yield DigitsTask(data, self.config.task)

@@ -1,0 +1,41 @@
+"""The same task in turns, on the real atroposlib: who is wrong is told so, and may correct the answer once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from atroposlib.envs.base import ScoredDataGroup
+from gsm8k_env import GSM8kEnv, conversation, is_right
+
+CORRECTION = "That is wrong. Correct your answer. "
+
+
+class GSM8kRetryEnv(GSM8kEnv):
+    name = "gsm8k_retry"
+
+    async def collect_trajectories(self, item: dict[str, str]) -> tuple[ScoredDataGroup | None, list[Any]]:
+        answered = await asyncio.gather(*(self.talk(item) for _ in range(self.config.group_size)))
+        return self.score(item, list(answered)), []
+
+    async def talk(self, item: dict[str, str]) -> tuple[str, Any]:
+        messages = conversation(item)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            said = await self.ask(managed, messages)
+            if not is_right(said, item):
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": CORRECTION}]
+                said = await self.ask(managed, messages)
+            (node,) = managed.get_state()["nodes"]
+        return said, node
+
+    async def ask(self, managed: Any, messages: list[dict[str, str]]) -> str:
+        answer = await managed.chat_completion(
+            messages=messages, n=1, max_tokens=self.config.max_token_length // 2, temperature=1.0
+        )
+        return answer.choices[0].message.content
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    GSM8kRetryEnv.cli()
