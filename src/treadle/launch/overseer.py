@@ -19,7 +19,7 @@ import msgspec
 from treadle.errors import RunStalled
 from treadle.launch.probe import get_body
 from treadle.watch.stacks import SIGNAL
-from treadle.watch.telling import tell_wait
+from treadle.watch.telling import tell_wait, tell_work
 from treadle.wire.hub import Processes, ProcessStanding
 
 LOOK_EVERY_S = 1.0
@@ -69,7 +69,8 @@ class Overseer:
         if standings is None:
             self._look_at_silent("hub", self._clock() - self._hub_heard_s)
             standings = []
-        notes = [
+        notes = [tell_work(standing.report.work) for standing in standings if standing.report.work is not None]
+        notes += [
             tell_wait(standing.report, wait)
             for standing in standings
             for wait in standing.report.waits[:1]
@@ -136,4 +137,6 @@ class Overseer:
 
 def _movement(standings: list[ProcessStanding]) -> list[Hashable]:
     """What processes count: groups, tokens, versions."""
-    return [(s.report.name, s.report.policy_version, *sorted(s.report.counts.items())) for s in standings]
+    return [
+        (s.report.name, s.report.policy_version, s.report.work, *sorted(s.report.counts.items())) for s in standings
+    ]

@@ -15,7 +15,7 @@ from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
 from treadle.launch.overseer import SHOWN_AFTER_S, Sight
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
-from treadle.watch.telling import SILENT_AFTER_S
+from treadle.watch.telling import SILENT_AFTER_S, tell_work
 from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
@@ -51,7 +51,7 @@ def draw(picture: Picture) -> RenderableType:
         "policy age", _number(history.last("sample/staleness_mean"), "{:.1f}"),
         "memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN,
     )  # fmt: skip
-    lines: list[RenderableType] = [_progress(picture), Text(), figures, _seconds(history)]
+    lines: list[RenderableType] = [_progress(picture), *_work(picture.sight), Text(), figures, _seconds(history)]
     course = history.values("rollout/accuracy")
     if course:
         lines.append(Text.assemble(("accuracy per step  ", "dim"), (sparkline(course), "green")))
@@ -101,6 +101,20 @@ def _held_out(evaluations: tuple[Evaluation, ...]) -> Text:
     shown = [evaluations[0], *evaluations[1:][-2:]]
     course = "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
     return Text.assemble(("held-out accuracy  ", "dim"), (course, "bold"))
+
+
+def _work(sight: Sight) -> list[RenderableType]:
+    """A bar for each long piece of work."""
+    rows: list[RenderableType] = []
+    for standing in sight.standings:
+        work = standing.report.work
+        if work is not None:
+            row = Table.grid(padding=(0, 2), expand=True)
+            row.add_column(no_wrap=True)
+            row.add_column(ratio=1)
+            row.add_row(tell_work(work), ProgressBar(total=max(1, work.total), completed=work.done))
+            rows.append(row)
+    return rows
 
 
 def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
+from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 SILENT_AFTER_S = 10.0  # five reports
 
@@ -12,6 +12,11 @@ def tell_wait(report: ProcessReport, wait: WaitReport) -> str:
     holding = f" (it holds {wait.holding})" if wait.holding else ""
     problem = f": {wait.problem}" if wait.problem else ""
     return f"{report.name} has waited {wait.seconds:.0f} s for {wait.what}{holding}{problem}"
+
+
+def tell_work(work: WorkReport) -> str:
+    """ "evaluating at step 20: 64 of 256"."""
+    return f"{work.what}: {work.done} of {work.total}"
 
 
 def tell_process(standing: ProcessStanding) -> list[str]:

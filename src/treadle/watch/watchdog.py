@@ -19,7 +19,7 @@ from treadle.log import get_logger
 from treadle.watch.heartbeat import Heartbeat
 from treadle.watch.stacks import include_tasks_of, write_stacks
 from treadle.watch.waits import Wait, Waits, Wanted
-from treadle.wire.hub import Kind, ProcessReport, WaitReport
+from treadle.wire.hub import Kind, ProcessReport, WaitReport, WorkReport
 
 log = get_logger("watchdog")
 
@@ -46,6 +46,7 @@ class About:
     fix: str = ""
     counts: dict[str, float] = field(default_factory=dict)
     env_id: int | None = None
+    work: WorkReport | None = None
 
 
 @dataclass
@@ -165,6 +166,7 @@ def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessRepor
         fix=about.fix,
         counts=about.counts,
         env_id=about.env_id,
+        work=about.work,
         waits=[_told(wait) for wait in longest[:MOST_REPORTED]],
     )
 

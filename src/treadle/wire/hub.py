@@ -131,6 +131,14 @@ class WaitReport(msgspec.Struct, frozen=True, kw_only=True):
     is_late: bool = False  # longer than is normal
 
 
+class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a long piece of work has come: an evaluation."""
+
+    what: str
+    done: int
+    total: int
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/processes: how a process stands, every two seconds."""
 
@@ -145,6 +153,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
     counts: dict[str, float] = {}
     env_id: int | None = None  # of an environment, once it is registered
+    work: WorkReport | None = None
     waits: list[WaitReport] = []  # the longest first
 
 

@@ -208,3 +208,13 @@ def test_groups_of_waves_are_in_the_report_too(tmp_path):
     report = ledger.report()
     assert (report.total.finished, report.total.sent, report.rollouts) == (6, 6, 24)
     assert report.total.all_wrong == 6
+
+
+def test_an_evaluation_that_goes_on_is_reported_with_how_far_it_has_come():
+    ledger = Ledger("gsm8k")
+    with ledger.evaluating(20, total=256) as tell:
+        tell(64, "40 % right")
+        work = ledger.report().as_about().work
+        assert work is not None
+        assert (work.what, work.done, work.total) == ("evaluating at step 20", 64, 256)
+    assert ledger.report().evaluation is None

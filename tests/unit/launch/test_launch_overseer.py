@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,6 +119,9 @@ def test_a_hub_that_does_not_answer_writes_its_stacks_once(tmp_path: Path) -> No
         overseer.look(0)
     (alarm,) = overseer.sight.alarms
     assert alarm.startswith(f"hub (pid {stuck.pid}) has not been heard of for 31 s; its stacks are in runs/x/logs/hub")
+    deadline = time.monotonic() + 10
+    while "most recent call first" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
     stuck.send_signal(signal.SIGTERM)
     stuck.communicate()
     assert log.read_text().count("most recent call first") == 1

@@ -18,7 +18,7 @@ from treadle.launch.overseer import Sight
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
 from treadle.launch.wording import duration, one_line, sparkline
-from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
+from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 
 def state_of(folder: Path, num_steps: int) -> RunState:
@@ -257,7 +257,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         standings=(
             standing("engine", state="generating 12, 3 waiting", policy_version=25, memory_bytes=1_500_000_000),
             standing("trainer", waits=[WaitReport(what="the batch of step 26", of="env", seconds=42.0)]),
-            standing("env", heard_s=33.0),
+            standing("env", heard_s=33.0, work=WorkReport(what="evaluating at step 20", done=64, total=256)),
         )
     )
     console = Console(file=io.StringIO(), record=True, width=100)
@@ -269,5 +269,6 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         "1.50 GB",
         "waits 42 s for the batch of step 26",
         "not heard of for 33 s",
+        "evaluating at step 20: 64 of 256",
     ):
         assert words in text, words

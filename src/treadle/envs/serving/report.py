@@ -17,8 +17,10 @@ import msgspec
 
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
+from treadle.envs.side_by_side import Tell
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
+from treadle.wire.hub import WorkReport
 
 RECENT_GROUPS = 40
 TOO_FEW_TO_JUDGE = 10
@@ -47,6 +49,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  # groups that are being sampled or scored
     undelivered: int  # groups on disk that the hub has not taken yet
     env_id: int | None  # as the hub registered it
+    evaluation: WorkReport | None  # how far the one has come that goes on
     problem: str  # what is wrong with the recent groups, in words: "dropped 40 of its last 40 groups because ..."
     fix: str
 
@@ -57,6 +60,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
         return About(
             state=f"{_groups(self.in_flight)} in flight" if self.in_flight else "",
             env_id=self.env_id,
+            work=self.evaluation,
             problem=self.problem,
             fix=self.fix,
             counts={
@@ -89,6 +93,7 @@ class Ledger:
         self.waits = waits or Waits()
         self.num_undelivered = 0
         self.env_id: int | None = None
+        self._evaluation: WorkReport | None = None
         self._env_name = env_name
         self._lock = threading.Lock()
         self._total: Counter[Ending] = Counter()
@@ -118,6 +123,20 @@ class Ledger:
             self._num_rollouts += len(rollouts)
             self._unscored.update(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
 
+    @contextmanager
+    def evaluating(self, step: int, total: int) -> Iterator[Tell]:
+        """While held-out prompts are asked; to be told how many are answered."""
+        what = f"evaluating at step {step}"
+        self._evaluation = WorkReport(what=what, done=0, total=total)
+
+        def tell(num_done: int, _: str) -> None:
+            self._evaluation = WorkReport(what=what, done=num_done, total=total)
+
+        try:
+            yield tell
+        finally:
+            self._evaluation = None
+
     def ask_again(self) -> None:
         self._asked_again += 1
 
@@ -139,6 +158,7 @@ class Ledger:
             in_flight=self._num_in_flight,
             undelivered=self.num_undelivered,
             env_id=self.env_id,
+            evaluation=self._evaluation,
             problem=problem,
             fix=fix,
         )

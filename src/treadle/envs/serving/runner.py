@@ -111,15 +111,15 @@ async def _run_stream(desk: Desk, hub: HubClient, course: Course, ledger: Ledger
                 desk, course, cursor, selection, delivery, FlightLimit(config.max_num_workers), keep, ledger
             )
             if (await hub.status()).current_step == 0:
-                await evaluate_if_due(desk, hub, course, 0)
-            evaluating = asyncio.create_task(evaluate_beside(desk, hub, course, stream.limit))
+                await evaluate_if_due(desk, hub, course, ledger, 0)
+            evaluating = asyncio.create_task(evaluate_beside(desk, hub, course, ledger, stream.limit))
             try:
                 await stream.keep_going(hub, None if config.total_steps < 0 else config.total_steps)
             finally:
                 evaluating.cancel()
                 await asyncio.gather(evaluating, return_exceptions=True)
     if config.num_eval:
-        await evaluate(desk, hub, course, (await hub.status()).current_step)
+        await evaluate(desk, hub, course, ledger, (await hub.status()).current_step)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Waves:
                 await self._deliver(wave)
                 count = count.after(wave)
             standing = await self._wait_until_it_is_time(count)
-        await evaluate_if_due(self._desk, self._hub, self._course, self._course.num_steps)
+        await evaluate_if_due(self._desk, self._hub, self._course, self._ledger, self._course.num_steps)
 
     async def _wait_until_it_is_time(self, count: WaveCount) -> EnvStanding:
         """Until the next wave may be sampled, the run is at its end, or things are not as they were counted."""
@@ -123,7 +123,7 @@ class Waves:
         step = wave.step - 1 - self._desk.config.max_age
         if wave.step > self._last_evaluated_for and (step > 0 or wave.step == 1):
             self._last_evaluated_for = wave.step
-            await evaluate_if_due(self._desk, self._hub, self._course, max(step, 0))
+            await evaluate_if_due(self._desk, self._hub, self._course, self._ledger, max(step, 0))
 
     async def _deliver(self, wave: Wave) -> None:
         started = time.monotonic()
