@@ -28,7 +28,8 @@ VERBS = {
     "train": "run the trainer",
     "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
-    "doctor": "check this machine and say what is missing",
+    "doctor": "check this machine, or a run that goes on, and say what is wrong and what mends it",
+    "report": "write what a run achieved into one HTML file",
 }
 
 
@@ -77,6 +78,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     _add_run_flags(parser)
     values = parser.parse_args(words)
+    _log_to_stderr("WARNING")
     from treadle.launch import resume, start
 
     if values._resume is not None:
@@ -187,18 +189,42 @@ def _chat(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser, given
+    from treadle.config.load import load_run
+
+    parser = FlagParser(
+        prog="treadle doctor",
+        description="Check this machine, for a run with these flags; or the live system that is named.",
+    )
+    parser.add_argument("_run", nargs="?", type=Path, metavar="RUN", help="folder of a run: its processes and its logs")
+    parser.add_argument("--hub", dest="_hub", default="", metavar="URL", help="a hub that serves now")
+    parser.add_argument("--engine", dest="_engine", default="", metavar="URL", help="an engine that serves now")
+    parser.add_argument("--json", dest="_json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    _add_run_flags(parser)
+    values = parser.parse_args(words)
+    from treadle.launch.doctor.command import Patient, examine
+
+    patient = Patient(values._run, values._hub, values._engine)
+    return examine(load_run(values._config, given(values)), patient, is_json=values._json)
+
+
+def _report(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
 
-    FlagParser(prog="treadle doctor", description=VERBS["doctor"]).parse_args(words)
-    from treadle.launch import doctor
+    parser = FlagParser(prog="treadle report", description="Write what a run achieved into one HTML file.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; it need not be finished")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to; absent: report.html in the run's folder")
+    values = parser.parse_args(words)
+    from treadle.launch.report_page import write_report
 
-    return doctor()
+    return write_report(values.run, values.out)
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat,
     "top": _top,
-    "doctor": _doctor,
+    "doctor": _doctor, "report": _report,
 }  # fmt: skip
 
 
@@ -236,11 +262,11 @@ def _load_section(values: Any) -> Any:
     return load_run(values._config, given(values))
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: str = "INFO") -> None:
     from treadle.log import set_up_logging
     from treadle.watch.stacks import listen_for_signal
 
-    set_up_logging(os.environ.get("TREADLE_LOG", "INFO"))
+    set_up_logging(os.environ.get("TREADLE_LOG", level))
     listen_for_signal()
 
 

@@ -36,10 +36,3 @@ def chat(model: str | None, *, message: str | None, temperature: float, max_toke
     from treadle.launch.chat import talk
 
     return talk(model, message=message, temperature=temperature, max_tokens=max_tokens)
-
-
-def doctor() -> int:
-    """Print what this machine has and lacks; 1 when something would stop a run."""
-    from treadle.launch.doctor import examine
-
-    return examine()

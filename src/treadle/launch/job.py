@@ -38,6 +38,7 @@ from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.probe import get_json
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import near, program
 
@@ -153,6 +154,7 @@ def _run(
         explicit=explicit,
     )
     save_run(plan.config, folder / CONFIG_FILE)
+    save_versions(folder)
     _say(f"run folder: {folder}")
     history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
@@ -220,6 +222,7 @@ class Life:
             time.monotonic() - self._begun,
             self._memory.peak_bytes,
             dict(self._memory.peak_by_process),
+            self._overseer.sight.alarms,
         )
 
     def _tick(self) -> None:

@@ -28,6 +28,7 @@ class Outcome:
     total_s: float
     peak_memory_bytes: int = 0
     peak_memory_by_process: dict[str, int] = field(default_factory=dict)
+    alarms: tuple[str, ...] = ()
 
     def after(self, earlier: Summary | None) -> Outcome:
         """This life of a run and the ones before it: times add up, peaks do not."""
@@ -39,6 +40,7 @@ class Outcome:
             self.total_s + earlier.total_s,
             max(self.peak_memory_bytes, earlier.peak_memory_bytes),
             {n: max(self.peak_memory_by_process.get(n, 0), earlier.peak_memory_by_process.get(n, 0)) for n in names},
+            (*earlier.alarms, *self.alarms),
         )
 
 
@@ -65,7 +67,9 @@ class Summary:
     metrics: str
     plot: str
     logs: str
-    health: list[str] = field(default_factory=list)  # what the trainer said; absent in summaries of earlier releases
+    # Absent in summaries of earlier releases.
+    health: list[str] = field(default_factory=list)  # what the trainer said
+    alarms: list[str] = field(default_factory=list)  # what the watchdog said
 
 
 def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
@@ -93,6 +97,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         plot=str(run_folder / "reward.png"),
         logs=str(run_folder / "logs"),
         health=[str(line) for line in history.health],
+        alarms=list(outcome.alarms),
     )
 
 

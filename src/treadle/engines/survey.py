@@ -1,0 +1,61 @@
+"""A model as it lies on this disk, and where ours are kept: `python -m treadle.engines.survey MODEL`.
+
+One line of JSON for `treadle doctor`, which never loads torch itself; neither does this. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from treadle.config import DEFAULT_MODEL
+from treadle.engines.default_model import cache_folder, default_model_folder
+from treadle.engines.models import FETCHED, resolve_model
+from treadle.errors import TreadleError
+
+_INDEX = "model.safetensors.index.json"
+
+
+def survey_model(name: str) -> dict[str, Any]:
+    """Where it lies on this disk, if it does, and what is wrong with it."""
+    place = Path(name).expanduser()
+    if name == DEFAULT_MODEL:
+        kind = "built-in"
+        folder: Path | None = default_model_folder()
+    elif place.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        kind, folder = "folder", place
+    else:
+        kind, folder = "hub", _cached(name)
+    told: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
+    if folder is None or not folder.is_dir():
+        return told | {"is_here": False}
+    try:
+        resolve_model(str(folder))
+    except TreadleError as error:
+        return told | {"is_here": True, "error": error.message, "fix": error.fix}
+    return told | {"is_here": True, "missing": _missing_files(folder)}
+
+
+def _cached(name: str) -> Path | None:
+    with contextlib.suppress(Exception):  # the hub client's errors have no common base; all mean: it is not here
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=FETCHED, local_files_only=True))
+    return None
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """Parts that the index of the weights names, and a tokenizer: what a download that broke off has left out."""
+    missing = []
+    if (folder / _INDEX).is_file():
+        parts = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+        missing = sorted(part for part in parts if not (folder / part).is_file())
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return missing if has_tokenizer else [*missing, "tokenizer.json"]
+
+
+if __name__ == "__main__":
+    print(json.dumps({"cache": str(cache_folder()), "model": survey_model(sys.argv[1])}))

@@ -1,0 +1,161 @@
+"""`treadle doctor`: look, judge, print."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+
+from treadle.config.engine_choice import has_vllm
+from treadle.config.load import load_run
+from treadle.config.schema import RunConfig
+from treadle.engines.vllm.installation import Installation, find_vllm
+from treadle.errors import MissingExtra
+from treadle.hub.guard import TOKEN_VARIABLE as HUB_TOKEN
+from treadle.launch.doctor import hardware, looking, settings, software
+from treadle.launch.doctor.finding import Check, as_json, is_well, show
+from treadle.launch.doctor.live import Server, check_engine, check_hub
+from treadle.launch.doctor.logs import NUM_LINES, check_logs
+from treadle.launch.doctor.sharing import Surroundings, check_cuda_sharing, check_memory_sharing, try_sharing
+from treadle.launch.folder import check_is_run
+from treadle.launch.machine import SHARED_MEMORY, count_cores
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
+from treadle.launch.process import tail_of
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
+from treadle.wire.guard import MIN_TOKEN_CHARS
+
+TOKENS = ("HF_TOKEN", "WANDB_API_KEY", HUB_TOKEN, ENGINE_TOKEN)
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What to look at: nothing named is this machine; a run's folder or addresses are a live system."""
+
+    run_folder: Path | None = None
+    hub_url: str = ""
+    engine_url: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        return bool(self.run_folder or self.hub_url or self.engine_url)
+
+
+def examine(config: RunConfig, patient: Patient, *, is_json: bool, console: Console | None = None) -> int:
+    """The exit code: 1 when something is wrong. `config`: the run that this machine is asked about."""
+    checks = examine_live(patient, os.environ) if patient.is_live else examine_machine(config, os.environ)
+    if is_json:
+        print(json.dumps(as_json(checks), indent=2))
+    else:
+        show(checks, console or Console())
+    return 0 if is_well(checks) else 1
+
+
+def examine_machine(config: RunConfig, env: Mapping[str, str]) -> list[Check]:
+    memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else looking.existing(config.output)
+    with ThreadPoolExecutor() as pool:  # what takes long is the loading of torch, in processes of their own
+        trying = pool.submit(try_sharing, memory_folder)
+        model, cache = looking.survey_model(config.model)
+        packages = looking.list_packages(sys.executable)
+        trials = trying.result()
+    driver = looking.look_at_driver(trials.driver_cuda)
+    has_gpu = bool(trials.torch.gpus)
+    around = Surroundings(env, looking.is_wsl(), looking.is_container())
+    tokens = looking.token_sizes(env, TOKENS)
+    return [
+        software.check_python(sys.version_info[:3]),
+        *software.check_packages(packages),
+        software.check_gpu(trials.torch, driver),
+        software.check_driver(trials.torch, driver),
+        *_check_vllm(config, has_gpu=has_gpu),
+        settings.check_start_method(env, has_gpu=has_gpu),
+        settings.check_allocator(env, has_gpu=has_gpu),
+        check_memory_sharing(trials, str(memory_folder)),
+        check_cuda_sharing(trials, around),
+        *_check_hardware(config, cache),
+        settings.check_threads(env, count_cores()),
+        settings.check_bytecode(env),
+        settings.check_model(model, env, has_hub_token=bool(tokens["HF_TOKEN"])),
+        settings.check_tokens(tokens, MIN_TOKEN_CHARS),
+    ]
+
+
+def _check_hardware(config: RunConfig, cache: Path) -> list[Check]:
+    memory = psutil.virtual_memory()
+    output, cache = looking.existing(config.output), looking.existing(cache)
+    clock, trouble = looking.look_at_clock(output)
+    wished = wished_addresses(config)
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+    return [
+        hardware.check_cpu(count_cores(), looking.cpu_flags()),
+        hardware.check_memory(memory.available, memory.total),
+        hardware.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
+        hardware.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
+        hardware.check_shared_memory(str(SHARED_MEMORY), shared),
+        hardware.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), config.hub.max_connections),
+        *hardware.check_ports({n: port for n, (_, port) in wished.items()}, looking.owners_of_ports(wished)),
+        hardware.check_clock(clock),
+    ]
+
+
+def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Check]:
+    engine = config.engine
+    is_wanted = engine.engine == "vllm" or bool(engine.vllm_python and has_vllm(engine))
+    vllm: Installation | None = None
+    trouble = ""
+    try:
+        vllm = find_vllm(engine.vllm_python)
+    except MissingExtra as error:
+        trouble = error.message
+    checks = [software.check_vllm(vllm, trouble, is_wanted=is_wanted, has_gpu=has_gpu)]
+    if vllm is not None:
+        checks.append(software.check_vllm_fit(looking.list_packages(vllm.python), vllm))
+    return checks
+
+
+def examine_live(patient: Patient, env: Mapping[str, str]) -> list[Check]:
+    checks: list[Check] = []
+    hub_url, engine_url = patient.hub_url, patient.engine_url
+    if patient.run_folder is not None:
+        folder = patient.run_folder.expanduser().resolve()
+        check_is_run(folder)
+        config = load_run(folder / CONFIG_FILE)
+        checks.append(check_is_going(folder))
+        if is_going(folder):
+            hub_url = hub_url or config.env.rollout_server_url
+            engine_url = engine_url or config.train.engine_url
+        logs = sorted((folder / LOG_FOLDER).glob("*.log"))
+        checks += check_logs({log.stem: tail_of(log, num_lines=NUM_LINES) for log in logs})
+    if hub_url:
+        checks += check_hub(Server("hub", hub_url, env.get(HUB_TOKEN, ""), HUB_TOKEN))
+    if engine_url:
+        engine_url = engine_url.rstrip("/").removesuffix("/v1")  # as our own clients take it
+        checks += check_engine(Server("engine", engine_url, env.get(ENGINE_TOKEN, ""), ENGINE_TOKEN))
+    return checks
+
+
+def check_is_going(folder: Path) -> Check:
+    if is_going(folder):
+        return Check("run", "ok", f"{folder.name} is going on")
+    return Check("run", "ok", f"{folder.name} is not going on: only its logs can be asked")
+
+
+def is_going(folder: Path) -> bool:
+    """Whether a launcher holds the folder's lock."""
+    try:
+        with (folder / ".lock").open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

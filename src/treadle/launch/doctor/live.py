@@ -1,0 +1,189 @@
+"""A hub and an engine that serve now: do they answer, are they ours, and who waits for whom?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from treadle.launch.doctor.finding import Check
+from treadle.watch.telling import tell_process
+from treadle.wire.hub import Processes, ProcessStanding
+
+TIMEOUT_S = 5.0
+TOKEN_TIMEOUT_S = 15.0
+ONE_TOKEN = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0.0}
+_REFUSED, _NOT_FOUND, _UNAVAILABLE = (401, 403), 404, 503
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status` 0: there was none, and `trouble` says why."""
+
+    status: int
+    body: bytes = b""
+    trouble: str = ""
+    is_late: bool = False  # somebody listens there, and does not answer
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The object in it; {} for anything else."""
+        try:
+            told = json.loads(self.body)
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def told(self) -> str:
+        """Whoever answered, in its own words."""
+        said = self.values.get("detail") or self.values.get("error") or self.body.decode("utf-8", "replace")
+        if isinstance(said, dict):  # OpenAI's shape
+            said = said.get("message") or said
+        return f"{self.status}: {str(said)[:200]}" if said else str(self.status)
+
+
+@dataclass(frozen=True)
+class Server:
+    """`token` goes along with every call, and into no message."""
+
+    kind: str  # "hub" or "engine"
+    url: str
+    token: str = ""
+    token_variable: str = ""
+    timeout_s: float = TIMEOUT_S
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Answer:
+        """GET, or POST with a body."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        try:
+            connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
+        except ValueError as error:
+            return Answer(0, trouble=str(error))
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        content = None if body is None else json.dumps(body)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request("GET" if body is None else "POST", parts.path.rstrip("/") + path, content, headers)
+            answer = connection.getresponse()
+            return Answer(answer.status, answer.read())
+        except TimeoutError:
+            return Answer(0, trouble=f"no answer within {timeout_s:.0f} s", is_late=True)
+        except (OSError, HTTPException) as error:
+            return Answer(0, trouble=str(error) or type(error).__name__)
+        finally:
+            connection.close()
+
+    @property
+    def shown(self) -> str:
+        """Without a token that may be part of it (/t/TOKEN)."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def check_hub(hub: Server) -> list[Check]:
+    """Whether it is there; if so, why there is no batch, and what every process that reports to it waits for."""
+    health = hub.ask("/healthz")
+    if health.status != 200 or health.values.get("status") != "ok":
+        return [_unreachable(hub, health, "/healthz")]
+    checks = [Check("hub", "ok", f"{hub.shown} answers")]
+    explained, processes = hub.ask("/v1/explain"), hub.ask("/v1/processes")
+    for path, answer in (("/v1/explain", explained), ("/v1/processes", processes)):
+        if answer.status != 200:
+            return [*checks, _unreachable(hub, answer, path)]
+    checks.append(Check("batches", "ok", str(explained.values.get("reason", ""))))
+    return [*checks, *check_processes(read_processes(processes.body))]
+
+
+def read_processes(body: bytes) -> list[ProcessStanding]:
+    try:
+        return msgspec.json.decode(body, type=Processes).processes
+    except msgspec.MsgspecError:
+        return []
+
+
+def check_processes(standings: list[ProcessStanding]) -> list[Check]:
+    """Pure. A process with nothing worth saying is one line with its state."""
+    checks = []
+    for standing in standings:
+        report = standing.report
+        fixes = [wait.fix for wait in report.waits if wait.fix] + ([report.fix] if report.fix else [])
+        told = tell_process(standing)
+        if not told:
+            state = f"{report.state or 'running'}, heard of {standing.heard_s:.0f} s ago"
+            checks.append(Check(f"process {report.name}", "ok", state))
+            continue
+        is_bad = bool(report.problem) or any(wait.is_late for wait in report.waits)
+        remedy = next(iter(fixes), f"kill -USR1 {report.pid} on {report.machine} writes to its log where it stands")
+        checks.append(Check(f"process {report.name}", "problem" if is_bad else "warning", "; ".join(told), remedy))
+    return checks
+
+
+def check_engine(engine: Server) -> list[Check]:
+    """GET /health, then one token by POST /generate: the way rollouts take."""
+    health = engine.ask("/health")
+    if health.status == 0 or health.status in _REFUSED:
+        return [_unreachable(engine, health, "/health")]
+    status = str(health.values.get("status", ""))
+    if health.status == _UNAVAILABLE and status:
+        remedy = "its log says why; curl -X POST .../bridge/restart, or start the engine again"
+        return [Check("engine", "problem", f"{engine.shown}: {status}", remedy)]
+    checks = []
+    if health.status == 200 and status:
+        version = health.values.get("policy_version")
+        checks.append(Check("engine", "ok", f"{engine.shown} answers: {status}, policy version {version}"))
+    else:
+        checks.append(_not_ours(engine, health, "GET /health"))
+    return [*checks, _check_generate(engine, is_paused=status == "paused")]
+
+
+def _check_generate(engine: Server, *, is_paused: bool) -> Check:
+    name = "POST /generate"
+    answer = engine.ask("/generate", ONE_TOKEN, timeout_s=TOKEN_TIMEOUT_S)
+    if answer.status == 200:
+        return Check(name, "ok", "gave one token")
+    if answer.status == _NOT_FOUND:
+        return _not_ours(engine, answer, name)
+    if answer.status in _REFUSED:
+        return _unreachable(engine, answer, "/generate")
+    if answer.status == 0 and is_paused:
+        found = f"{answer.trouble}: the engine is held while weights change"
+        return Check(name, "warning", found, f"see the trainer's log; POST {engine.shown}/bridge/resume lets it go")
+    if answer.status == 0:
+        return Check(name, "problem", answer.trouble, "it is stuck, or much too busy: kill -USR1 its pid, see its log")
+    return Check(name, "problem", answer.told, "the engine's log says why")
+
+
+def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
+    """The classic: another server's address, or a base URL that ends in a path."""
+    has_path = urlsplit(engine.url).path.strip("/")
+    why = f"the URL ends in /{has_path}" if has_path else "what answers there is not a treadle engine"
+    remedy = (
+        f"leave the path out: {engine.shown}"
+        if has_path
+        else "start one with `treadle engine --port N` and give its address: --engine-url, --openai.base-url"
+    )
+    return Check(asked, "problem", f"{answer.told}; {why}", remedy)
+
+
+def _unreachable(server: Server, answer: Answer, path: str) -> Check:
+    what = f"{server.shown}{path}"
+    if answer.status in _REFUSED:
+        return Check(server.kind, "problem", f"{what} answered {answer.told}", f"export {server.token_variable}=...")
+    if answer.status:
+        found = f"{what} answered {answer.told}: that is not a treadle {server.kind}"
+        return Check(server.kind, "problem", found, f"give the address of the {server.kind}, without a path")
+    if answer.is_late:
+        remedy = "it is stuck, stopped, or much too busy: its log says more, kill -USR1 its pid writes where it stands"
+        return Check(server.kind, "problem", f"{what}: {answer.trouble}", remedy)
+    port = urlsplit(server.url).port
+    remedy = f"start it with `treadle {server.kind}" + (f" --port {port}`" if port else "`")
+    return Check(server.kind, "problem", f"{what} cannot be reached: {answer.trouble}", f"{remedy}, or correct the URL")
