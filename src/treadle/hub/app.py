@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from treadle.config.schema import HubConfig
-from treadle.hub.answers import http_error, raw_json
+from treadle.hub.answers import Handler, http_error, raw_json
 from treadle.hub.atropos_routes import AtroposRoutes
 from treadle.hub.events import Newsroom
 from treadle.hub.guard import access_of
@@ -25,13 +25,15 @@ from treadle.hub.state import Clock, HubState
 from treadle.store import Store
 from treadle.wire.guard import Access, Guard
 
+Page = tuple[str, Handler]  # (path, what answers GET): served beside the interface, and no part of its description
+
 
 def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) -> Guard:
     """`build_app(Store.open(path), HubConfig())`. The caller closes the store in the end."""
     return app_of(HubState.build(store, config, clock), access_of(config, os.environ))
 
 
-def app_of(hub: HubState, access: Access) -> Guard:
+def app_of(hub: HubState, access: Access, pages: Sequence[Page] = ()) -> Guard:
     newsroom = Newsroom(hub.store, hub.bell)
     hub.metrics.after_event = hub.store.event_ends()[1]
     hub.store.commit_watchers.append(hub.metrics.commit)
@@ -57,9 +59,10 @@ def app_of(hub: HubState, access: Access) -> Guard:
         *ObserverRoutes(hub, newsroom).endpoints(),
         Endpoint("GET", "/openapi.json", openapi, "this description", answer=dict),
     ]
+    further = [Endpoint("GET", path, handler, "a page") for path, handler in pages]
     description = document(endpoints, needs_token=not access.is_open)
     app = Starlette(
-        routes=[endpoint.route(hub.metrics.request) for endpoint in endpoints],
+        routes=[endpoint.route(hub.metrics.request) for endpoint in [*endpoints, *further]],
         exception_handlers={HTTPException: no_route},
         lifespan=at_work,
     )

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from treadle.hub.answers import json_answer, raw_json
 from treadle.hub.body import read_message
 from treadle.hub.delivery import lease_binary, lease_json
+from treadle.hub.explain import why_no_batch
 from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
 from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused, unprocessable
@@ -121,11 +122,11 @@ class OwnRoutes:
             packed = (
                 lease_binary(batch, config.lease_s, max_age)
                 if batch is not None
-                else binary.pack_answer(binary.BinaryAnswer(batch=None, reason=self._reason()))
+                else binary.pack_answer(binary.BinaryAnswer(batch=None, reason=why_no_batch(self._hub)))
             )
             return Response(packed, media_type=binary.CONTENT_TYPE)
         if batch is None:
-            return json_answer(LeaseAnswer(batch=None, reason=self._reason()))
+            return json_answer(LeaseAnswer(batch=None, reason=why_no_batch(self._hub)))
         return raw_json(await lease_json(batch, config.lease_s, max_age))
 
     async def _wait_for_batch(self, asked: LeaseRequest) -> Batch | None:
@@ -191,22 +192,7 @@ class OwnRoutes:
         return json_answer(DeadLetters(dead_letters=self._hub.store.dead_groups()))
 
     async def explain(self, _: Request) -> Response:
-        return json_answer(Explanation(reason=self._reason()))
-
-    def _reason(self) -> str:
-        store = self._hub.store
-        trainer = store.run_state().trainer
-        if trainer is None:
-            return "no trainer has registered, so the size of a batch is not known"
-        plan = store.plan(trainer.batch_size, self._hub.terms)
-        if plan.ids is not None:
-            return "a batch can be formed: it waits for the trainer to ask"
-        leased = store.counts().leased.groups
-        held = f"; {leased} more are in batches that were given out" if leased else ""
-        envs = [env for env in store.envs() if env.connected]
-        silent = [env.name for env in envs if not self._hub.presence.is_alive(env.env_id)]
-        told = f"{plan.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
-        return f"{told}; not heard of for a while: {', '.join(silent)}" if silent else told
+        return json_answer(Explanation(reason=why_no_batch(self._hub)))
 
     async def status(self, _: Request) -> Response:
         hub = self._hub

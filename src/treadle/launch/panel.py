@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.config.schema import RunConfig
-from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
+from treadle.track.health_log import HealthLine
 
 _UNKNOWN = "–"
 NUM_STEPS_SHOWN = 20  # the trainer says a thing that lasts again after so many steps

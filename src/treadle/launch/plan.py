@@ -83,6 +83,7 @@ def build_plan(
     longest = _longest_sequence(config, explicit)
     derived = {
         "hub.database": run_folder / "hub.sqlite",
+        "hub.run_folder": run_folder,
         "engine.threads": threads,
         "engine.max_model_len": longest,
         "train.seq_len": longest,
