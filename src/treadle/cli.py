@@ -76,14 +76,16 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
+    parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     _add_run_flags(parser)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch import resume, start
 
+    how = {"plain": values._plain, "open_page": values._open}
     if values._resume is not None:
-        return resume(values._resume, given(values), plain=values._plain)
-    return start(load_run(values._config, given(values)), plain=values._plain)
+        return resume(values._resume, given(values), **how)
+    return start(load_run(values._config, given(values)), **how)
 
 
 def _plan(words: list[str]) -> int:
@@ -102,9 +104,10 @@ def _plan(words: list[str]) -> int:
 
 def _hub(words: list[str]) -> int:
     run = _one_section("hub", words)
+    from treadle.dash import open_pages
     from treadle.hub.process import serve
 
-    serve(run.hub)
+    serve(run.hub, pages=lambda store, explain: open_pages(store, explain, run.hub.run_folder))
     return 0
 
 

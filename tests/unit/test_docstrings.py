@@ -8,8 +8,10 @@ import importlib
 import pytest
 
 MODULES = [
-    "treadle.config.load", "treadle.engines.sampling", "treadle.envs.tasks.arithmetic", "treadle.sync.layout",
-    "treadle.launch.budget.accounting", "treadle.launch.budget.shapes", "treadle.launch.health", "treadle.track.names",
+    "treadle.config.load", "treadle.dash.charts", "treadle.dash.downsample", "treadle.dash.queue_history",
+    "treadle.engines.sampling", "treadle.envs.tasks.arithmetic", "treadle.sync.layout",
+    "treadle.launch.budget.accounting", "treadle.launch.budget.shapes", "treadle.track.health_log",
+    "treadle.track.names",
     "treadle.train.advantage", "treadle.train.attention.sdpa", "treadle.train.gradients", "treadle.train.health",
     "treadle.train.loss", "treadle.train.loss_stats", "treadle.train.lora", "treadle.train.optim.adafactor",
     "treadle.train.optim.eight_bit", "treadle.train.optim.schedule", "treadle.train.partition",

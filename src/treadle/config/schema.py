@@ -23,6 +23,7 @@ class HubConfig(Section):
     host: str = option("127.0.0.1", "address to listen on; another than loopback needs a token")
     port: Port = option(8000, "port to listen on")
     database: Path = option(Path("treadle-hub.sqlite"), "file of the durable queue")
+    run_folder: Path | None = option(None, "folder of the run whose figures and logs the page shows")
     fresh: bool = option(False, "begin with an empty queue; the file of an earlier run is renamed, not deleted")
     # who may call
     token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")

@@ -240,6 +240,9 @@ class TrackOptions(Section):
     """Where metrics go beside the JSONL file."""
 
     metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
+    keep_token_steps: Count = option(
+        100, "steps whose single tokens can be looked at on the page; kept in tokens/ beside the metrics file; 0: none"
+    )
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], BeforeValidator(parse_names)] = option(
         (), "further sinks: wandb, tensorboard, trackio"
     )

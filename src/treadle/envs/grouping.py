@@ -70,8 +70,12 @@ def build_group(rollouts: Sequence[Rollout], *, temperature: float) -> ScoredGro
 
 
 def _overrides(rollout: Rollout, transcript: Transcript) -> dict[str, Any]:
-    """What the trainer must know of a sequence; it may leave out what was cut off."""
+    """What the trainer must know of a sequence (it may leave out what was cut off), and what people look at."""
     found: dict[str, Any] = {"finish_reason": "length"} if transcript.finish_reason == "length" else {}
+    if rollout.score.parts:
+        found |= {"parts": dict(rollout.score.parts), "outcome": rollout.score.outcome}
+    if len(set(transcript.policy_versions)) > 1:
+        found["policy_versions"] = sorted(set(transcript.policy_versions))
     if transcript.temperature is not None:
         found["temperature"] = transcript.temperature
     if rollout.score.reward is None:

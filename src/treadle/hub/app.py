@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from treadle.config.schema import HubConfig
-from treadle.hub.answers import http_error, raw_json
+from treadle.hub.answers import Handler, http_error, raw_json
 from treadle.hub.atropos_routes import AtroposRoutes
 from treadle.hub.events import Newsroom
 from treadle.hub.guard import access_of
@@ -27,6 +27,7 @@ from treadle.store import Store
 from treadle.wire.guard import Access, Guard
 
 OnLoop = Callable[[asyncio.AbstractEventLoop], None]
+Page = tuple[str, Handler]  # (path, what answers GET): served beside the interface, and no part of its description
 
 
 def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) -> Guard:
@@ -34,7 +35,7 @@ def build_app(store: Store, config: HubConfig, clock: Clock = time.monotonic) ->
     return app_of(HubState.build(store, config, clock), access_of(config, os.environ))
 
 
-def app_of(hub: HubState, access: Access, on_loop: OnLoop = lambda _: None) -> Guard:
+def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: OnLoop = lambda _: None) -> Guard:
     """`on_loop` is called with the event loop, once it runs."""
     newsroom = Newsroom(hub.store, hub.bell)
     hub.metrics.after_event = hub.store.event_ends()[1]
@@ -62,9 +63,10 @@ def app_of(hub: HubState, access: Access, on_loop: OnLoop = lambda _: None) -> G
         *ObserverRoutes(hub, newsroom).endpoints(),
         Endpoint("GET", "/openapi.json", openapi, "this description", answer=dict),
     ]
+    further = [Endpoint("GET", path, handler, "a page") for path, handler in pages]
     description = document(endpoints, needs_token=not access.is_open)
     app = Starlette(
-        routes=[endpoint.route(hub.metrics.request) for endpoint in endpoints],
+        routes=[endpoint.route(hub.metrics.request) for endpoint in [*endpoints, *further]],
         exception_handlers={HTTPException: no_route},
         lifespan=at_work,
     )

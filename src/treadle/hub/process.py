@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from treadle.config.schema import HubConfig
 from treadle.faults import reach
-from treadle.hub.app import app_of
+from treadle.hub.app import Page, app_of
+from treadle.hub.explain import explain
 from treadle.hub.guard import access_of
 from treadle.hub.state import HubState
 from treadle.log import get_logger
@@ -19,10 +23,16 @@ from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
 from treadle.wire.serving import serve_until_stopped
 
+# Given the queue and who explains it, pages that are served beside the interface.
+Pages = Callable[[Store, Callable[[], str]], contextlib.AbstractContextManager[Sequence[Page]]]
 log = get_logger("hub")
 
 
-def serve(config: HubConfig) -> None:
+def no_pages(_: Store, __: Callable[[], str]) -> contextlib.AbstractContextManager[Sequence[Page]]:
+    return contextlib.nullcontext(())
+
+
+def serve(config: HubConfig, pages: Pages = no_pages) -> None:
     """Run until SIGTERM or SIGINT; then answer what waits, flush and return."""
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)
@@ -38,9 +48,10 @@ def serve(config: HubConfig) -> None:
             hub = HubState.build(store, config, time.monotonic)
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
-            gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
-            app = app_of(hub, access, watchdog.watch_loop)
-            serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)
+            with pages(store, partial(explain, hub)) as shown:
+                gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
+                app = app_of(hub, access, shown, watchdog.watch_loop)
+                serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)
             reach("hub:stopping")
     finally:
         listener.close()

@@ -10,18 +10,18 @@ from treadle.config.schema import RunConfig
 __all__ = ["chat", "doctor", "resume", "start", "top"]
 
 
-def start(config: RunConfig, *, plain: bool) -> int:
+def start(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
     """Run a whole job to its end; the exit code: 0 done, 130 stopped by the user."""
     from treadle.launch.job import start_run
 
-    return start_run(config, plain=plain)
+    return start_run(config, plain=plain, open_page=open_page)
 
 
-def resume(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> int:
+def resume(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> int:
     """Continue the run in `run_folder`; `overrides` are the flags given now, such as {"steps": "80"}."""
     from treadle.launch.job import resume_run
 
-    return resume_run(run_folder, overrides, plain=plain)
+    return resume_run(run_folder, overrides, plain=plain, open_page=open_page)
 
 
 def top(run: Path | None, *, plain: bool, once: bool) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config.schema import RunConfig
-from treadle.launch.health import HealthLine, HealthLog
+from treadle.track.health_log import HealthLine, HealthLog
 from treadle.track.jsonl import read_steps
 from treadle.track.plot import HeldOutPoint
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ from treadle.launch.machine import look_at_machine
 from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
 from treadle.launch.overseer import Overseer
+from treadle.launch.page import RunPage
 from treadle.launch.plan import (
     CONFIG_FILE,
     LOG_FOLDER,
@@ -50,7 +52,7 @@ _FIXED_FOR_LIFE = (
 )  # fmt: skip
 
 
-def start_run(config: RunConfig, *, plain: bool) -> int:
+def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
     explicit = explicit_keys(config)
     config = config.model_copy(update={"env": settle_environment(config.env)})
     config.check_together()
@@ -66,7 +68,7 @@ def start_run(config: RunConfig, *, plain: bool) -> int:
         folder = run_folders.create_run_folder(config.output, _label(config))
         with run_folders.locked(folder):
             run_folders.save_request(config, folder)
-            return _run(config, folder, model_folder, explicit, listeners, plain=plain)
+            return _run(config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page)
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
@@ -97,7 +99,7 @@ def _label(config: RunConfig) -> str:
     return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
 
-def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> int:
+def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> int:
     folder = run_folder.expanduser().resolve()
     run_folders.check_is_run(folder)
     for key in _FIXED_FOR_LIFE:
@@ -125,7 +127,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool) -> i
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-            return _run(config, folder, model_folder, explicit, listeners, plain=plain)
+            return _run(config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page)
 
 
 def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
@@ -141,7 +143,14 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
 
 
 def _run(
-    config: RunConfig, folder: Path, model_folder: str, explicit: frozenset[str], listeners: Listeners, *, plain: bool
+    config: RunConfig,
+    folder: Path,
+    model_folder: str,
+    explicit: frozenset[str],
+    listeners: Listeners,
+    *,
+    plain: bool,
+    open_page: bool,
 ) -> int:
     """Needs the folder's lock."""
     run_folders.remove_stale_weights(folder)
@@ -155,13 +164,15 @@ def _run(
     )
     save_run(plan.config, folder / CONFIG_FILE)
     save_versions(folder)
+    page = RunPage(plan.config, plan.hub_url)
     _say(f"run folder: {folder}")
+    _say(page.announcement(opens=open_page))
     history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
     how_to_resume = f"continue with: {program()} run --resume {near(folder)}"
     life = Life(plan, history, listeners)
     try:
-        life.live(plain=plain)
+        life.live(plain=plain, on_served=page.open if open_page else None)
     except TreadleError:
         if history.read().last_step > 0:
             sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
@@ -199,7 +210,8 @@ class Life:
         )
         self._screen: Screen | None = None
 
-    def live(self, *, plain: bool) -> None:
+    def live(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
+        """`on_served` is called once, when hub and engine answer."""
         state = RunState(self._plan.config, self._plan.run_folder.name)
         # The trainer waits for the engine by itself and loads its libraries meanwhile.
         first = [spec for spec in self._plan.processes if spec.serves or spec.name == "trainer"]
@@ -208,6 +220,8 @@ class Life:
             try:
                 with Screen(choose_view(plain=plain), state, self._refresh) as self._screen:
                     self._supervisor.start(first)
+                    if on_served is not None:
+                        on_served()
                     self._supervisor.start(rest)
                     self._are_all_started = True
                     self._supervisor.watch(lambda: self._history.read().last_step >= self._plan.config.steps)

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.config.schema import RunConfig
-from treadle.launch.health import HealthLine
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
 from treadle.launch.overseer import SHOWN_AFTER_S, Sight
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
+from treadle.track.health_log import HealthLine
 from treadle.watch.telling import SILENT_AFTER_S, tell_work
 from treadle.wire.hub import ProcessStanding
 

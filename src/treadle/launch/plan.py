@@ -85,6 +85,7 @@ def build_plan(
     derived = {
         "hub.database": run_folder / "hub.sqlite",
         "engine.hub_url": hub_url,
+        "hub.run_folder": run_folder,
         "engine.threads": threads,
         "engine.max_model_len": longest,
         "train.seq_len": longest,

@@ -140,6 +140,19 @@ def _crc(content: _Content) -> int:
     return zlib.crc32(repr(rest).encode(), zlib.crc32(payload))
 
 
+def crc_of(
+    payload: bytes,
+    format: Format,
+    env_id: int | None,
+    size: int,
+    policy_version: int | None,
+    item: int | None,
+    metrics: bytes | None,
+) -> int:
+    """The checksum that a group with this content has."""
+    return _crc(_Content(payload, format, env_id, size, policy_version, item, metrics))
+
+
 def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
     """The groups of a JSON array of ids, in its order; and the ids of those that are not as they were written."""
     stored, damaged = [], []

@@ -20,10 +20,12 @@ from treadle.train.reference import Reference
 from treadle.train.step import FrozenLogprobs, accumulate_gradients
 from treadle.train.stop import StopRequested
 from treadle.train.stopwatch import Speedometer, Stopwatch
+from treadle.train.token_record import NoTokens, TokenRecord
 
 log = get_logger("trainer")
 
 FROM_THE_START = Restored()
+NO_TOKENS = NoTokens()
 
 
 def _never_stop() -> None:
@@ -45,6 +47,7 @@ def train(
     *,
     reference: Reference | None = None,
     restored: Restored = FROM_THE_START,
+    tokens: TokenRecord = NO_TOKENS,
     check_stop: Callable[[], None] = _never_stop,
 ) -> None:
     """Train from `restored` (nothing, or a checkpoint) to `config.steps`.
@@ -92,6 +95,7 @@ def train(
             }
             step += 1
             tracker.log(step, metrics)
+            tokens.keep(step, batch, frozen)
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
             for line in health.check(step, metrics):
                 log.warning("health", step=step, message=line)

@@ -54,11 +54,17 @@ class Micro:
     targets_L: Tensor
     temperatures_L: Tensor
     loss_tokens: LossTokens
+    origins: tuple[tuple[ScoredGroup, int], ...]  # of each sequence: its group, and which rollout of it
     cost: float
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids_T)
+
+    @property
+    def places_L(self) -> Tensor:
+        """Where in its rollout each loss token stands."""
+        return self.positions_T[self.source_L] + 1
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,7 @@ class _MicroBuilder:
         self._num_tokens = len(root)
         self._segments: list[Segment] = []
         self._per_loss_token: dict[str, list[np.ndarray]] = {name: [] for name in _LOSS_FIELDS}
-        self._num_sequences = 0
+        self._origins: list[tuple[ScoredGroup, int]] = []
 
     def add(self, portion: _Portion) -> None:
         prompt_start = self._num_tokens
@@ -256,11 +262,11 @@ class _MicroBuilder:
             "logprob": rollout_logprobs(group, rollout, places),
             "advantage": examined.advantages[rollout][places],
             "weight": np.full(len(places), self._weights.of(int(examined.lengths[rollout]))),
-            "sequence": np.full(len(places), self._num_sequences),
+            "sequence": np.full(len(places), len(self._origins)),
         }
         for name, array in values.items():
             self._per_loss_token[name].append(array)
-        self._num_sequences += 1
+        self._origins.append((group, rollout))
 
     def build(self, cost: float) -> Micro:
         fields = {name: np.concatenate(arrays) for name, arrays in self._per_loss_token.items()}
@@ -283,8 +289,9 @@ class _MicroBuilder:
                 advantages_L=real["advantage"],
                 weights_L=real["weight"],
                 sequences_L=long["sequence"],
-                num_sequences=self._num_sequences,
+                num_sequences=len(self._origins),
             ),
+            origins=tuple(self._origins),
             cost=cost,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import torch
 from safetensors import SafetensorError
@@ -22,6 +24,7 @@ from treadle.train.policy import build_policy
 from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
+from treadle.train.token_record import open_token_record
 from treadle.train.watched import WatchedMode
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import About, Watchdog
@@ -65,7 +68,8 @@ def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, s
     restored = checkpoints.restore(policy, optimizer)
     if restored.step == 0 and engine.layout is not None:
         _refuse_trained_weights(engine.layout)
-    tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
+    metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
+    tracker = _open_tracker(config, metrics_file) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
@@ -76,6 +80,7 @@ def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, s
         train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=stop.check,
+            tokens=open_token_record(config, metrics_file, ranks.rank),
         )  # fmt: skip
     except StopRequested:
         feed.give_back("the trainer was stopped", counts=False)
@@ -89,8 +94,7 @@ def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, s
         tracker.close()
 
 
-def _open_tracker(config: TrainConfig) -> Tracker:
-    metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
+def _open_tracker(config: TrainConfig, metrics_file: Path) -> Tracker:
     return build_tracker(config, metrics_file, config.model_dump(mode="json"))
 
 

@@ -23,7 +23,7 @@ class FrozenLogprobs:
     def __init__(self, reference: Reference | None = None) -> None:
         self._reference = reference
         self._of_reference: dict[int, Tensor] = {}
-        self._own: dict[int, Tensor] = {}
+        self.own: dict[int, Tensor] = {}  # of this rank's micros, by their place in the batch
 
     def add_to(self, place: int, micro: Micro, policy: Policy) -> LossTokens:
         if self._reference is not None and place not in self._of_reference:
@@ -32,7 +32,7 @@ class FrozenLogprobs:
         return replace(
             tokens,
             rollout_logprobs_L=tokens.rollout_logprobs_L.to(policy.device),
-            old_logprobs_L=self._own.get(place),
+            old_logprobs_L=self.own.get(place),
             reference_logprobs_L=self._of_reference.get(place),
             advantages_L=tokens.advantages_L.to(policy.device),
             weights_L=tokens.weights_L.to(policy.device),
@@ -41,7 +41,7 @@ class FrozenLogprobs:
 
     def keep(self, place: int, logprobs_L: Tensor) -> None:
         """Only the first epoch's."""
-        self._own.setdefault(place, logprobs_L.detach())
+        self.own.setdefault(place, logprobs_L.detach())
 
 
 def accumulate_gradients(

@@ -146,11 +146,11 @@ def unpack_batch(packed: bytes) -> LeasedBatch:
 
 
 def _leased(batch: BinaryBatch) -> LeasedBatch:
-    groups = [_from_stored(stored) for stored in batch.groups]
+    groups = [from_stored(stored) for stored in batch.groups]
     return LeasedBatch(step=batch.step, token=batch.token, lease_s=batch.lease_s, groups=groups)
 
 
-def _from_stored(stored: StoredForm) -> ScoredGroup:
+def from_stored(stored: StoredForm) -> ScoredGroup:
     if stored.binary is not None:
         group = unpack_group(stored.binary)
     else:

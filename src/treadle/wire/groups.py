@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +56,15 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     @property
     def size(self) -> int:
         return len(self.tokens)
+
+
+def fingerprint(group: ScoredGroup) -> int:
+    """A group's name wherever it is read: the same for the same tokens and scores, in all likelihood for no others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in group.tokens:
+        digest.update(array("q", [len(row), *row]))
+    digest.update(array("d", group.scores))
+    return int.from_bytes(digest.digest(), "little")
 
 
 class LeasedBatch(msgspec.Struct, kw_only=True):

@@ -59,10 +59,11 @@ def server_settings(app: Any, connections: Connections, limits: HttpLimits, **mo
 
 
 class RefuseWebPages:
-    """No request that a web page made is served: whoever opens one must not be able to wipe or pause a run.
+    """No request that a foreign web page made is served: whoever opens one must not be able to wipe or pause a run.
 
     Browsers mark such requests with Sec-Fetch-Site or Origin; our clients, curl and Atropos' send neither. A page that
-    a person typed the address of comes with "none".
+    a person typed the address of comes with "none". A page of our own may read (its scripts come with an Origin, which
+    is the name it was asked for by), and nothing else.
     """
 
     def __init__(self, app: Any) -> None:
@@ -70,11 +71,19 @@ class RefuseWebPages:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope.get("headers", ()))
-        if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        origin = headers.get(b"origin")
+        is_foreign = origin is not None and not (scope.get("method") == "GET" and _is_own(origin, headers))
+        if is_foreign or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
             detail = "requests of web pages are refused: call from a program, or open the address itself"
             await JSONResponse({"detail": detail}, 403)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+def _is_own(origin: bytes, headers: dict[bytes, bytes]) -> bool:
+    """There is no TLS here; who puts a proxy with TLS before us has https in the page's address."""
+    host = headers.get(b"host")
+    return host is not None and origin in (b"http://" + host, b"https://" + host)
 
 
 class SignalFreeServer(uvicorn.Server):

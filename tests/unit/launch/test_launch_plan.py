@@ -40,6 +40,7 @@ def test_model_steps_and_seed_flow_into_the_sections() -> None:
 def test_everything_a_run_writes_lies_in_its_folder() -> None:
     config = plan_for().config
     assert config.hub.database == RUN / "hub.sqlite"
+    assert config.hub.run_folder == RUN
     assert config.env.data_dir_to_save_evals == RUN / "evals"
     assert config.train.save_path == RUN / "checkpoints"
     assert config.train.metrics_file == RUN / "metrics.jsonl"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Makes sure that there is a Chromium for the tests in tests/browser: Debian's, without a window. Playwright only drives it
+# and downloads nothing. Does nothing when there is one.
+set -euo pipefail
+for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+  if command -v "$name" >/dev/null; then
+    exit 0
+  fi
+done
+package=chromium-headless-shell
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+  echo "setup-browser: there is no Chromium for tests/browser; install one: sudo apt-get install $package (or chromium)" >&2
+  exit 1
+fi
+echo "setup-browser: installing $package"
+export DEBIAN_FRONTEND=noninteractive
+# On a machine that was just made another apt-get may still be at work: wait for it.
+apt-get -q -o DPkg::Lock::Timeout=300 update >/dev/null
+apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" >/dev/null
+command -v "$package" >/dev/null

@@ -1,0 +1,98 @@
+// What the page asks its hub, and what it hears from it. All addresses are relative: the token, if any, is in the path.
+
+const here = new URL(".", location.href);
+
+export class ApiError extends Error {}
+
+export async function get(path, params = {}, signal = undefined) {
+  const url = new URL(path, here);
+  for (const [name, value] of Object.entries(params)) {
+    if (value !== "" && value !== null && value !== undefined) url.searchParams.set(name, value);
+  }
+  const response = await fetch(url, { signal, cache: "no-store" });
+  const body = await response.json();
+  if (!response.ok) throw new ApiError(typeof body.detail === "string" ? body.detail : `the hub answered ${response.status}`);
+  return body;
+}
+
+// Events, each exactly once and in order, also across a restart of the hub: the browser gives the last id it saw when it
+// comes back by itself, and where it has given up we do the same with `after`.
+export class Live {
+  constructor({ onEvent, onState }) {
+    this.onEvent = onEvent;
+    this.onState = onState;
+    this.lastId = null;
+    this.numEvents = 0;
+    this.open();
+  }
+
+  open() {
+    const url = new URL("../v1/events", here);
+    if (this.lastId !== null) url.searchParams.set("after", this.lastId);
+    const source = new EventSource(url);
+    source.onopen = () => this.onState("live");
+    source.onerror = () => {
+      this.onState("lost");
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => this.open(), 2000);
+    };
+    const hear = (message) => {
+      if (message.lastEventId) this.lastId = message.lastEventId;
+      this.numEvents += 1;
+      this.onEvent(message.type, message.data ? JSON.parse(message.data) : {});
+    };
+    for (const kind of KINDS) source.addEventListener(kind, hear);
+    this.source = source;
+  }
+}
+
+const KINDS = [
+  "accepted", "formed", "leased", "trained", "returned", "dissolved", "dropped", "dead", "minimum_waived",
+  "trainer_registered", "env_registered", "env_disconnected", "reset", "gap",
+];
+
+// Runs `act` soon, and at most once in `everyMs`; a call in between is not lost.
+export function throttled(act, everyMs) {
+  let last = -Infinity, timer = null, isRunning = false, isAsked = false;
+  const run = async () => {
+    timer = null;
+    isRunning = true;
+    isAsked = false;
+    try { await act(); } catch (error) { if (!(error instanceof TypeError) && error.name !== "AbortError") console.warn(error.message); }
+    last = performance.now();
+    isRunning = false;
+    if (isAsked) ask();
+  };
+  const ask = () => {
+    isAsked = true;
+    if (timer === null && !isRunning) timer = setTimeout(run, Math.max(0, last + everyMs - performance.now()));
+  };
+  return ask;
+}
+
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+  return made;
+}
+
+export function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 0.001 || size >= 1e7)) return value.toExponential(2);
+  return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+export function ago(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 90) return `${Math.round(seconds)} s ago`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
+  if (seconds < 172800) return `${Math.round(seconds / 3600)} h ago`;
+  return `${Math.round(seconds / 86400)} days ago`;
+}

@@ -1,0 +1,129 @@
+// The page as a whole: which view is shown, what is heard from the hub, which keys do what.
+import { Live, element, get, number, throttled } from "./api.js";
+import { Overview } from "./charts.js";
+import { Processes } from "./processes.js";
+import { Rollouts } from "./rollouts.js";
+
+const VIEWS = ["overview", "rollouts", "processes"];
+const WORDS_MS = 2000;
+const by = (id) => document.getElementById(id);
+const views = {};
+
+function show(name) {
+  for (const view of VIEWS) {
+    const isShown = view === name;
+    by(view).hidden = !isShown;
+    by(`tab-${view}`).setAttribute("aria-selected", isShown);
+    by(`tab-${view}`).tabIndex = isShown ? 0 : -1;
+  }
+  if (location.hash.slice(1).split("/")[0] !== name) history.replaceState(null, "", `#${name}`);
+  if (name === "overview") views.overview?.draw();
+  if (name === "rollouts" && views.rollouts && !views.rollouts.groups.length) views.rollouts.load();
+  if (name === "processes") views.processes?.refresh();
+}
+
+function current() {
+  return VIEWS.find((view) => !by(view).hidden);
+}
+
+function theme(chosen) {
+  const isDark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  views.overview?.recolour();
+}
+
+const askNow = throttled(async () => {
+  const now = await get("api/now");
+  by("words").textContent = now.words.join("; ");
+  by("health").replaceChildren(...now.health.map((line) => element("li", {}, line)));
+  by("progress").max = now.steps || 1;
+  by("progress").value = now.step;
+  by("progress-text").textContent = now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : `step ${number(now.step)}`;
+  by("queue-text").textContent = `${number(now.queued.groups)} groups (${number(now.queued.sequences)} rollouts) wait in the queue`;
+  views.processes?.show(now);
+}, 1000);
+
+function heard(kind, event) {
+  if (kind === "accepted") views.rollouts?.arrived(event.data.groups);
+  if (["formed", "trained", "dissolved", "dropped", "dead"].includes(kind)) views.rollouts?.changed();
+  if (kind === "trained") views.overview?.refresh(); // a step's figures are written before its batch is acknowledged
+  if (kind === "reset" || kind === "gap") refreshAll();
+  if (current() === "processes") views.processes?.refresh();
+  askNow();
+}
+
+function refreshAll() {
+  views.overview?.refresh();
+  views.rollouts?.refresh();
+  if (current() === "processes") views.processes?.refresh();
+  askNow();
+}
+
+function keys(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || by("help").open) return;
+  const isField = event.target.matches("input, select, textarea") && !["checkbox", "range"].includes(event.target.type);
+  if (isField) { if (event.key === "Escape") event.target.blur(); return; }
+  if (event.target.role === "tab" && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
+    const next = VIEWS[(VIEWS.indexOf(current()) + (event.key === "ArrowRight" ? 1 : 2)) % 3];
+    show(next);
+    by(`tab-${next}`).focus();
+    return;
+  }
+  if (["1", "2", "3"].includes(event.key)) show(VIEWS[Number(event.key) - 1]);
+  else if (event.key === "?") by("help").showModal();
+  else if (event.key === "/" && current() !== "rollouts") { show("rollouts"); by("filters").elements.text.focus(); }
+  else if (!(current() === "rollouts" && views.rollouts?.key(event))) return;
+  event.preventDefault();
+}
+
+async function begin() {
+  theme(localStorage.getItem("theme"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(localStorage.getItem("theme")));
+  by("theme").addEventListener("click", () => {
+    const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    localStorage.setItem("theme", next);
+    theme(next);
+  });
+  for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => show(view));
+  by("help-button").addEventListener("click", () => by("help").showModal());
+  document.addEventListener("keydown", keys);
+
+  // Listen first, then look: what happens in between is told again, never missed.
+  let wasLost = false;
+  window.live = new Live({
+    onEvent: heard,
+    onState: (state) => {
+      by("connection").textContent = state === "live" ? "live" : "connection lost, trying again";
+      by("connection").className = `badge ${state}`;
+      if (state === "live" && wasLost) refreshAll();
+      wasLost = state === "lost";
+    },
+  });
+  const early = Overview.firstSeries();
+  const run = await whenAnswered();
+  by("run-name").textContent = run.name || "Treadle";
+  document.title = run.name ? `${run.name} – Treadle` : "Treadle";
+  by("run-about").textContent = [run.model, run.env].filter(Boolean).join(", ");
+  views.overview = new Overview(run, { onStep: (step) => { show("rollouts"); views.rollouts.ofStep(step); } });
+  const loaded = views.overview.load(early).then(() => { performance.mark("charts-drawn"); document.documentElement.dataset.drawn = "yes"; }, () => views.overview.refresh());
+  views.rollouts = new Rollouts(run);
+  views.processes = new Processes();
+  const [view, id] = location.hash.slice(1).split("/");
+  show(VIEWS.includes(view) ? view : "overview");
+  if (view === "rollouts" && /^\d+$/.test(id ?? "")) views.rollouts.open(Number(id));
+  askNow();
+  await loaded;
+  setInterval(() => {
+    if (document.hidden) return;
+    askNow();
+    if (current() === "processes") views.processes.refresh();
+  }, WORDS_MS);
+}
+
+async function whenAnswered() {
+  for (;;) {
+    try { return await get("api/run"); } catch { await new Promise((resolve) => setTimeout(resolve, 1000)); }
+  }
+}
+
+begin();

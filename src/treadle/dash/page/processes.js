@@ -1,0 +1,105 @@
+// Who runs, how they are, what they say; and when weights were brought to the engine.
+import { ago, element, get, number, throttled } from "./api.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const PARTS = [["pause", "pause"], ["transfer", "transfer"], ["verify", "verify"], ["rest", "the rest"]];
+
+export class Processes {
+  constructor() {
+    this.select = document.getElementById("log-name");
+    this.text = document.getElementById("log-text");
+    this.select.addEventListener("change", () => this.showLog());
+    this.refresh = throttled(() => this.load(), 2000);
+  }
+
+  // `now` is what every view gets; the rest is asked for while this view is open.
+  show(now) {
+    document.querySelector("#process-table tbody").replaceChildren(...now.processes.map((one) => element("tr", {},
+      element("td", {}, one.name), element("td", { class: `state-${one.state}` }, one.detail ? `${one.state}, ${one.detail}` : one.state), element("td", {}, one.version === null ? "–" : String(one.version)),
+      element("td", {}, ago(one.heard_s)), element("td", {}, one.memory_bytes === null ? "–" : `${(one.memory_bytes / 1e9).toFixed(2)} GB`), element("td", {}, one.pid === null ? "–" : String(one.pid)),
+      element("td", {}, now.logs.includes(one.name) ? element("button", { type: "button", onclick: () => { this.select.value = one.name; this.showLog(); this.text.scrollIntoView(); } }, "Log") : ""))));
+    if (this.select.options.length !== now.logs.length) {
+      const chosen = this.select.value;
+      this.select.replaceChildren(...now.logs.map((name) => element("option", { value: name }, name)));
+      this.select.value = now.logs.includes(chosen) ? chosen : now.logs.includes("trainer") ? "trainer" : now.logs[0] ?? "";
+    }
+  }
+
+  async load() {
+    const [status, syncs] = await Promise.all([get("../v1/status"), get("api/syncs")]);
+    document.querySelector("#env-table tbody").replaceChildren(...status.envs.map((env) => {
+      const state = env.connected ? (env.idle_s > 10 ? "silent" : "connected") : "gone";
+      return element("tr", {}, ...[env.name, state, ago(env.idle_s), number(env.groups_accepted), env.group_size, env.weight].map((cell, place) => element("td", place === 1 ? { class: `state-${state}` } : {}, String(cell))));
+    }));
+    this.drawSyncs(syncs.syncs);
+    if (document.getElementById("log-follow").checked) await this.loadLog();
+  }
+
+  // At once; where the hub does not answer, when it does.
+  showLog() {
+    this.loadLog().catch(() => this.refresh());
+  }
+
+  async loadLog() {
+    if (!this.select.value) { this.text.textContent = "This hub knows no run folder, so it has no logs to show."; return; }
+    const name = this.select.value;
+    const { tail } = await get(`api/logs/${encodeURIComponent(name)}`);
+    if (name !== this.select.value) return;
+    const isAtEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 20;
+    this.text.textContent = tail || "(nothing yet)";
+    if (isAtEnd || document.getElementById("log-follow").checked) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  // A block for each publish, as long as it took, where it was on the trainer's clock.
+  drawSyncs(syncs) {
+    const place = document.getElementById("sync-timeline"), note = document.getElementById("sync-note");
+    if (!syncs.length) { note.textContent = "No weights have been published yet."; place.replaceChildren(); return; }
+    const last = syncs[syncs.length - 1];
+    const ended = (sync, row) => sync.ended_s ?? row;
+    const begin = ended(syncs[0], 0) - syncs[0].seconds, end = ended(last, syncs.length - 1);
+    const width = Math.max(place.clientWidth - 2, syncs.length * 40), scale = (width - 40) / Math.max(end - begin, 1e-9);
+    const mean = syncs.reduce((sum, one) => sum + one.seconds, 0) / syncs.length;
+    note.replaceChildren(`Version ${last.version ?? last.step} took ${number(last.seconds)} s; the last ${syncs.length} took ${number(mean)} s on average. `,
+      ...PARTS.flatMap(([part, text]) => [element("span", { class: `legend-${part}` }, "■ "), `${text} `]));
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("width", width);
+    svg.setAttribute("height", 84);
+    let labelled = -1e9;
+    syncs.forEach((sync, row) => {
+      const start = ended(sync, row) - sync.seconds;
+      let x = 10 + (start - begin) * scale;
+      const rest = Math.max(0, sync.seconds - (sync.pause ?? 0) - (sync.transfer ?? 0) - (sync.verify ?? 0));
+      const block = document.createElementNS(SVG, "g");
+      const title = document.createElementNS(SVG, "title");
+      title.textContent = `version ${sync.version ?? sync.step}: ${number(sync.seconds)} s (pause ${number(sync.pause)}, transfer ${number(sync.transfer)}, verify ${number(sync.verify)})${sync.bytes ? `, ${(sync.bytes / 1e6).toFixed(1)} MB` : ""}`;
+      block.append(title);
+      for (const [part] of PARTS) {
+        const seconds = part === "rest" ? rest : sync[part] ?? 0;
+        if (seconds <= 0) continue;
+        const box = document.createElementNS(SVG, "rect");
+        const wide = (seconds / sync.seconds) * Math.max(sync.seconds * scale, 12);
+        for (const [name, value] of Object.entries({ x, y: 14, width: wide, height: 34, class: `part-${part}` })) box.setAttribute(name, value);
+        block.append(box);
+        x += wide;
+      }
+      svg.append(block);
+      const at = 10 + (start - begin) * scale;
+      if (at - labelled > 44) {
+        const label = document.createElementNS(SVG, "text");
+        label.setAttribute("x", at);
+        label.setAttribute("y", 64);
+        label.textContent = `v${sync.version ?? sync.step}`;
+        svg.append(label);
+        labelled = at;
+      }
+    });
+    const axis = document.createElementNS(SVG, "text");
+    axis.setAttribute("x", 10);
+    axis.setAttribute("y", 79);
+    axis.textContent = `${number(begin)} s to ${number(end)} s of training`;
+    svg.append(axis);
+    const isAtEnd = place.scrollLeft + place.clientWidth >= place.scrollWidth - 10;
+    place.replaceChildren(svg);
+    if (isAtEnd) place.scrollLeft = place.scrollWidth;
+  }
+}

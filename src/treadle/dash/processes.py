@@ -1,0 +1,159 @@
+"""The processes of a run, looked at from outside: who runs, with how much memory, when it was last heard of."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from treadle.dash.run_folder import CONFIG_FILE, RunFolder
+from treadle.dash.words import EngineState
+from treadle.wire.bridge import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    import psutil  # type: ignore[import-untyped]
+
+ROLES = {"hub": "hub", "engine": "engine", "env": "env", "train": "trainer"}  # the verb -> the name in a run
+LOOK_EVERY_S = 1.0
+FIND_EVERY_S = 5.0  # to go through all processes of a large machine takes a good part of a second
+ENGINE_TIMEOUT_S = 0.5
+
+
+class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: str  # "running", "ended" or "not running here"
+    pid: int | None = None
+    memory_bytes: int | None = None
+    version: int | None = None
+    heard_s: float | None = None  # seconds since it last said something
+    detail: str = ""
+
+
+class ProcessTable:
+    """Finds the processes of one run by the settings file on their command lines, on this machine."""
+
+    def __init__(self, run: RunFolder | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, psutil.Process] = {}
+        self._found_s = -math.inf
+
+    def look(self) -> list[ProcessView]:
+        """Takes some milliseconds: not on an event loop."""
+        import psutil  # a hub must be back soon after a restart: only when somebody looks
+
+        with self._lock:
+            self._known.setdefault("hub", psutil.Process())
+            names = self._run.log_names() if self._run is not None else []
+            wanted = [*dict.fromkeys(["hub", *names])]
+            is_missing = any(name not in self._known or not self._known[name].is_running() for name in wanted)
+            if is_missing and self._clock() - self._found_s >= FIND_EVERY_S:
+                self._find()
+                self._found_s = self._clock()
+            return [self._view(name) for name in wanted]
+
+    def _find(self) -> None:
+        import psutil
+
+        if self._run is None:
+            return
+        settings = str(self._run.path / CONFIG_FILE)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if settings not in words or "treadle" not in words[:-1]:
+                continue
+            verb = words[words.index("treadle") + 1]
+            if verb in ROLES and ROLES[verb] != "hub":
+                self._known[ROLES[verb]] = process
+
+    def _view(self, name: str) -> ProcessView:
+        import psutil
+
+        process = self._known.get(name)
+        written_at = self._run.log_written_at(name) if self._run is not None else None
+        heard_s = None if written_at is None else max(0.0, time.time() - written_at)
+        if process is None:
+            return ProcessView(name=name, state="not running here", heard_s=heard_s)
+        try:
+            is_running = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            memory = (
+                sum(_memory_of(one) for one in [process, *process.children(recursive=True)]) if is_running else None
+            )
+        except psutil.Error:
+            is_running, memory = False, None
+        state = "running" if is_running else "ended"
+        return ProcessView(name=name, state=state, pid=process.pid, memory_bytes=memory, heard_s=heard_s)
+
+
+def _memory_of(process: psutil.Process) -> int:
+    import psutil
+
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0  # it ended between the listing and the look
+
+
+class EngineWatch:
+    """Asks the engine how it is, at most once a second however many look; remembers since when it has held still."""
+
+    def __init__(self, config: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = str((config.get("train") or {}).get("engine_url") or "")
+        self._token = _token((config.get("engine") or {}).get("token_file"))
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asked_s = -1e9
+        self._paused_since_s: float | None = None
+        self._answer: dict[str, Any] | None = None
+
+    def look(self) -> EngineState | None:
+        """None: this run has no engine that is known here."""
+        if not self._url:
+            return None
+        with self._lock:
+            if self._clock() - self._asked_s >= LOOK_EVERY_S:
+                self._answer = _get_json(f"{self._url}/bridge/info", self._token)
+                self._asked_s = self._clock()
+            answer = self._answer
+            if answer is None:
+                return EngineState(answers=False)
+            if not answer.get("is_paused"):
+                self._paused_since_s = None
+            elif self._paused_since_s is None:
+                self._paused_since_s = self._clock()
+            paused_s = None if self._paused_since_s is None else self._clock() - self._paused_since_s
+            return EngineState(answers=True, version=answer.get("update_count"), paused_s=paused_s)
+
+
+def _token(token_file: object) -> str:
+    from_environment = os.environ.get(TOKEN_VARIABLE, "")
+    if from_environment or not isinstance(token_file, str):
+        return from_environment
+    try:
+        return Path(token_file).expanduser().read_text().strip()
+    except OSError:
+        return ""  # the engine then answers 401, and the page says that it does not answer
+
+
+def _get_json(url: str, token: str) -> dict[str, Any] | None:
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=ENGINE_TIMEOUT_S)
+    try:
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        response = connection.getresponse()
+        values = json.loads(response.read()) if response.status == 200 else None
+    except (OSError, HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+    return values if isinstance(values, dict) else None

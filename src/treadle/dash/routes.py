@@ -1,0 +1,301 @@
+"""The page's routes: its files, and what it asks for. Whoever serves them decides who may call.
+
+with open_pages(store, explain, run_folder) as pages:
+    for path, handler in pages: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from treadle.dash.charts import CHARTS
+from treadle.dash.figures import series_of, syncs_of
+from treadle.dash.learner import Learner
+from treadle.dash.processes import EngineWatch, ProcessTable, ProcessView
+from treadle.dash.query import Handler, Unanswerable, as_json, real, telling, whole
+from treadle.dash.queue_history import QueueHistory
+from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_group, view_rollouts
+from treadle.dash.run_folder import RunFolder, Runs
+from treadle.dash.search import search
+from treadle.dash.static import INDEX, StaticFiles
+from treadle.dash.words import EngineState, Situation, in_words
+from treadle.store import Store
+from treadle.store.browse import Browser, GroupSummary, Wanted
+from treadle.track.names import METRICS
+from treadle.track.token_files import RolloutTokens
+from treadle.wire.groups import ScoredGroup, fingerprint
+
+Page = tuple[str, Handler]  # (path, what answers GET)
+PAGE_SIZE = 50
+MAX_PAGE_SIZE = 200
+MAX_POINTS = 4_000
+MAX_TEXT_CHARS = 200
+STATES = ("queued", "leased", "trained", "dropped", "dead")
+HEALTHY_AFTER_STEPS = 20  # the trainer says a thing that lasts again after so many steps
+
+
+@contextlib.contextmanager
+def open_pages(store: Store, explain: Callable[[], str], run_folder: Path | None) -> Iterator[Sequence[Page]]:
+    """`explain` says why there is no batch now."""
+    run = None if run_folder is None else RunFolder(run_folder.expanduser().resolve())
+    with Browser.open(store.path) as browser:
+        learner = Learner(browser, first=run.metrics.read_on if run is not None else lambda: None)
+        queue = QueueHistory(store)
+        try:
+            yield Routes(store, explain, browser, learner, queue, Runs(run)).pages()
+        finally:
+            queue.close()
+            learner.close()
+
+
+class Routes:
+    def __init__(
+        self,
+        store: Store,
+        explain: Callable[[], str],
+        browser: Browser,
+        learner: Learner,
+        queue: QueueHistory,
+        runs: Runs,
+    ) -> None:
+        self._store = store
+        self._explain = explain
+        self._browser = browser
+        self._learner = learner
+        self._queue = queue
+        self._runs = runs
+        self._files = StaticFiles()
+        self._processes = ProcessTable(runs.own)
+        config = runs.own.config() if runs.own is not None else {}
+        self._config = config
+        self._engine = EngineWatch(config)
+        model = (config.get("engine") or {}).get("model")
+        self._lexicon = Lexicon(Path(model).expanduser() if isinstance(model, str) else None)
+
+    def pages(self) -> list[Page]:
+        handlers: list[Page] = [
+            ("/dash", self.redirect),
+            ("/dash/", self.index),
+            ("/dash/api/run", self.run),
+            ("/dash/api/series", self.series),
+            ("/dash/api/now", self.now),
+            ("/dash/api/queue", self.queue),
+            ("/dash/api/groups", self.groups),
+            ("/dash/api/groups/{group_id}", self.group),
+            ("/dash/api/search", self.search),
+            ("/dash/api/logs/{name}", self.log),
+            ("/dash/api/syncs", self.syncs),
+            ("/dash/{name}", self.file),
+        ]
+        return [(path, telling(handler)) for path, handler in handlers]
+
+    # ---- files
+
+    async def redirect(self, _: Request) -> Response:
+        return RedirectResponse("/dash/")
+
+    async def index(self, request: Request) -> Response:
+        return self._file(request, INDEX)
+
+    async def file(self, request: Request) -> Response:
+        return self._file(request, request.path_params["name"])
+
+    def _file(self, request: Request, name: str) -> Response:
+        answer = self._files.answer(request, name)
+        if answer is None:
+            raise Unanswerable(404, "there is no such file")
+        return answer
+
+    # ---- the run
+
+    async def run(self, _: Request) -> Response:
+        own = self._runs.own
+        config = self._config
+        others = await asyncio.to_thread(self._runs.names)
+        env = config.get("env") or {}
+        return as_json(
+            {
+                "name": own.name if own is not None else "",
+                "model": str(config.get("model") or ""),
+                "env": "/".join(str(env[key]) for key in ("name", "task") if env.get(key)),
+                "steps": config.get("steps"),
+                "charts": CHARTS,
+                "meanings": {name: entry.meaning for name, entry in METRICS.items()},
+                "others": others,
+                "envs": [{"env_id": env.env_id, "name": env.name} for env in self._store.envs()],
+                "states": STATES,
+            }
+        )
+
+    async def series(self, request: Request) -> Response:
+        run = self._chosen_run(request)
+        first, last = whole(request, "first"), whole(request, "last")
+        num_points = min(MAX_POINTS, max(2, whole(request, "points") or 600))
+        asked = request.query_params.get("names", "")
+        names = asked.split(",") if asked else sorted({name for chart in CHARTS for name in chart.names})
+        return as_json(await asyncio.to_thread(series_of, run, names, first, last, num_points))
+
+    async def syncs(self, request: Request) -> Response:
+        """The last publishes: which version, when it was through, and where its time went."""
+        run = self._chosen_run(request)
+        return as_json(await asyncio.to_thread(syncs_of, run))
+
+    def _chosen_run(self, request: Request) -> RunFolder | None:
+        name = request.query_params.get("run", "")
+        found = self._runs.get(name)
+        if found is None and name:
+            raise Unanswerable(404, f"there is no run {name[:100]!r} beside this one")
+        return found
+
+    # ---- now
+
+    async def now(self, _: Request) -> Response:
+        return as_json(await asyncio.to_thread(self._now))
+
+    async def queue(self, _: Request) -> Response:
+        return as_json({"samples": await asyncio.to_thread(self._queue.samples)})
+
+    def _now(self) -> dict[str, Any]:
+        run, counts, own = self._store.run_state(), self._store.counts(), self._runs.own
+        engine = self._engine.look()
+        latest = self._browser.latest_events(("leased", "trained"))
+        leased, trained = latest.get("leased"), latest.get("trained")
+        planned = self._config.get("steps")
+        now = time.time()
+        situation = Situation(
+            explanation=self._explain(),
+            has_trainer=run.trainer is not None,
+            step=run.current_step,
+            planned_steps=planned if isinstance(planned, int) else run.trainer.num_steps if run.trainer else None,
+            leased_step=leased.step if leased else None,
+            leased_s=now - leased.at if leased else None,
+            trained_s=now - trained.at if trained else None,
+            engine=engine,
+        )
+        return {
+            "words": in_words(situation),
+            "health": own.health(run.current_step - HEALTHY_AFTER_STEPS) if own is not None else [],
+            "step": run.current_step,
+            "steps": situation.planned_steps,
+            "queued": {"groups": counts.queued.groups, "sequences": counts.queued.sequences},
+            "groups": {state: getattr(counts, state).groups for state in STATES},
+            "processes": [self._with_version(view, run.current_step, engine) for view in self._processes.look()],
+            "logs": own.log_names() if own is not None else [],
+        }
+
+    def _with_version(self, view: ProcessView, step: int, engine: EngineState | None) -> dict[str, Any]:
+        told: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
+        if view.name == "hub":
+            told["heard_s"] = 0.0  # it answers just now
+        elif view.name == "trainer":
+            told["version"] = step
+        elif view.name == "engine" and engine is not None:
+            told["version"] = engine.version
+            told["heard_s"] = 0.0 if engine.answers else view.heard_s
+            if not engine.answers:
+                told["detail"] = "does not answer"
+            elif engine.paused_s is not None:
+                told["detail"] = "adopting new weights"
+        return told
+
+    async def log(self, request: Request) -> Response:
+        own = self._runs.own
+        tail = None if own is None else await asyncio.to_thread(own.log_tail, request.path_params["name"])
+        if tail is None:
+            raise Unanswerable(404, "this process has no log here")
+        return as_json({"tail": tail})
+
+    # ---- rollouts
+
+    async def groups(self, request: Request) -> Response:
+        self._learner.wake()
+        await asyncio.to_thread(self._browser.learn, 0)  # at least which step each group is in
+        limit = min(MAX_PAGE_SIZE, max(1, whole(request, "limit") or PAGE_SIZE))
+        wanted = _wanted(request)
+        reach = await asyncio.to_thread(self._browser.reach)  # first: what it says is known is known in the list too
+        found = await asyncio.to_thread(self._browser.find, wanted, limit + 1)
+        return as_json(
+            {
+                "groups": found[:limit],
+                "go_on_before": found[limit - 1].id if len(found) > limit else None,
+                "num_groups": reach.num_groups,
+                "num_known": reach.num_known,
+                "envs": {env.env_id: env.name for env in self._store.envs()},
+            }
+        )
+
+    async def search(self, request: Request) -> Response:
+        text = request.query_params.get("text", "").strip()
+        if not text or len(text) > MAX_TEXT_CHARS:
+            raise Unanswerable(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
+        self._learner.wake()
+        wanted = _wanted(request)
+        return as_json(await asyncio.to_thread(search, self._browser, self._lexicon, wanted, text, max_hits=PAGE_SIZE))
+
+    async def group(self, request: Request) -> Response:
+        text = request.path_params["group_id"]
+        if not text.isascii() or not text.isdecimal() or len(text) > 15:
+            raise Unanswerable(404, "there is no such group")
+        is_whole = request.query_params.get("form") == "whole"
+        return as_json(await asyncio.to_thread(self._group, int(text), is_whole))
+
+    def _group(self, group_id: int, is_whole: bool) -> object:
+        found = self._browser.find(Wanted(before=group_id + 1), 1)
+        if not found or found[0].id != group_id:
+            raise Unanswerable(404, f"there is no group {group_id}")
+        stored = self._browser.contents([group_id]).get(group_id)
+        if is_whole:
+            if stored is None:
+                raise Unanswerable(404, f"the content of group {group_id} is no longer kept")
+            return open_group(stored)
+        names = {env.env_id: env.name for env in self._store.envs()}
+        older, newer = self._browser.neighbours(group_id)
+        summary = found[0]
+        env = names.get(summary.env_id, "none") if summary.env_id is not None else "none"
+        if stored is None:
+            return GroupView(summary=summary, env=env, older=older, newer=newer, rollouts=None)
+        group = open_group(stored)
+        recorded = self._recorded(group, summary)
+        return GroupView(
+            summary=summary,
+            env=env,
+            older=older,
+            newer=newer,
+            rollouts=view_rollouts(group, self._lexicon, recorded),
+            num_rollouts=group.size,
+            prompt_tokens=num_prompt_tokens(group),
+            has_record=recorded is not None,
+            generation_params=group.generation_params,
+        )
+
+    def _recorded(self, group: ScoredGroup, summary: GroupSummary) -> dict[int, RolloutTokens] | None:
+        """What the trainer kept of the group's tokens."""
+        own = self._runs.own
+        if own is None or summary.step is None or summary.state not in ("leased", "trained"):
+            return None
+        return own.tokens.of_group(summary.step, fingerprint(group))
+
+
+def _wanted(request: Request) -> Wanted:
+    state = request.query_params.get("state") or None
+    if state is not None and state not in STATES:
+        raise Unanswerable(422, f"state must be one of {', '.join(STATES)}")
+    return Wanted(
+        step=whole(request, "step"),
+        env_id=whole(request, "env"),
+        state=state,
+        version=whole(request, "version"),
+        score_from=real(request, "score_from"),
+        score_to=real(request, "score_to"),
+        length_from=whole(request, "length_from"),
+        length_to=whole(request, "length_to"),
+        before=whole(request, "before"),
+    )

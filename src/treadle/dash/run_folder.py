@@ -1,0 +1,137 @@
+"""What a run's folder holds, read for the page: its settings, figures, evaluations, logs; and the runs beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from treadle.dash.metrics_file import MetricsFile
+from treadle.track.health_log import HealthLog
+from treadle.track.token_files import FOLDER as TOKENS
+from treadle.track.token_files import TokenFiles
+
+CONFIG_FILE = "config.json"
+MAX_TAIL_BYTES = 64 * 1024
+MAX_RUNS = 200
+NUM_HEALTH_LINES = 3
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """An evaluation: accuracy 0.73 at step 50, 95 % interval 0.67 to 0.78."""
+
+    step: int
+    accuracy: float
+    low: float
+    high: float
+
+
+class RunFolder:
+    """`RunFolder(Path("runs/20260102-030405-arithmetic"))`; a folder that is not there holds nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.tokens = TokenFiles(path / TOKENS)
+        self._health = HealthLog(path / "logs" / "trainer.log")
+        self._health_lock = threading.Lock()
+        self._held_out: dict[Path, tuple[int, HeldOut | None]] = {}
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def config(self) -> dict[str, Any]:
+        """Every setting of the run; empty when none are written."""
+        return _read_object(self.path / CONFIG_FILE)
+
+    def held_out(self) -> list[HeldOut]:
+        folder = self.path / "evals"
+        found = []
+        for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+            written = path.stat().st_mtime_ns
+            known = self._held_out.get(path)
+            if known is None or known[0] != written:
+                known = self._held_out[path] = (written, _read_held_out(path))
+            if known[1] is not None:
+                found.append(known[1])
+        return sorted(found, key=lambda one: one.step)
+
+    def health(self, since_step: int) -> list[str]:
+        """The last things that the trainer found unhealthy; what it has not said again since that step is over."""
+        with self._health_lock:
+            lines = self._health.read()
+        return [str(line) for line in lines if line.step is None or line.step >= since_step][-NUM_HEALTH_LINES:]
+
+    def log_names(self) -> list[str]:
+        folder = self.path / "logs"
+        return sorted(path.stem for path in folder.glob("*.log")) if folder.is_dir() else []
+
+    def log_tail(self, name: str, num_bytes: int = MAX_TAIL_BYTES) -> str | None:
+        """The end of a process' log, from a whole line on; None: it has no log."""
+        if name not in self.log_names():  # a name from outside never becomes a path
+            return None
+        with (self.path / "logs" / f"{name}.log").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - num_bytes)
+            file.seek(start)
+            text = file.read(num_bytes).decode("utf-8", errors="replace")
+        return text if start == 0 else text.partition("\n")[2]
+
+    def log_written_at(self, name: str) -> float | None:
+        try:
+            return (self.path / "logs" / f"{name}.log").stat().st_mtime
+        except OSError:
+            return None
+
+
+class Runs:
+    """The run of this hub and those that lie beside it, which it can be compared with."""
+
+    def __init__(self, own: RunFolder | None) -> None:
+        self.own = own
+        self._others: dict[str, RunFolder] = {}
+
+    def names(self) -> list[str]:
+        """The others, the newest first."""
+        if self.own is None:
+            return []
+        try:
+            beside = sorted(self.own.path.parent.iterdir(), reverse=True)
+        except OSError:
+            return []
+        runs = (path.name for path in beside if path != self.own.path and (path / "metrics.jsonl").is_file())
+        return [name for name, _ in zip(runs, range(MAX_RUNS), strict=False)]
+
+    def get(self, name: str) -> RunFolder | None:
+        """By its name, own or other; "" is the own one."""
+        if self.own is None or name in ("", self.own.name):
+            return self.own
+        if name not in self._others:
+            if name not in self.names():
+                return None
+            self._others[name] = RunFolder(self.own.path.parent / name)
+        return self._others[name]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _read_held_out(path: Path) -> HeldOut | None:
+    values: Mapping[str, Any] = _read_object(path)
+    try:
+        accuracy = float(values["accuracy"])
+        low, high = values.get("interval_95") or (accuracy, accuracy)
+        return HeldOut(int(values["step"]), accuracy, float(low), float(high))
+    except (KeyError, TypeError, ValueError):
+        return None

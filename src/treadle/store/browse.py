@@ -1,0 +1,343 @@
+"""Looking through the groups of a queue, for people: find, page on, open one. Beside the hub's work, never in its way.
+
+The queue's file knows of a group what batches are made by. What a person looks for besides (scores, lengths, how the
+prompt begins, the step it was trained in) is read out of the contents once and kept in a file of its own beside it,
+`hub.sqlite.facts`. That file is derived: whoever deletes it loses nothing. It is filled from the newest group
+backwards, in small portions, and only when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from treadle.store import groups
+from treadle.store.records import Format, StoredGroup
+from treadle.store.schema import create_file
+from treadle.wire import binary
+from treadle.wire.groups import IGNORED
+
+SCHEMA_VERSION = 1
+PREVIEW_CHARS = 160
+MAX_BATCHES_AT_ONCE = 2_000
+_TABLES = """
+CREATE TABLE facts (
+    id INTEGER PRIMARY KEY,                      -- of the group
+    score REAL, score_low REAL, score_high REAL, -- NULL: its content is no longer kept
+    shortest INTEGER, longest INTEGER,           -- of its completions, in trained tokens
+    prompt TEXT
+) STRICT;
+CREATE TABLE places (id INTEGER PRIMARY KEY, step INTEGER NOT NULL) STRICT;
+CREATE INDEX places_by_step ON places (step, id);
+CREATE TABLE reach (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    low INTEGER NOT NULL, high INTEGER NOT NULL, -- groups from `low` to `high` have facts; none while high < low
+    mark REAL NOT NULL,                          -- when group `high` arrived: another queue has another one there
+    batch INTEGER NOT NULL                       -- the last batch whose groups have places
+) STRICT;
+INSERT INTO reach VALUES (1, 1, 0, 0.0, 0);
+"""
+_COLUMNS = (
+    "g.id, g.state, g.env_id, g.size, g.num_tokens, g.num_bytes, g.policy_version, g.item, g.received_at,"
+    " g.aside_reason, g.metrics, f.score, f.score_low, f.score_high, f.shortest, f.longest, f.prompt,"
+    " CASE WHEN g.state IN ('leased', 'trained') THEN p.step ELSE g.aside_step END"
+)
+_FROM = "FROM hub.groups AS g LEFT JOIN facts AS f ON f.id = g.id LEFT JOIN places AS p ON p.id = g.id"
+
+
+class GroupSummary(msgspec.Struct, frozen=True):
+    """A group as a list shows it. What was not read out of its content yet, or no longer can be, is None."""
+
+    id: int
+    state: str
+    env_id: int | None
+    size: int
+    num_tokens: int
+    num_bytes: int
+    policy_version: int | None
+    item: int | None
+    received_at: float
+    aside_reason: str | None
+    metrics: msgspec.Raw | None
+    score: float | None
+    score_low: float | None
+    score_high: float | None
+    shortest: int | None
+    longest: int | None
+    prompt: str | None
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to find; None: anything. `before` pages on: groups that arrived before this one.
+
+    A group's score is the mean of its rollouts', its length that of its longest completion.
+    """
+
+    step: int | None = None
+    env_id: int | None = None
+    state: str | None = None
+    version: int | None = None
+    score_from: float | None = None
+    score_to: float | None = None
+    length_from: int | None = None
+    length_to: int | None = None
+    before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How many groups there are, and how many of them have facts."""
+
+    num_groups: int
+    num_known: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    at: float  # Unix time
+    step: int | None
+
+
+class Browser:
+    """`with Browser.open(Path("hub.sqlite")) as browser: browser.find(Wanted(step=3), limit=50)`. May be shared."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """`path` is the queue's file, which is only read."""
+        facts_file = path.with_name(f"{path.name}.facts")
+        try:
+            browser = cls(_connect(facts_file, path))
+        except sqlite3.DatabaseError:  # damaged, or another release's: it is made anew from the queue
+            for part in ("", "-wal", "-shm"):
+                facts_file.with_name(facts_file.name + part).unlink(missing_ok=True)
+            browser = cls(_connect(facts_file, path))
+        browser.learn(0)  # facts of an earlier queue under the same name are forgotten before anybody sees them
+        return browser
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def find(self, wanted: Wanted, limit: int) -> list[GroupSummary]:
+        """The newest first."""
+        conditions, values = _conditions(wanted)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        with self._lock:
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} {_FROM} {where} ORDER BY g.id DESC LIMIT ?",
+                (*values, limit),
+            ).fetchall()
+        return [_summary(row) for row in rows]
+
+    def neighbours(self, group_id: int) -> tuple[int | None, int | None]:
+        """The groups that arrived before and after this one."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT (SELECT max(id) FROM hub.groups WHERE id < ?1), (SELECT min(id) FROM hub.groups WHERE id > ?1)",
+                (group_id,),
+            ).fetchone()
+        return row[0], row[1]
+
+    def contents(self, ids: Sequence[int]) -> dict[int, StoredGroup]:
+        """Of those that are still kept and undamaged."""
+        with self._lock:
+            return _contents(self._db, ids)
+
+    def latest_events(self, kinds: Sequence[str]) -> dict[str, StepEvent]:
+        """The last event of each kind that is kept, and its step."""
+        with self._lock:
+            found = [
+                self._db.execute(
+                    "SELECT kind, at, json_extract(data, '$.step') FROM hub.events WHERE kind = ?"
+                    " ORDER BY id DESC LIMIT 1",
+                    (kind,),
+                ).fetchone()
+                for kind in kinds
+            ]
+        return {row[0]: StepEvent(at=row[1], step=row[2]) for row in found if row is not None}
+
+    def reach(self) -> Reach:
+        with self._lock:
+            low, high, *_ = _reach(self._db)
+            (num_groups,) = self._db.execute("SELECT count(*) FROM hub.groups").fetchone()
+            return Reach(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
+
+    def learn(self, limit: int) -> int:
+        """Read so many more groups: what is new first, then backwards. How many it found; 0: all are known.
+
+        With a limit of 0: only which step each group is in.
+        """
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                num_learned = _learn(self._db, limit)
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+        return num_learned
+
+
+def content_of(stored: StoredGroup) -> binary.StoredForm:
+    """`binary.from_stored(content_of(stored))` is the group as it was posted."""
+    is_json = stored.format == "json"
+    return binary.StoredForm(
+        json=stored.payload if is_json else None,
+        binary=None if is_json else stored.payload,
+        policy_version=stored.policy_version,
+        item=stored.item,
+        metrics=stored.metrics,
+    )
+
+
+def _connect(facts_file: Path, queue: Path) -> sqlite3.Connection:
+    create_file(facts_file)
+    db = sqlite3.connect(facts_file, isolation_level=None, check_same_thread=False, uri=True)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = OFF")  # derived: what a power cut takes is read again
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"{_TABLES} PRAGMA user_version = {SCHEMA_VERSION};")
+        elif version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"facts of version {version}")
+        db.execute("ATTACH ? AS hub", (f"{queue.resolve().as_uri()}?mode=ro",))
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _conditions(wanted: Wanted) -> tuple[list[str], list[Any]]:
+    pairs: list[tuple[str, Any]] = [
+        ("g.id IN (SELECT id FROM places WHERE step = ?)", wanted.step),
+        ("g.env_id = ?", wanted.env_id),
+        ("g.state = ?", wanted.state),
+        ("g.policy_version = ?", wanted.version),
+        ("f.score >= ?", wanted.score_from),
+        ("f.score <= ?", wanted.score_to),
+        ("f.longest >= ?", wanted.length_from),
+        ("f.longest <= ?", wanted.length_to),
+        ("g.id < ?", wanted.before),
+    ]
+    asked = [(condition, value) for condition, value in pairs if value is not None]
+    return [condition for condition, _ in asked], [value for _, value in asked]
+
+
+def _summary(row: tuple[Any, ...]) -> GroupSummary:
+    values = dict(zip(GroupSummary.__struct_fields__, row, strict=True))
+    values["metrics"] = None if values["metrics"] is None else msgspec.Raw(values["metrics"])
+    return GroupSummary(**values)
+
+
+def _reach(db: sqlite3.Connection) -> tuple[int, int, float, int]:
+    low, high, mark, batch = db.execute("SELECT low, high, mark, batch FROM reach").fetchone()
+    return low, high, mark, batch
+
+
+def _learn(db: sqlite3.Connection, limit: int) -> int:
+    low, high, mark, batch = _reach(db)
+    found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
+    if high >= low and (found is None or found[0] != mark):  # the queue was reset, or is another file
+        db.execute("DELETE FROM facts")
+        db.execute("DELETE FROM places")
+        low, high, batch = 1, 0, 0
+    batch = _learn_places(db, batch)
+    (newest,) = db.execute("SELECT ifnull(max(id), 0) FROM hub.groups").fetchone()
+    if high < low:
+        low, high = newest + 1, newest
+    ids = [id for (id,) in db.execute("SELECT id FROM hub.groups WHERE id > ? ORDER BY id LIMIT ?", (high, limit))]
+    high = ids[-1] if ids else high
+    backwards = db.execute(
+        "SELECT id FROM hub.groups WHERE id < ? ORDER BY id DESC LIMIT ?", (low, limit - len(ids))
+    ).fetchall()
+    low = backwards[-1][0] if backwards else low
+    ids += [id for (id,) in backwards]
+    for id, stored in _contents(db, ids).items():
+        db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?)", (id, *_facts(stored)))
+    found = db.execute("SELECT received_at FROM hub.groups WHERE id = ?", (high,)).fetchone()
+    db.execute(
+        "UPDATE reach SET low = ?, high = ?, mark = ?, batch = ?", (low, high, found[0] if found else 0.0, batch)
+    )
+    return len(ids)
+
+
+def _learn_places(db: sqlite3.Connection, batch: int) -> int:
+    """Later batches win: a group whose batch was dissolved is in another one then."""
+    rows = db.execute(
+        "SELECT id, step, group_ids FROM hub.batches WHERE id > ? ORDER BY id LIMIT ?", (batch, MAX_BATCHES_AT_ONCE)
+    ).fetchall()
+    for id, step, group_ids in rows:
+        db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(one, step) for one in json.loads(group_ids)])
+        batch = id
+    return batch
+
+
+def _contents(db: sqlite3.Connection, ids: Sequence[int]) -> dict[int, StoredGroup]:
+    stored: dict[int, StoredGroup] = {}
+    for id in ids:
+        row = db.execute(
+            "SELECT p.format, p.body, g.policy_version, g.item, g.metrics, g.received_at, g.env_id, g.size, g.crc"
+            " FROM hub.payloads AS p JOIN hub.groups AS g ON g.id = p.id WHERE p.id = ?",
+            (id,),
+        ).fetchone()
+        if row is None:
+            continue
+        format, body, version, item, metrics, received_at, env_id, size, crc = row
+        if groups.crc_of(body, format, env_id, size, version, item, metrics) == crc:
+            stored[id] = StoredGroup(id, format, body, version, item, metrics, received_at)
+    return stored
+
+
+class _Gist(msgspec.Struct):
+    """Of a group in JSON, what the facts are made of; the rest is skipped over."""
+
+    masks: list[list[int]]
+    scores: list[float]
+    messages: list[list[dict[str, Any]]] | None = None
+
+
+_GIST = msgspec.json.Decoder(_Gist)
+
+
+def _facts(stored: StoredGroup) -> tuple[float, float, float, int, int, str]:
+    gist = _gist(stored.format, stored.payload)
+    lengths = [len(row) - row.count(IGNORED) for row in gist.masks]
+    mean = sum(gist.scores) / len(gist.scores)
+    return mean, min(gist.scores), max(gist.scores), min(lengths), max(lengths), _preview(gist.messages)
+
+
+def _gist(format: Format, payload: bytes) -> _Gist:
+    if format == "json":
+        return _GIST.decode(payload)
+    group = binary.open_group(payload)
+    return _Gist(
+        masks=binary.rows("i", group.masks, group.lengths),
+        scores=group.scores,
+        messages=group.rest.messages if group.rest else None,
+    )
+
+
+def _preview(messages: Sequence[Sequence[dict[str, Any]]] | None) -> str:
+    """How the last thing begins that was asked."""
+    asked = [message for message in (messages[0] if messages else ()) if message.get("role") != "assistant"]
+    return " ".join(str(asked[-1].get("content", "")).split())[:PREVIEW_CHARS] if asked else ""

@@ -1,0 +1,487 @@
+"""The page, used as people use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.browser.conftest import FOREIGN_NAME, NUM_GROUPS, NUM_STEPS, OTHERS, Visit
+from tests.hub_process import HubProcess
+
+SIZES = {"desktop": (1440, 900, "light"), "tablet": (900, 1100, "dark"), "phone": (390, 844, "light")}
+
+
+def post_group(hub: HubProcess, text: str = "What is new?", **changes: object) -> None:
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "This."}]
+    group = {
+        "tokens": [[1, 2, 3]] * 4, "masks": [[-100, 2, 3]] * 4, "scores": [0.0, 1.0, 0.0, 1.0],
+        "inference_logprobs": [[1.0, -0.5, -3.0]] * 4, "messages": [turns] * 4, "env_id": 0,
+    }  # fmt: skip
+    assert httpx.post(f"{hub.url}/scored_data", json=group | changes).status_code == 200
+
+
+def chart(page: Any, title: str) -> Any:
+    found = page.locator(f'.chart[data-title="{title}"]')
+    found.scroll_into_view_if_needed()
+    found.locator("canvas").wait_for()
+    return found
+
+
+def picture(found: Any) -> str:
+    return found.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+
+
+def num_healthy_pixels(found: Any) -> int:
+    """Those with just the colour of the healthy range, and no line on them."""
+    return found.locator("canvas").evaluate(
+        """canvas => {
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let count = 0;
+            for (let at = 0; at < data.length; at += 4) {
+                count += data[at + 3] > 15 && data[at + 3] < 40 && data[at + 1] > 2 * data[at];
+            }
+            return count;
+        }"""
+    )
+
+
+def rows(page: Any) -> list[list[str]]:
+    return [row.locator("td").all_inner_texts() for row in page.locator("#list tbody tr").all()]
+
+
+def filtered(page: Any, **fields: str) -> list[list[str]]:
+    page.click("#filters button[type=reset]")
+    for name, value in fields.items():
+        field = page.locator(f"#filters [name={name}]")
+        field.select_option(label=value) if name in ("env", "state") else field.fill(value)
+    page.click("#filters button[type=submit]")
+    page.wait_for_selector("#list[aria-busy=false]")
+    return rows(page)
+
+
+def test_the_charts_have_points_and_nothing_is_asked_of_anybody_else(visit: Visit, still_hub: HubProcess):
+    page = visit.open()
+    for title in ("Reward and held-out accuracy", "KL", "Ratio", "Clipped share", "Entropy", "Gradient norm"):
+        page.locator(f'.chart[data-title="{title}"]').scroll_into_view_if_needed()
+        page.wait_for_selector(f'.chart[data-title="{title}"] canvas')
+        points = int(page.get_attribute(f'.chart[data-title="{title}"]', "data-points"))
+        assert points >= NUM_STEPS
+    for title in ("Completion length", "Tokens per second", "MFU", "Queue", "Age of the rollouts"):
+        chart(page, title)
+    parts = chart(page, "Time per step").locator(".u-legend .stack .u-label").all_inner_texts()
+    assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "beside", "beside"]
+    page.wait_for_selector("#connection.live")
+    assert page.inner_text("#progress-text") == f"step {NUM_STEPS} of {NUM_STEPS}"
+    assert page.inner_text("#words") == f"all {NUM_STEPS} steps are trained"
+    assert visit.complaints == []
+    assert visit.hosts == {f"127.0.0.1:{still_hub.port}"}
+
+
+def test_hovering_tells_the_values_and_dragging_zooms(visit: Visit):
+    page = visit.open()
+    plot = page.locator('.chart[data-title="Ratio"] .u-over')
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    legend = page.locator('.chart[data-title="Ratio"] .u-legend')
+    step = int(legend.locator(".u-value").first.inner_text())
+    assert step in (20, 21)
+    series = httpx.get(f"{visit.url}/dash/api/series", params={"names": "mean_ratio"}).json()
+    measured = series["values"]["mean_ratio"][series["steps"].index(step)]
+    assert float(legend.locator(".line .u-value").inner_text()) == pytest.approx(measured, rel=1e-3)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2, steps=5)
+    page.mouse.up()
+    page.wait_for_selector("#overview")
+    first, last = int(page.input_value("#first")), int(page.input_value("#last"))
+    assert 15 < first < last < 35
+    page.wait_for_selector('.chart[data-title="Ratio"]:not([data-points="40"])')
+    page.click("#zoom-out")
+    page.wait_for_selector('.chart[data-title="Ratio"][data-points="40"]')
+    assert visit.complaints == []
+
+
+def test_log_scale_and_smoothing_change_the_lines_and_not_what_was_measured(visit: Visit):
+    page = visit.open()
+    found = chart(page, "Gradient norm")
+    assert found.locator(".u-legend .faint").count() == 1  # the line as measured, behind the smoothed one
+    first = picture(found)
+    page.locator("#smoothing").fill("0.98")
+    smooth = picture(found)
+    page.locator("#smoothing").fill("0")
+    assert found.locator(".u-legend .faint").count() == 0
+    measured = picture(found)
+    page.check("#log")
+    assert len({first, smooth, measured, picture(found)}) == 4
+    page.uncheck("#log")
+    assert picture(found) == measured
+    assert visit.complaints == []
+
+
+def test_the_healthy_range_is_drawn_where_there_is_one(visit: Visit):
+    page = visit.open()
+    assert num_healthy_pixels(chart(page, "Ratio")) > 5_000
+    assert "healthy: 0.8 to 1.2" in chart(page, "Ratio").inner_text()
+    assert num_healthy_pixels(chart(page, "Completion length")) < 1_000  # the edges of a green line
+
+
+def test_several_runs_are_laid_over_each_other_and_taken_away_again(visit: Visit):
+    page = visit.open()
+    page.click("#compare summary")
+    for name in OTHERS:
+        page.check(f"#compare-list input[value={name}]")
+        page.wait_for_selector(f'.chart[data-title="Ratio"] .u-legend >> text="{name}: mean_ratio"')
+    page.click("#compare summary")
+    box = page.locator('.chart[data-title="Ratio"] .u-over').bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    told = page.locator('.chart[data-title="Ratio"] .u-legend .other .u-value').all_inner_texts()
+    assert len(told) == 2
+    assert all(0.5 < float(value) < 1.5 for value in told)
+    page.click("#compare summary")
+    page.uncheck("#compare-list input[value=other]")
+    page.wait_for_selector('.chart[data-title="Ratio"] .u-legend >> text="other: mean_ratio"', state="detached")
+    page.select_option("#add-chart", "rollout/further_1")
+    page.wait_for_selector('.chart[data-title="rollout/further_1"] canvas')
+    assert visit.complaints == []
+
+
+def test_the_filters_find_what_they_say(visit: Visit):
+    page = visit.open("rollouts")
+    page.wait_for_selector(f"#found:has-text('of {NUM_GROUPS} groups')")
+    page.wait_for_selector("#found:not(:has-text('so far'))")
+    assert {row[1] for row in filtered(page, step="7")} == {"7"}
+    assert {row[2] for row in filtered(page, env="gsm8k_0")} == {"gsm8k_0"}
+    assert {row[3] for row in filtered(page, state="queued")} == {"queued"}
+    assert {row[5] for row in filtered(page, score_from="1")} == {"1"}
+    assert all(row[6].endswith("16") or row[6] == "17" for row in filtered(page, length_from="16"))
+    assert filtered(page, length_from="500") == []
+    assert filtered(page, text="no such words") == []
+    assert "0 found among 400 groups searched: all of them" in page.inner_text("#found")
+    assert all("The sum is 1" in row[7] for row in filtered(page, text="the sum is 1"))
+    assert visit.complaints == []
+
+
+def test_older_groups_are_paged_to(visit: Visit):
+    page = visit.open("rollouts")
+    page.wait_for_selector("#list tbody tr")
+    newest = [row[0] for row in rows(page)]
+    page.click("#older")
+    page.wait_for_selector(f'#list tbody tr[data-id="{int(newest[-1]) - 1}"]')
+    assert rows(page)[0][0] == str(int(newest[-1]) - 1)
+
+
+def test_a_group_opens_side_by_side_in_colour_and_keys_move_through_it(visit: Visit):
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = visit.open("rollouts")
+    page.wait_for_selector("#found:not(:has-text('so far'))")
+    filtered(page, score_from="0.5", score_to="0.5")
+    page.keyboard.press("Tab")
+    page.locator("#list tbody tr").first.focus()
+    page.keyboard.press("j")
+    second = page.evaluate("document.activeElement.dataset.id")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".rollout")
+    assert page.locator(".rollout").count() == 4
+    assert page.locator(".rollout.best").count() == 2
+    assert f"group {second}" in page.inner_text("#group .about >> nth=0")
+    shown = page.inner_text(".rollout >> nth=0")
+    assert "The sum is" in shown
+    assert "parts: correct" in shown
+    assert "policy version" in shown
+    assert "What is" not in shown
+    page.check("#show-prompt")
+    assert "What is" in page.inner_text(".rollout >> nth=0")
+    assert page.locator(".rollout .p1, .rollout .p2, .rollout .p3, .rollout .p4").count() > 0
+    page.locator("#close-group").focus()
+    for colour in ("difference", "advantage"):
+        page.keyboard.press("t")
+        assert page.input_value("#colour") == colour
+    page.keyboard.press("l")
+    assert page.evaluate("document.activeElement.className").startswith("rollout")
+    page.keyboard.press("c")
+    page.wait_for_selector("#copied:has-text('copied')")
+    copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
+    assert len(copied["tokens"]) == 4
+    page.keyboard.press("j")
+    page.wait_for_selector(f"#group .about:not(:has-text('group {second} '))")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#finder:not([hidden])")
+    assert visit.complaints == []
+
+
+def test_tokens_have_the_colour_of_what_the_trainer_found_in_them(visit: Visit):
+    page = visit.open("rollouts")
+    page.wait_for_selector("#found:not(:has-text('so far'))")
+    filtered(page, score_from="0.5", score_to="0.5", state="trained")
+    page.locator("#list tbody tr").first.click()
+    page.wait_for_selector(".rollout")
+    page.select_option("#colour", "difference")
+    weaker, stronger = page.locator(".rollout :is(.w1, .w2, .w3)"), page.locator(".rollout :is(.c1, .c2, .c3)")
+    assert weaker.count() > 10
+    assert stronger.count() > 10
+    under = page.locator(".rollout .under").first
+    page.locator(".rollout").first.locator(".c2").first.hover()
+    difference = float(under.inner_text().split("trainer minus engine ")[1].split(",")[0])
+    assert 0.1 < difference <= 0.5
+    page.locator(".rollout").first.locator(".w2").first.hover()
+    assert "trainer minus engine -0." in under.inner_text()
+    page.select_option("#colour", "advantage")
+    assert "As the tokens were trained" in page.inner_text("#colour-note")
+    assert page.locator(".rollout.best .u3").count() > 10
+    assert page.locator(".rollout:not(.best) .d3").count() > 10
+    page.locator(".rollout.best .u3").first.hover()
+    assert "advantage 1," in page.locator(".rollout.best .under").first.inner_text()  # what it was trained with
+    assert "advantage +1" in page.inner_text(".rollout.best h3 >> nth=0")
+    assert visit.complaints == []
+
+
+def test_a_group_that_was_not_trained_says_so_and_shows_its_scores_against_their_mean(
+    live_visit: Visit, hub: HubProcess
+):
+    post_group(hub)
+    page = live_visit.open(f"rollouts/{NUM_GROUPS + 1}")
+    page.wait_for_selector(".rollout")
+    page.select_option("#colour", "difference")
+    assert "has not been trained" in page.inner_text("#colour-note")
+    assert page.locator(".rollout :is(.w1, .w2, .w3, .c1, .c2, .c3)").count() == 0
+    page.select_option("#colour", "advantage")
+    page.locator(".rollout.best .u3").first.hover()
+    assert "advantage 0.5" in page.locator(".rollout.best .under").first.inner_text()
+    assert live_visit.complaints == []
+
+
+def test_the_figures_of_a_token_can_be_read_by_keyboard(visit: Visit):
+    page = visit.open("rollouts/360")
+    page.wait_for_selector(".rollout")
+    page.locator(".tokens").first.focus()
+    under = page.locator(".rollout .under").first
+    page.keyboard.press("ArrowRight")
+    first = under.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert first.startswith("token ")
+    assert under.inner_text() != first
+    page.keyboard.press("ArrowLeft")
+    assert under.inner_text() == first
+
+
+HOSTILE = "<img src=x onerror='window.pwned=1'><script>window.pwned=1</script>"
+
+
+def test_hostile_text_is_shown_as_text(live_visit: Visit, hub: HubProcess, run_folder: Path):
+    registration = {"max_token_length": 64, "desired_name": HOSTILE, "weight": 1.0, "group_size": 4}
+    with hub.client() as client:  # environments may register once the trainer has asked for a batch
+        client.post("/v1/lease", json={"step": NUM_STEPS + 1, "holder": "trainer"})
+        env_id = client.post("/register-env", json=registration).json()["env_id"]
+    told = {"outcome": HOSTILE, "parts": {HOSTILE: HOSTILE}, "policy_versions": HOSTILE, "error": [HOSTILE]}
+    post_group(hub, HOSTILE, env_id=env_id, overrides=[told] * 4)
+    (run_folder / "logs" / "trainer.log").write_text(HOSTILE)
+    page = live_visit.open("rollouts")
+    page.wait_for_selector("#list tbody tr:has-text('onerror')")
+    page.locator("#list tbody tr").first.click()
+    page.wait_for_selector(".rollout:has-text('onerror')")
+    page.keyboard.press("3")
+    page.wait_for_selector("#log-text:has-text('onerror')")
+    page.wait_for_selector("#env-table:has-text('onerror')")
+    assert page.locator("img, main script").count() == 0
+    assert page.evaluate("window.pwned") is None
+    assert live_visit.complaints == []
+
+
+def test_a_huge_group_opens_and_says_what_it_leaves_out(live_visit: Visit, hub: HubProcess):
+    rows = [[1] * 4000] * 32
+    changes = {"tokens": rows, "masks": rows, "scores": [0.0, 1.0] * 16, "inference_logprobs": None, "messages": None}
+    post_group(hub, **changes)
+    page = live_visit.open(f"rollouts/{NUM_GROUPS + 1}")
+    page.wait_for_selector(".rollout:has-text('2,125 more tokens')")
+    assert page.locator(".rollout").count() == 32
+    assert live_visit.complaints == []
+
+
+def test_an_address_leads_straight_to_a_group(visit: Visit):
+    page = visit.open("rollouts/17")
+    page.wait_for_selector("#group .about:has-text('group 17')")
+
+
+def test_what_happens_is_shown_as_it_happens(live_visit: Visit, hub: HubProcess):
+    page = live_visit.open("rollouts")
+    page.wait_for_selector("#connection.live")
+    page.wait_for_selector("#list tbody tr")
+    post_group(hub)
+    page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 1}"]:has-text("What is new?")')
+    assert live_visit.complaints == []
+
+
+def test_a_step_appears_in_the_charts_when_it_is_trained(live_visit: Visit, hub: HubProcess, run_folder: Path):
+    page = live_visit.open()
+    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(f'.chart[data-title="Ratio"][data-points="{NUM_STEPS}"]')
+    with hub.client() as client:
+        step = NUM_STEPS + 1
+        batch = client.post("/v1/lease", json={"step": step, "holder": "trainer"}).json()["batch"]
+        page.wait_for_selector("#words:has-text('all 40 steps are trained')")
+        with (run_folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "mean_ratio": 1.5}) + "\n")
+        assert client.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]}).status_code == 200
+    page.wait_for_selector(f'.chart[data-title="Ratio"][data-points="{NUM_STEPS + 1}"]')
+    assert page.inner_text("#progress-text").startswith("step 4")
+    assert live_visit.complaints == []
+
+
+def test_a_hub_without_a_run_says_what_it_waits_for(browser: Any, tmp_path: Path):
+    with HubProcess(tmp_path) as hub, hub.client() as client:
+        context = browser.new_context()
+        visit = Visit(context.new_page(), hub.url)
+        page = visit.open()
+        page.wait_for_selector("#words:has-text('no trainer has registered yet')")
+        assert "this hub knows no run folder" in page.inner_text("#overview-note")
+        registration = {
+            "wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 128, "checkpoint_dir": "c",
+            "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10,
+        }  # fmt: skip
+        assert client.post("/register", json=registration).status_code == 200
+        page.wait_for_selector("#words:has-text('no batch yet: ')")
+        assert visit.complaints == []
+        context.close()
+
+
+def test_after_a_restart_of_the_hub_the_page_goes_on_where_it_was(live_visit: Visit, hub: HubProcess):
+    page = live_visit.open("rollouts")
+    page.wait_for_selector("#connection.live")
+    page.wait_for_selector("#list tbody tr")
+    before = page.evaluate("live.numEvents")
+    post_group(hub, "before")
+    page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 1}"]')
+    hub.end()
+    page.wait_for_selector("#connection.lost")
+    hub.start()
+    post_group(hub, "after")  # perhaps before the page is back: it must hear of it all the same
+    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 2}"]')
+    assert page.evaluate("live.numEvents") == before + 2  # each once
+    assert [one for one in live_visit.complaints if "ERR_" not in one] == []  # beside the connection that was cut
+
+
+def test_what_is_asked_for_while_the_hub_is_away_comes_when_it_is_back(live_visit: Visit, hub: HubProcess):
+    page = live_visit.open()
+    page.wait_for_selector("#connection.live")
+    hub.end()
+    page.wait_for_selector("#connection.lost")
+    page.fill("#first", str(NUM_STEPS - 9))
+    page.keyboard.press("Tab")
+    hub.start()
+    page.wait_for_selector('.chart[data-title="Ratio"][data-points="10"]')
+    assert [one for one in live_visit.complaints if "ERR_" not in one] == []
+
+
+def test_the_processes_their_logs_and_the_weight_syncs_are_shown(visit: Visit):
+    page = visit.open("processes")
+    page.wait_for_selector("#process-table tbody tr")
+    table = page.inner_text("#process-table")
+    assert "hub" in table
+    assert "running" in table
+    page.wait_for_selector("#log-text:has-text('trainer step')")
+    page.select_option("#log-name", "engine")
+    page.wait_for_selector("#log-text:has-text('engine step')")
+    page.wait_for_selector("#sync-timeline rect")
+    assert page.locator("#sync-timeline g").count() == NUM_STEPS
+    assert "gsm8k_0" in page.inner_text("#env-table")
+    assert visit.complaints == []
+
+
+def test_the_views_can_be_reached_by_key_and_the_theme_stays(visit: Visit):
+    page = visit.open()
+    page.keyboard.press("3")
+    assert page.is_visible("#processes")
+    page.keyboard.press("2")
+    assert page.is_visible("#rollouts")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "text"
+    page.keyboard.press("Escape")
+    page.keyboard.press("1")
+    assert page.is_visible("#overview")
+    page.keyboard.press("?")
+    assert page.is_visible("#help")
+    page.keyboard.press("Escape")
+    page.click("#theme")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.reload()
+    page.wait_for_selector("html[data-theme=dark]")
+
+
+def test_a_chart_can_be_read_by_keyboard(visit: Visit):
+    page = visit.open()
+    page.locator('.chart[data-title="Ratio"] .plot').focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert "3" in page.inner_text('.chart[data-title="Ratio"] .u-legend')
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#list[aria-busy=false]:has(tbody tr)")
+    assert page.input_value("#filters [name=step]") == "3"
+    assert {row[1] for row in rows(page)} == {"3"}
+
+
+def test_with_a_token_the_address_carries_it_and_without_it_nothing_is_told(
+    browser: Any, run_folder: Path, tmp_path: Path
+):
+    token = "a-token-of-more-than-sixteen"  # noqa: S105
+    database = run_folder / "hub.sqlite"
+    flags = ("--run-folder", str(run_folder))
+    with HubProcess(tmp_path, *flags, database=database, env={"TREADLE_HUB_TOKEN": token}) as hub:
+        for path in ("/dash/", "/dash/api/run", "/dash/api/groups", "/dash/app.js"):
+            assert httpx.get(hub.url + path).status_code == 401
+        context = browser.new_context()
+        visit = Visit(context.new_page(), f"{hub.url}/t/{token}")
+        page = visit.open("rollouts")
+        page.wait_for_selector("#list tbody tr")
+        page.wait_for_selector("#connection.live")
+        assert visit.complaints == []
+        context.close()
+
+
+def test_a_foreign_page_reads_nothing(still_hub: HubProcess):
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"}):
+        assert httpx.get(f"{still_hub.url}/dash/api/run", headers=headers).status_code == 403
+    for path in ("/dash/", "/dash/app.js", "/dash/api/groups", "/v1/events", "/v1/status"):
+        foreign = {"Host": f"{FOREIGN_NAME}:{still_hub.port}"}
+        assert httpx.get(still_hub.url + path, headers=foreign).status_code == 403
+        assert (
+            httpx.get(still_hub.url + path, headers=foreign | {"Origin": f"http://{foreign['Host']}"}).status_code
+            == 403
+        )
+    own = {"Origin": still_hub.url}
+    assert httpx.get(f"{still_hub.url}/dash/app.js", headers=own).status_code == 200
+    assert httpx.post(f"{still_hub.url}/v1/reset", headers=own).status_code == 403
+
+
+def test_a_foreign_name_that_leads_to_this_machine_is_refused_to_a_browser(visit: Visit, still_hub: HubProcess):
+    answer = visit.page.goto(f"http://{FOREIGN_NAME}:{still_hub.port}/dash/")
+    assert answer.status == 403
+    read = "fetch('/dash/api/groups').then(answer => answer.status)"
+    assert visit.page.evaluate(read) == 403
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_view_fits_its_screen(browser: Any, still_hub: HubProcess, pictures: Path, size: str):
+    width, height, scheme = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    visit = Visit(context.new_page(), still_hub.url)
+    page = visit.open()
+    for view, key, ready in (
+        ("overview", "1", "canvas"), ("rollouts", "2", "#list tbody tr"), ("processes", "3", "#sync-timeline rect"),
+    ):  # fmt: skip
+        page.keyboard.press(key)
+        page.wait_for_selector(ready)
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.screenshot(path=pictures / f"{size}-{view}.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+    page.keyboard.press("2")
+    page.locator("#list tbody tr").first.click()
+    page.wait_for_selector(".rollout")
+    page.screenshot(path=pictures / f"{size}-group.png")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.get_attribute("html", "data-theme") == scheme
+    assert visit.complaints == []
+    context.close()

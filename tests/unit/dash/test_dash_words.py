@@ -1,0 +1,51 @@
+"""What the run is doing, in plain words."""
+
+from __future__ import annotations
+
+import pytest
+
+from treadle.dash.words import EngineState, Situation, in_words, seconds
+
+WAITING = Situation(
+    explanation="waiting for 2 more groups of gsm8k", has_trainer=True, step=16, planned_steps=50, leased_step=16,
+    leased_s=60.0, trained_s=42.0,
+)  # fmt: skip
+
+
+def with_(**changes) -> Situation:
+    values = {name: getattr(WAITING, name) for name in Situation.__slots__}
+    return Situation(**(values | changes))
+
+
+def test_a_batch_that_does_not_come_is_told_with_its_reason_and_what_the_engine_does():
+    busy = EngineState(answers=True, version=16, paused_s=40.0)
+    assert in_words(with_(engine=busy)) == [
+        "no batch for 42 s: waiting for 2 more groups of gsm8k",
+        "engine 0 has been adopting version 17 for 40 s",
+    ]
+
+
+def test_a_step_in_training_is_told_with_its_time():
+    assert in_words(with_(leased_step=17, leased_s=75.0)) == ["step 17 has been in training for 1 min 15 s"]
+
+
+def test_before_the_first_batch_nothing_is_said_of_a_time():
+    told = in_words(with_(step=0, leased_step=None, leased_s=None, trained_s=None))
+    assert told == ["no batch yet: waiting for 2 more groups of gsm8k"]
+
+
+def test_a_hub_without_a_trainer_says_so():
+    assert in_words(with_(has_trainer=False)) == ["no trainer has registered yet"]
+
+
+def test_an_engine_that_does_not_answer_is_named_until_the_run_is_over():
+    silent = EngineState(answers=False)
+    assert in_words(with_(engine=silent))[1:] == ["engine 0 does not answer"]
+    assert in_words(with_(engine=silent, step=50)) == ["all 50 steps are trained"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7300, "2 h 1 min")]
+)
+def test_seconds_in_words(value: float, words: str):
+    assert seconds(value) == words
