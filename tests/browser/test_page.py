@@ -391,6 +391,22 @@ def test_the_processes_their_logs_and_the_weight_syncs_are_shown(visit: Visit):
     assert visit.complaints == []
 
 
+def test_what_each_process_does_or_waits_for_is_shown_as_it_reports_it(live_visit: Visit, hub: HubProcess):
+    page = live_visit.open("processes")
+    waits = [{"what": "the batch of step 41", "seconds": 42.0, "of": "env", "is_late": True}]
+    hostile = "<img src=x onerror=alert(1)>"
+    reports = [
+        {"kind": "trainer", "name": "trainer", "machine": "m", "pid": 1, "policy_version": 40, "waits": waits},
+        {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 2, "state": "3 groups in flight",
+         "work": {"what": f"evaluating {hostile}", "done": 64, "total": 256}},
+    ]  # fmt: skip
+    for report in reports:
+        assert httpx.post(f"{hub.url}/v1/processes", json=report).status_code == 200
+    page.wait_for_selector("#process-table .state-late:has-text('waits 42 s for the batch of step 41')")
+    assert f"evaluating {hostile}: 64 of 256" in page.inner_text("#process-table"), "shown, and not obeyed"
+    assert live_visit.complaints == []
+
+
 def test_the_views_can_be_reached_by_key_and_the_theme_stays(visit: Visit):
     page = visit.open()
     page.keyboard.press("3")

@@ -4,20 +4,31 @@ import { ago, element, get, number, throttled } from "./api.js";
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = [["pause", "pause"], ["transfer", "transfer"], ["verify", "verify"], ["rest", "the rest"]];
 
+const SILENT_S = 10, SHOWN_S = 2;
+
+// What a process says that it does, or what it waits for; the same words as in the terminal.
+function doing({ report, heard_s }) {
+  if (heard_s > SILENT_S) return { text: `not heard of for ${ago(heard_s).replace(" ago", "")}`, isLate: true };
+  const wait = report.waits.find((one) => one.of || one.is_late);
+  if (wait && wait.seconds >= SHOWN_S) return { text: `waits ${Math.round(wait.seconds)} s for ${wait.what}${wait.problem ? `: ${wait.problem}` : ""}`, isLate: wait.is_late };
+  if (report.work) return { text: `${report.work.what}: ${report.work.done} of ${report.work.total}`, isLate: false };
+  return { text: report.problem || report.state, isLate: Boolean(report.problem) };
+}
+
 export class Processes {
   constructor() {
     this.select = document.getElementById("log-name");
     this.text = document.getElementById("log-text");
     this.select.addEventListener("change", () => this.showLog());
     this.refresh = throttled(() => this.load(), 2000);
+    this.now = null;
+    this.reports = [];
   }
 
   // `now` is what every view gets; the rest is asked for while this view is open.
   show(now) {
-    document.querySelector("#process-table tbody").replaceChildren(...now.processes.map((one) => element("tr", {},
-      element("td", {}, one.name), element("td", { class: `state-${one.state}` }, one.detail ? `${one.state}, ${one.detail}` : one.state), element("td", {}, one.version === null ? "–" : String(one.version)),
-      element("td", {}, ago(one.heard_s)), element("td", {}, one.memory_bytes === null ? "–" : `${(one.memory_bytes / 1e9).toFixed(2)} GB`), element("td", {}, one.pid === null ? "–" : String(one.pid)),
-      element("td", {}, now.logs.includes(one.name) ? element("button", { type: "button", onclick: () => { this.select.value = one.name; this.showLog(); this.text.scrollIntoView(); } }, "Log") : ""))));
+    this.now = now;
+    this.drawTable();
     if (this.select.options.length !== now.logs.length) {
       const chosen = this.select.value;
       this.select.replaceChildren(...now.logs.map((name) => element("option", { value: name }, name)));
@@ -25,8 +36,32 @@ export class Processes {
     }
   }
 
+  // A row for each process that was found on this machine, and for each that reports to the hub from elsewhere.
+  drawTable() {
+    const { processes, logs } = this.now, reports = [...this.reports];
+    const rows = processes.map((one) => {
+      const place = reports.findIndex(({ report }) => report.kind === one.name && (one.pid === null || report.pid === one.pid));
+      const standing = place < 0 ? null : reports.splice(place, 1)[0];
+      return this.row(one, standing, logs.includes(one.name));
+    });
+    const elsewhere = reports.map((standing) => this.row({ name: standing.report.name, state: "reports", detail: "", version: standing.report.policy_version, heard_s: null, memory_bytes: standing.report.memory_bytes, pid: standing.report.pid }, standing, false));
+    document.querySelector("#process-table tbody").replaceChildren(...rows, ...elsewhere);
+  }
+
+  row(one, standing, hasLog) {
+    const told = standing === null ? null : doing(standing);
+    const heard = standing === null ? one.heard_s : standing.heard_s;
+    return element("tr", {},
+      element("td", {}, one.name), element("td", { class: `state-${one.state}` }, one.detail ? `${one.state}, ${one.detail}` : one.state),
+      element("td", told?.isLate ? { class: "state-late" } : {}, told?.text ?? ""), element("td", {}, one.version === null ? "–" : String(one.version)),
+      element("td", {}, ago(heard)), element("td", {}, one.memory_bytes === null ? "–" : `${(one.memory_bytes / 1e9).toFixed(2)} GB`), element("td", {}, one.pid === null ? "–" : String(one.pid)),
+      element("td", {}, hasLog ? element("button", { type: "button", onclick: () => { this.select.value = one.name; this.showLog(); this.text.scrollIntoView(); } }, "Log") : ""));
+  }
+
   async load() {
-    const [status, syncs] = await Promise.all([get("../v1/status"), get("api/syncs")]);
+    const [status, syncs, reports] = await Promise.all([get("../v1/status"), get("api/syncs"), get("../v1/processes")]);
+    this.reports = reports.processes;
+    if (this.now) this.drawTable();
     document.querySelector("#env-table tbody").replaceChildren(...status.envs.map((env) => {
       const state = env.connected ? (env.idle_s > 10 ? "silent" : "connected") : "gone";
       return element("tr", {}, ...[env.name, state, ago(env.idle_s), number(env.groups_accepted), env.group_size, env.weight].map((cell, place) => element("td", place === 1 ? { class: `state-${state}` } : {}, String(cell))));
