@@ -74,7 +74,7 @@ class EngineConfig(Section):
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
     pause_timeout_s: Seconds = option(120.0, "longest wait for running requests when weights change")
     patience_s: Seconds = option(
-        300.0, "when requests run and none was finished for so long, the engine writes its stacks to its log"
+        900.0, "when requests run and nothing comes of them for so long, the engine writes its stacks to its log"
     )
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")

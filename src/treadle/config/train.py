@@ -279,7 +279,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     # the neighbours
     atropos_url: str = option("http://127.0.0.1:8000", "URL of the hub", flags=("hub-url",))
     batch_patience_s: Seconds = option(
-        300.0, "when nothing has come towards the next batch for so long, trainer and environments write their stacks"
+        900.0, "when nothing has come towards the next batch for so long, trainer and environments write their stacks"
     )
     engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
     vllm_port: Port | None = option(None, "the engine is on this machine, at this port")

@@ -6,8 +6,6 @@ from treadle.engines.port import EngineState
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About
 
-LONG_HOLD_S = 120.0
-
 
 class EngineEye:
     """`eye.see(await engine.state())`, every few seconds; the watchdog does the rest."""
@@ -28,18 +26,20 @@ class EngineEye:
                 f"the trainer to let it go: it is held to change version {state.policy_version}",
                 of="trainer",
                 holding=requests,
-                deadline_s=LONG_HOLD_S,
-                fix="see the trainer's log; POST /bridge/resume lets it go",
+                deadline_s=self._patience_s,
+                fix="the trainer's log says what it does",
             )
             if state.is_held
             else None,
         )
-        moved = before is not None and before.generated_tokens != state.generated_tokens
+        moved = before is not None and before.num_moves != state.num_moves
         if moved and self._generation is not None:
             self._waits.end(self._generation, was_met=True)
             self._generation = None
         generates = state.num_running > 0 and not state.is_held
-        answer = Wanted("the model to finish a completion", of="engine", holding=requests, deadline_s=self._patience_s)
+        answer = Wanted(
+            "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
+        )
         self._generation = self._follow(self._generation, answer if generates else None)
 
     def about(self) -> About:
@@ -52,7 +52,7 @@ class EngineEye:
             told = f"generating {state.num_running}, {state.num_waiting} waiting"
         else:
             told = "idle"
-        counts = {"generated_tokens": float(state.generated_tokens), "generating_s": state.generating_s}
+        counts = {"moves": float(state.num_moves)}
         return About(state=told, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
 
     def _follow(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:

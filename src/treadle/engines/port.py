@@ -103,6 +103,7 @@ class EngineState:
     num_waiting: int
     generated_tokens: int
     generating_s: float
+    num_moves: int  # grows while requests get on: with each token, or with each request where no more is known
     failure: str | None = None
 
 

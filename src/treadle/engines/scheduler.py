@@ -68,6 +68,7 @@ class Scheduler:
         self.policy_version = 0
         self.generated_tokens = 0
         self.generating_s = 0.0
+        self.num_steps = 0
         self._thread = threading.Thread(target=self._loop, name="generation", daemon=True)
         self._thread.start()
 
@@ -230,6 +231,7 @@ class Scheduler:
                 self._on_failure()
                 return
             self.generating_s += time.monotonic() - started
+            self.num_steps += 1
 
     def _wait_for_work(self) -> tuple[list[_Errand], list[Job]]:
         """Sleep until there is an errand, or something runs or can be admitted (called with the lock held)."""

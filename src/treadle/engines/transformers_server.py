@@ -67,6 +67,7 @@ class TransformersServer:
             num_waiting=scheduler.num_waiting,
             generated_tokens=scheduler.generated_tokens,
             generating_s=scheduler.generating_s,
+            num_moves=scheduler.num_steps,
             failure=scheduler.failure,
         )
 

@@ -11,11 +11,12 @@ from typing import Self
 import msgspec
 
 from treadle.config.env import ServerConfig
-from treadle.envs.transport import Patience, Peer, shown_url
+from treadle.envs.transport import Patience, Peer
 from treadle.errors import ConfigError, EngineError
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 from treadle.wire.http_client import HttpClient
+from treadle.wire.urls import shown_url
 
 _NOT_FOUND = 404
 

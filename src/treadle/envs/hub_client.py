@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from treadle.envs.transport import Patience, Peer, message_of, shown_url
+from treadle.envs.transport import Patience, Peer, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.watch.waits import Waits, Wanted
@@ -17,6 +17,7 @@ from treadle.wire.groups import ScoredGroup
 from treadle.wire.http_client import HttpClient
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
 from treadle.wire.serving import is_loopback
+from treadle.wire.urls import shown_url
 
 log = get_logger("env")
 

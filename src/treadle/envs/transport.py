@@ -17,6 +17,7 @@ from treadle.log import get_logger
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.http_client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.wire.serving import is_loopback
+from treadle.wire.urls import shown_url
 
 log = get_logger("env")
 T = TypeVar("T")
@@ -127,9 +128,9 @@ class Peer:
                 pause_s = max(patience.pause_s(num_failures), outcome.wait_s)
                 if patience.is_over(time.monotonic() + pause_s - began):
                     raise self._error(
-                        f"{method} {path} at the {self.name} ({self.url}) failed {num_failures} times: "
+                        f"{method} {path} at the {self.name} ({shown_url(self.url)}) failed {num_failures} times: "
                         f"{outcome.problem}",
-                        fix=f"see whether the {self.name} runs and listens at {self.url}",
+                        fix=f"see whether the {self.name} runs and listens at {shown_url(self.url)}",
                     )
                 log.debug("call_failed", peer=self.name, path=path, problem=outcome.problem, again_in_s=pause_s)
                 wait.problem = outcome.problem
@@ -161,7 +162,7 @@ class Peer:
         except msgspec.DecodeError as error:
             raise self._error(
                 f"the answer of the {self.name} to {answer.path} cannot be read: {error}",
-                fix=f"see whether {self.url} is really a {self.name}",
+                fix=f"see whether {shown_url(self.url)} is really a {self.name}",
             ) from None
 
 
@@ -189,12 +190,6 @@ def _retry_after_s(response: HttpAnswer) -> float:
         return min(max(float(response.header("Retry-After") or "0"), 0.0), _LONGEST_RETRY_AFTER_S)
     except ValueError:
         return 0.0
-
-
-def shown_url(url: str) -> str:
-    """Without the token that a URL may carry (http://HOST:PORT/t/TOKEN, http://USER:TOKEN@HOST): logs are passed on."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _checked_url(name: str, base_url: str) -> str:

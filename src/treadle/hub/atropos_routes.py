@@ -139,6 +139,7 @@ class AtroposRoutes:
         await self._hub.settled()
         holder = request.headers.get("treadle-holder")
         await asyncio.wrap_future(self._hub.store.register_trainer(trainer, holder))
+        self._hub.bell.asked(is_met=True)  # what its earlier life waited for is not waited for any more
         self._hub.bell.ring()
         log.info("trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size, holder=holder)
         return raw_json(b'{"uuid":%d}' % uuid4().int)  # Atropos' 128-bit number, too large for most encoders

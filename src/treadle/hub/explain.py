@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle.hub.state import HubState
-from treadle.watch.telling import tell_process
+from treadle.watch.telling import tell_process, tell_work
 from treadle.watch.watchdog import About, report_of
 from treadle.wire.hub import ProcessStanding
 
@@ -30,4 +30,6 @@ def why_no_batch(hub: HubState) -> str:
     envs = [env for env in store.envs() if env.connected]
     silent = [env.name for env in envs if not hub.presence.is_alive(env.env_id)]
     told = f"{plan.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
+    works = [standing.report.work for standing in hub.board.standings() if standing.report.work is not None]
+    told = "; ".join([told, *map(tell_work, works)])
     return f"{told}; not heard of for a while: {', '.join(silent)}" if silent else told

@@ -16,7 +16,7 @@ Flat = TypeVar("Flat", bound=msgspec.Struct)
 MAX_ECHO_BYTES = 2**20  # beyond it, finding the offending value again is not worth the time
 MAX_NAME_CHARS = 255
 MAX_TEXT_CHARS = 4096
-LONG_TEXTS = ("checkpoint_dir", "reason")  # the others are names
+LONG_TEXTS = ("checkpoint_dir", "reason", "problem", "fix", "state")  # the others are names
 INT64 = range(-(2**63), 2**63)
 MAX_DIGITS = 18  # of the numbers in messages: steps are added to, and the sum must still fit in 64 bits
 

@@ -16,6 +16,7 @@ from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused
 from treadle.hub.routing import TEXT, Endpoint, Parameter
 from treadle.hub.state import HubState
+from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import About, report_of
 from treadle.wire import exposition
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
@@ -73,9 +74,14 @@ class ObserverRoutes:
 
     async def report(self, request: Request) -> Response:
         report = await read_message(request, REPORT, self._hub.config.read_timeout_s)
-        if report.env_id is not None:
-            self._hub.presence.mark(report.env_id)  # busy, and not gone
-        return json_answer(self._hub.board.take(report))
+        hub = self._hub
+        if report.env_id is not None and any(env.env_id == report.env_id for env in hub.store.envs()):
+            hub.presence.mark(report.env_id)  # busy, and not gone
+        taken = hub.board.take(report)
+        if hub.board.hub_is_blamed:
+            why, hub.board.hub_is_blamed = hub.board.hub_is_blamed, ""
+            await asyncio.to_thread(write_stacks, why)
+        return json_answer(taken)
 
 
 def _number(text: str | None, place: str, name: str) -> int | None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from treadle.config.env import EnvConfig
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
+from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, TreadleError, require
@@ -78,7 +79,7 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
     Paths become absolute: a run can be resumed from another folder.
     """
     environment = load_environment(config)
-    environment.prepare()
+    prepare_task(environment)
     paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
     if ".py" in config.name:
         paths["name"] = _absolute(config.name)
@@ -206,7 +207,10 @@ class Life:
         self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._overseer = Overseer(
-            plan.hub_url, lambda: self._supervisor.pids, plan.run_folder / LOG_FOLDER, plan.config.stall_timeout_s
+            plan.config.train.atropos_url,  # with its token, where it has one
+            lambda: self._supervisor.pids,
+            plan.run_folder / LOG_FOLDER,
+            plan.config.stall_timeout_s,
         )
         self._screen: Screen | None = None
 
@@ -255,7 +259,7 @@ class Life:
         state.sight = self._overseer.sight
         if time.monotonic() >= self._next_question:
             self._next_question = time.monotonic() + 1.0
-            answer = get_json(f"{self._plan.hub_url}/status")
+            answer = get_json(f"{self._plan.config.train.atropos_url}/status")
             state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
 
 

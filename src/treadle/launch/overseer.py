@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from treadle.errors import RunStalled
-from treadle.launch.probe import get_body
+from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import tell_wait, tell_work
 from treadle.wire.hub import Processes, ProcessStanding
@@ -25,6 +25,10 @@ from treadle.wire.hub import Processes, ProcessStanding
 LOOK_EVERY_S = 1.0
 SHOWN_AFTER_S = 2.0
 SILENT_S = 30.0
+STACKS_TAKE_S = 1.0
+MOST_ALARMS = 200
+SILENT, PROBLEM = "silent", "problem"
+_SILENT = frozenset((name, SILENT) for name in ("hub", "engine", "env", "trainer"))
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,12 @@ class Overseer:
         if self._clock() < self._next_look_s:
             return
         self._next_look_s = self._clock() + LOOK_EVERY_S
-        standings = self._ask_hub()
-        if standings is None:
+        answer = get(f"{self._hub_url}/v1/processes")
+        if answer is None:
             self._look_at_silent("hub", self._clock() - self._hub_heard_s)
-            standings = []
+        else:
+            self._hub_heard_s = self._clock()
+        standings = _read(answer)
         notes = [tell_work(standing.report.work) for standing in standings if standing.report.work is not None]
         notes += [
             tell_wait(standing.report, wait)
@@ -76,19 +82,13 @@ class Overseer:
             for wait in standing.report.waits[:1]
             if wait.seconds >= SHOWN_AFTER_S
         ]
+        # What is over may be told again when it comes back.
+        self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
         for standing in standings:
             self._look_at(standing)
         self.sight = Sight(tuple(notes), self.sight.alarms, tuple(standings))
-        self._look_for_movement((progress, *_movement(standings)), standings)
-
-    def _ask_hub(self) -> list[ProcessStanding] | None:
-        body = get_body(f"{self._hub_url}/v1/processes")
-        if body is None:
-            return None
-        self._hub_heard_s = self._clock()
-        with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(body, type=Processes).processes
-        return []
+        is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
+        self._look_for_movement((progress, *_movement(standings)) if is_known else object(), standings)
 
     def _look_at(self, standing: ProcessStanding) -> None:
         report = standing.report
@@ -97,26 +97,25 @@ class Overseer:
                 logs = " and ".join(dict.fromkeys(str(self._log_of(name)) for name in (report.kind, wait.of) if name))
                 self._alarm((report.name, wait.what), f"{tell_wait(report, wait)}; stacks are in {logs}", wait.fix)
         if report.problem:
-            self._alarm((report.name, report.problem.split(" ")[0]), f"{report.name} {report.problem}", report.fix)
+            self._alarm((report.name, PROBLEM), f"{report.name} {report.problem}", report.fix)
         if report.pid in self._pids().values():
             self._look_at_silent(report.kind, standing.heard_s)
 
     def _look_at_silent(self, name: str, seconds: float) -> None:
         if seconds < SILENT_S:
-            self._raised.discard((name, "silent"))
+            self._raised.discard((name, SILENT))
             return
         pid = self._pids().get(name)
-        if pid is None or (name, "silent") in self._raised:
+        if pid is None or (name, SILENT) in self._raised:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, SIGNAL)
+        _ask_for_stacks(pid)
         line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s; its stacks are in {self._log_of(name)}"
-        self._alarm((name, "silent"), line, "it may be stuck, stopped, or short of processor time or memory")
+        self._alarm((name, SILENT), line, "it may be stuck, stopped, or short of processor time or memory")
 
     def _alarm(self, key: tuple[str, str], line: str, fix: str) -> None:
         if key not in self._raised:
             self._raised.add(key)
-            alarms = (*self.sight.alarms, f"{line}; {fix}" if fix else line)
+            alarms = (*self.sight.alarms, f"{line}; {fix}" if fix else line)[-MOST_ALARMS:]
             self.sight = replace(self.sight, alarms=alarms)
 
     def _look_for_movement(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
@@ -124,15 +123,36 @@ class Overseer:
             self._progress, self._moved_s = progress, self._clock()
         stood_s = self._clock() - self._moved_s
         if self._stall_s and stood_s > self._stall_s:
+            for pid in self._pids().values():
+                _ask_for_stacks(pid)
+            time.sleep(STACKS_TAKE_S)
             long = [(s.report, wait) for s in standings for wait in s.report.waits if wait.seconds >= SHOWN_AFTER_S]
             told = "; ".join(tell_wait(report, wait) for report, wait in long) or "no process says what it waits for"
             raise RunStalled(
                 f"nothing has moved for {stood_s:.0f} s: {told}",
-                fix=f"the logs in {self._log_folder} say more; --stall-timeout-s gives it longer",
+                fix=f"the logs in {self._log_folder} say more and have the stacks; --stall-timeout-s gives it longer",
             )
 
     def _log_of(self, name: str) -> Path:
         return self._log_folder / f"{name}.log"
+
+
+def _ask_for_stacks(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
+
+
+def _read(answer: bytes | None) -> list[ProcessStanding]:
+    """None of what is no list of processes: the hub may want a token that we do not have."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(answer or b"", type=Processes).processes
+    return []
+
+
+def _troubles(standing: ProcessStanding) -> list[tuple[str, str]]:
+    report = standing.report
+    late = [(report.name, wait.what) for wait in report.waits if wait.is_late]
+    return [*late, (report.name, PROBLEM)] if report.problem else late
 
 
 def _movement(standings: list[ProcessStanding]) -> list[Hashable]:

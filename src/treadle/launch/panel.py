@@ -112,7 +112,7 @@ def _work(sight: Sight) -> list[RenderableType]:
             row = Table.grid(padding=(0, 2), expand=True)
             row.add_column(no_wrap=True)
             row.add_column(ratio=1)
-            row.add_row(tell_work(work), ProgressBar(total=max(1, work.total), completed=work.done))
+            row.add_row(Text(tell_work(work)), ProgressBar(total=max(1, work.total), completed=work.done))
             rows.append(row)
     return rows
 
@@ -125,7 +125,7 @@ def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
     for standing in standings:
         report = standing.report
         table.add_row(
-            report.name,
+            Text(report.name),
             f"pid {report.pid}",
             gigabytes(report.memory_bytes) if report.memory_bytes else _UNKNOWN,
             "" if report.policy_version is None else f"version {report.policy_version}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,8 +15,8 @@ def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
 
 def get_json(url: str, *, timeout_s: float = 0.5) -> dict[str, Any] | None:
     """The object that GET `url` answers; None when there is none to be had now."""
-    body = get_body(url, timeout_s=timeout_s)
-    if body is None:
+    status, body = _get(url, timeout_s)
+    if status != 200:
         return None
     try:
         values = json.loads(body)
@@ -25,14 +25,16 @@ def get_json(url: str, *, timeout_s: float = 0.5) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def get_body(url: str, *, timeout_s: float = 0.5) -> bytes | None:
+def get(url: str, *, timeout_s: float = 0.5) -> bytes | None:
+    """What GET `url` answers, be it a refusal; None: nothing answered."""
     status, body = _get(url, timeout_s)
-    return body if status == 200 else None
+    return body if status else None
 
 
 def _get(url: str, timeout_s: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=timeout_s)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
     try:
         connection.request("GET", parts.path or "/")
         response: HTTPResponse = connection.getresponse()

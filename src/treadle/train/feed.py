@@ -18,6 +18,7 @@ from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
 from treadle.wire.serving import is_loopback
+from treadle.wire.urls import shown_url
 
 log = get_logger("feed")
 
@@ -42,7 +43,7 @@ class HubFeed:
     """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
 
     def __init__(self, url: str, check_stop: Callable[[], None], waits: Waits, batch_patience_s: float) -> None:
-        self._url = url
+        self._url = shown_url(url)
         self._waits = waits
         self._patience_s = batch_patience_s
         self._hub = _client(url)

@@ -25,9 +25,9 @@ from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.train.token_record import open_token_record
-from treadle.train.watched import WatchedMode
+from treadle.train.watched import Progress, WatchedMode
 from treadle.watch.waits import Waits
-from treadle.watch.watchdog import About, Watchdog
+from treadle.watch.watchdog import Watchdog
 from treadle.wire.hub import RegisterTrainer
 
 MAX_REASON_CHARS = 1000
@@ -50,12 +50,15 @@ def run_trainer(config: TrainConfig) -> None:
     waits = Waits()
     mode = WatchedMode(choose_sync(config), waits, config)
     name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
-    with Watchdog("trainer", name, waits, config.atropos_url, lambda: About(policy_version=mode.version)):
-        _train(config, ranks, mode, waits, stop)
+    progress = Progress(mode, stop.check)
+    with Watchdog("trainer", name, waits, config.atropos_url, progress.about):
+        _train(config, ranks, mode, waits, stop, progress)
     ranks.leave()
 
 
-def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch) -> None:
+def _train(
+    config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch, progress: Progress
+) -> None:
     engine = mode.attach()
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     policy = build_policy(engine, config, ranks)
@@ -79,7 +82,7 @@ def _train(config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, s
     try:
         train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
-            reference=reference, restored=restored, check_stop=stop.check,
+            reference=reference, restored=restored, check_stop=progress.check,
             tokens=open_token_record(config, metrics_file, ranks.rank),
         )  # fmt: skip
     except StopRequested:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from treadle.config import TrainConfig
 from treadle.sync.receipt import Attached, Publishable, Receipt, SyncMode
 from treadle.watch.waits import Waits, Wanted
+from treadle.watch.watchdog import About
+from treadle.wire.urls import shown_url
 
-LONG_LOAD_S = 300.0
+LONG_LOAD_S = 900.0
 # A publish ends in an error at its deadline; the stacks are wanted before, while everybody still stands where it hangs.
 SHARE_OF_DEADLINE = 0.5
 
@@ -22,7 +26,7 @@ class WatchedMode:
 
     def attach(self) -> Attached:
         loaded = Wanted(
-            f"the engine at {self._config.engine_url} to be ready",
+            f"the engine at {shown_url(self._config.engine_url)} to be ready",
             fix="start it with `treadle engine`, or name another with --engine-url; its log says how far it is",
             of="engine",
             deadline_s=LONG_LOAD_S,
@@ -42,3 +46,22 @@ class WatchedMode:
             receipt = self._mode.publish(policy, version)
         self.version = receipt.version
         return receipt
+
+
+class Progress:
+    """What the trainer reports while it computes: a step may take longer than anybody waits without a sign."""
+
+    def __init__(self, mode: WatchedMode, check_stop: Callable[[], None]) -> None:
+        self._mode = mode
+        self._check_stop = check_stop
+        self._num_micros = 0
+
+    def check(self) -> None:
+        """Called before each micro."""
+        self._num_micros += 1
+        self._check_stop()
+
+    def about(self) -> About:
+        version = self._mode.version
+        state = "loading" if version is None else f"training step {version + 1}"
+        return About(state=state, policy_version=version, counts={"micros": float(self._num_micros)})

@@ -7,9 +7,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from treadle.log import get_logger
 from treadle.wire.hub import ProcessReport, ReportTaken
 
+log = get_logger("watchdog")
+
 TIMEOUT_S = 2.0
+OK = 200
 ROUTE = "/v1/processes"
 
 
@@ -21,6 +25,7 @@ class Heartbeat:
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S)
         self._path = parts.path.rstrip("/") + ROUTE
+        self._refused_with = OK
 
     def send(self, report: ProcessReport) -> ReportTaken | None:
         """What the hub answers; None where it did not."""
@@ -30,7 +35,15 @@ class Heartbeat:
             )
             answer = self._connection.getresponse()
             body = answer.read()
-            return msgspec.json.decode(body, type=ReportTaken) if answer.status == 200 else None
+            if answer.status != OK:
+                self._tell_refusal(answer.status, body)
+                return None
+            return msgspec.json.decode(body, type=ReportTaken)
         except (OSError, HTTPException, msgspec.MsgspecError):
             self._connection.close()  # the next one begins anew
             return None
+
+    def _tell_refusal(self, status: int, body: bytes) -> None:
+        if status != self._refused_with:
+            self._refused_with = status
+            log.warning("report_refused", status=status, hub_says=body[:200].decode(errors="replace"))

@@ -7,6 +7,7 @@ import faulthandler
 import signal
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
@@ -19,7 +20,7 @@ log = get_logger("watchdog")
 SIGNAL = signal.SIGUSR1
 _STDERR = 2  # the descriptor: what Python calls its standard error may have been replaced
 _lock = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def listen_for_signal() -> None:
@@ -29,7 +30,7 @@ def listen_for_signal() -> None:
 
 def include_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
     """A thread's stack does not show what its coroutines wait for."""
-    _loops.append(loop)
+    _loops.add(loop)
 
 
 def write_stacks(why: str) -> None:
@@ -37,7 +38,7 @@ def write_stacks(why: str) -> None:
         log.warning("stacks", why=why)
         sys.stderr.flush()
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-        for loop in _loops:
+        for loop in list(_loops):
             _write_tasks(loop)
         sys.stderr.flush()
 

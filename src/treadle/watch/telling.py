@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 SILENT_AFTER_S = 10.0  # five reports
+LAST_WORD = "ended"  # the state of a process that reports for the last time
+LONGEST_TEXT = 500
+MOST_WAITS, MOST_COUNTS = 16, 64
+
+
+def short(text: str) -> str:
+    """One line that can be shown anywhere: what is not printable, as escape sequences are not, becomes a blank."""
+    cut = text[:LONGEST_TEXT]
+    return "".join(c if c.isprintable() else " " for c in cut) + ("..." if len(text) > LONGEST_TEXT else "")
+
+
+def cleaned(report: ProcessReport) -> ProcessReport:
+    """A report that others may be shown, whoever sent it."""
+    work = report.work
+    return msgspec.structs.replace(
+        report,
+        name=short(report.name),
+        machine=short(report.machine),
+        state=short(report.state),
+        problem=short(report.problem),
+        fix=short(report.fix),
+        counts={short(name): count for name, count in list(report.counts.items())[:MOST_COUNTS]},
+        work=None if work is None else msgspec.structs.replace(work, what=short(work.what)),
+        waits=[_cleaned_wait(wait) for wait in report.waits[:MOST_WAITS]],
+    )
+
+
+def _cleaned_wait(wait: WaitReport) -> WaitReport:
+    texts = {field: short(getattr(wait, field)) for field in ("what", "of", "holding", "problem", "fix")}
+    return msgspec.structs.replace(wait, **texts)
 
 
 def tell_wait(report: ProcessReport, wait: WaitReport) -> str:

@@ -36,6 +36,7 @@ class Wait:
         self.problem = ""  # what went wrong last, and what to do about it; may change while it lasts
         self.fix = wanted.fix
         self.num_waiting = 0
+        self.num_served = 0  # of those who waited for the same; the clock begins anew with each
         self.was_met = False
         self._clock = clock
         self._since_s = clock()
@@ -48,6 +49,12 @@ class Wait:
     @property
     def is_late(self) -> bool:
         return self.seconds > self.wanted.deadline_s
+
+    def begin_anew(self) -> None:
+        """One of those who wait was served: what is wanted comes, and the others have not waited in vain so far."""
+        self.num_served += 1
+        self.problem = ""
+        self._since_s = self._clock()
 
     def end(self, *, was_met: bool) -> None:
         self.was_met = was_met
@@ -74,7 +81,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, wanted: Wanted) -> Iterator[Wait]:
-        """Left by an error, the wait was in vain; else what was wanted is there, for all who wait for it."""
+        """Left by an error, the wait was in vain; else what was wanted came."""
         wait = self.begin(wanted)
         was_met = False
         try:
@@ -94,6 +101,8 @@ class Waits:
     def end(self, wait: Wait, *, was_met: bool) -> None:
         with self._lock:
             wait.num_waiting -= 1
-            if (was_met or wait.num_waiting == 0) and self._waits.get(wait.wanted) is wait:
+            if wait.num_waiting == 0:
                 del self._waits[wait.wanted]
                 wait.end(was_met=was_met)
+            elif was_met:
+                wait.begin_anew()

@@ -18,6 +18,7 @@ from typing import Any
 from treadle.log import get_logger
 from treadle.watch.heartbeat import Heartbeat
 from treadle.watch.stacks import include_tasks_of, write_stacks
+from treadle.watch.telling import LAST_WORD, short
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire.hub import Kind, ProcessReport, WaitReport, WorkReport
 
@@ -29,9 +30,10 @@ FIRST_TOLD_S = 2.0
 LONGEST_SILENCE_S = 600.0
 BLOCKED_LOOP_S = 10.0
 MOST_REPORTED = 8
+LEAVE_WITHIN_S = 1.0
 BLOCKED_LOOP = Wanted(
     "the event loop: one piece of code holds it, and nothing else of this process moves",
-    fix="the stacks below show the code: let it await, or run it with asyncio.to_thread",
+    fix="the stacks in its log show the code: let it await, or run it with asyncio.to_thread",
     deadline_s=BLOCKED_LOOP_S,
 )
 
@@ -55,6 +57,7 @@ class _Told:
     pause_s: float = FIRST_TOLD_S
     is_told: bool = False
     is_late: bool = False
+    num_served: int = 0
 
 
 class Watchdog:
@@ -82,6 +85,7 @@ class Watchdog:
             self.watch_loop(loop)
         self._loop_wait: Wait | None = None
         self._told: dict[Wait, _Told] = {}
+        self._failures: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -95,25 +99,36 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(timeout=LEAVE_WITHIN_S)  # it may be speaking with a hub that is slow to answer
 
     def _run(self) -> None:
         looks = 0
         while True:
-            self._ping_loop()
-            self.look()
-            if looks * LOOK_EVERY_S % REPORT_EVERY_S == 0:
-                self._report(self._describe())
+            try:
+                self._ping_loop()
+                self.look()
+                if looks * LOOK_EVERY_S % REPORT_EVERY_S == 0:
+                    self._report(self._describe())
+            except Exception as error:  # who watches must not fall silent because of one bad look
+                self._tell_failure(error)
             looks += 1
             if self._ended.wait(LOOK_EVERY_S):
                 break
-        self._report(About(state="ended"))
+        self._report(About(state=LAST_WORD))
+
+    def _tell_failure(self, error: Exception) -> None:
+        kind = type(error).__name__
+        if kind not in self._failures:
+            self._failures.add(kind)
+            log.error("watchdog_failed", exc_info=True, problem=str(error))
 
     def look(self) -> None:
         """Say what is to be said of the waits of this moment."""
         waits = self._waits.now
         for wait in waits:
             told = self._told.setdefault(wait, _Told())
+            if wait.num_served != told.num_served:
+                told = self._told[wait] = _Told(num_served=wait.num_served, is_told=told.is_told)
             if wait.is_late and not told.is_late:
                 told.is_late = told.is_told = True
                 log.error("late", **_words(wait))
@@ -156,14 +171,14 @@ def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessRepor
     longest = [wait for wait in waits.now if wait.wanted is not BLOCKED_LOOP or wait.is_late]
     return ProcessReport(
         kind=kind,
-        name=name,
+        name=short(name),
         machine=socket.gethostname(),
         pid=os.getpid(),
         state=about.state,
         policy_version=about.policy_version,
         memory_bytes=memory_bytes(),
-        problem=about.problem,
-        fix=about.fix,
+        problem=short(about.problem),
+        fix=short(about.fix),
         counts=about.counts,
         env_id=about.env_id,
         work=about.work,
@@ -181,12 +196,12 @@ def memory_bytes() -> int:
 
 def _told(wait: Wait) -> WaitReport:
     return WaitReport(
-        what=wait.wanted.what,
+        what=short(wait.wanted.what),
         seconds=round(wait.seconds, 1),
         of=wait.wanted.of,
-        holding=wait.wanted.holding,
-        problem=wait.problem,
-        fix=wait.fix,
+        holding=short(wait.wanted.holding),
+        problem=short(wait.problem),
+        fix=short(wait.fix),
         is_late=wait.is_late,
     )
 

@@ -15,7 +15,14 @@ class FakeClock:
 
 
 def state(**more: object) -> EngineState:
-    values = {"policy_version": 3, "is_held": False, "num_running": 0, "num_waiting": 0, "generated_tokens": 0}
+    values = {
+        "policy_version": 3,
+        "is_held": False,
+        "num_running": 0,
+        "num_waiting": 0,
+        "generated_tokens": 0,
+        "num_moves": 0,
+    }
     return EngineState(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
 
 
@@ -24,26 +31,26 @@ def test_a_held_engine_waits_for_the_trainer_until_it_is_let_go() -> None:
     waits = Waits(clock)
     eye = EngineEye(waits, 300.0)
     eye.see(state(is_held=True, num_running=5, num_waiting=2))
-    clock.now_s = 130
+    clock.now_s = 301
     eye.see(state(is_held=True, num_running=5, num_waiting=9))
     (wait,) = waits.now
     assert (wait.wanted.of, wait.wanted.holding) == ("trainer", "5 requests that run and 2 that wait")
-    assert (wait.seconds, wait.is_late) == (130, True)
+    assert (wait.seconds, wait.is_late) == (301, True)
     assert eye.about().state == "held"
     eye.see(state())
     assert waits.now == []
     assert eye.about().state == "idle"
 
 
-def test_a_model_that_finishes_something_is_not_late() -> None:
+def test_a_model_that_gets_on_is_not_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
     eye = EngineEye(waits, 300.0)
     for tokens in (0, 10, 20, 20):
-        eye.see(state(num_running=4, generated_tokens=tokens))
+        eye.see(state(num_running=4, num_moves=tokens))
         clock.now_s += 200
     (wait,) = waits.now
-    assert wait.seconds == 400, "since the last completion"
+    assert wait.seconds == 400, "since it last got on"
     assert wait.is_late
     assert eye.about().state == "generating 4, 0 waiting"
 

@@ -22,7 +22,8 @@ LATE = WaitReport(what="the engine", seconds=61.0, of="engine", holding="group 1
 
 
 def test_whose_turn_it_is_is_asked_once_for_its_stacks() -> None:
-    board = Board(FakeClock())
+    clock = FakeClock()
+    board = Board(clock)
     assert board.take(report("engine", 2)).dump == ""
     assert board.take(report("env", 1, waits=[LATE])).dump == "", "who waits has written its own"
     assert board.take(report("engine", 2)).dump == "env 1 has waited 61 s for the engine (it holds group 17)"
@@ -30,7 +31,31 @@ def test_whose_turn_it_is_is_asked_once_for_its_stacks() -> None:
     assert board.take(report("engine", 2)).dump == "", "once for each wait"
     board.take(report("env", 1))
     board.take(report("env", 1, waits=[LATE]))
+    assert board.take(report("engine", 2)).dump == "", "not again within a minute"
+    board.take(report("env", 1))
+    clock.now_s = 61
+    board.take(report("env", 1, waits=[LATE]))
     assert board.take(report("engine", 2)).dump, "a new wait is a new question"
+
+
+def test_a_wait_for_the_hub_makes_the_hub_write_its_own_stacks_once_a_minute() -> None:
+    board = Board(FakeClock())
+    for number in range(3):
+        late = WaitReport(what=f"answer {number}", seconds=61.0, of="hub", is_late=True)
+        board.take(report("trainer", 1, waits=[late]))
+        assert bool(board.hub_is_blamed) == (number == 0)
+        board.hub_is_blamed = ""
+
+
+def test_what_others_are_shown_is_short_and_printable_whoever_sent_it() -> None:
+    board = Board(FakeClock())
+    waits = [WaitReport(what="x" * 10_000, seconds=1.0)] * 100
+    board.take(report("env", 1, waits=waits, state="a\x1b]0;title\x07b", counts={str(n): 1.0 for n in range(1000)}))
+    (standing,) = board.standings()
+    assert len(standing.report.waits) == 16
+    assert len(standing.report.waits[0].what) < 510
+    assert standing.report.state == "a ]0;title b"
+    assert len(standing.report.counts) == 64
 
 
 def test_a_wait_in_time_asks_nobody() -> None:

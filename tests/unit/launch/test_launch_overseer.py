@@ -35,13 +35,15 @@ class HubDouble:
 
     def __init__(self) -> None:
         self.standings: list[ProcessStanding] = []
+        self.status = 200
         double = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.send_response(200)
+                self.send_response(double.status)
                 self.end_headers()
-                self.wfile.write(msgspec.json.encode(Processes(processes=double.standings)))
+                board = msgspec.json.encode(Processes(processes=double.standings))
+                self.wfile.write(board if double.status == 200 else b'{"detail": "a token is needed"}')
 
             def log_message(self, *_: object) -> None: ...
 
@@ -152,3 +154,23 @@ def test_zero_never_stops_a_run(hub: HubDouble) -> None:
     overseer = overseer_of(hub.url, clock)
     for clock.now_s in (0, 1e6):
         overseer.look(0)
+
+
+def test_a_hub_that_wants_a_token_is_there_and_what_cannot_be_seen_does_not_stop_a_run(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock, {"hub": 1}, stall_s=100.0)
+    hub.status = 401
+    for clock.now_s in (0, 50, 200, 400):
+        overseer.look(0)
+    assert overseer.sight.alarms == ()
+
+
+def test_a_hang_that_comes_back_is_told_again(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    late = WaitReport(what="version 9", seconds=300.0, of="engine", is_late=True)
+    for waits in ([late], [], [late]):
+        hub.report(waits=waits)
+        overseer.look(0)
+        clock.now_s += 1
+    assert len(overseer.sight.alarms) == 2

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 
 from treadle.watch.waits import Waits, Wanted
-from treadle.watch.watchdog import Watchdog
+from treadle.watch.watchdog import About, Watchdog, report_of
 
 HUB = Wanted("the hub at http://127.0.0.1:8000", fix="start it with `treadle hub`", of="hub")
 
@@ -112,14 +116,25 @@ def test_a_wait_past_its_deadline_is_told_once_with_what_it_holds_and_the_stacks
     assert "test_a_wait_past_its_deadline" in capfd.readouterr().err, "the stack of this very thread"
 
 
-def test_who_waits_for_the_same_is_one_wait_and_the_first_answer_ends_it() -> None:
+def test_who_waits_for_the_same_is_one_wait_and_each_answer_is_a_sign_of_life_for_the_others(said: Said) -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    first, second = waits.begin(HUB), waits.begin(HUB)
-    assert first is second
+    dog = Watchdog("env", "env gsm8k", waits)
+    first, second, third = waits.begin(HUB), waits.begin(HUB), waits.begin(HUB)
+    assert first is second is third
+    clock.now_s = 5
+    dog.look()
     waits.end(first, was_met=False)
-    assert waits.longest is second, "one gave up, the other still waits"
+    assert second.seconds == 5, "one gave up, the others still wait"
     waits.end(second, was_met=True)
+    assert third.seconds == 0, "one was served, the last begins anew"
+    clock.now_s = 6.9
+    dog.look()
+    assert said.events() == ["waiting"], "told at 5 s, and not yet again"
+    clock.now_s = 7.1
+    dog.look()
+    assert said.events() == ["waiting", "waiting"]
+    waits.end(third, was_met=True)
     assert waits.now == []
 
 
@@ -181,3 +196,77 @@ def test_stacks_show_threads_and_coroutines_and_a_signal_does_not_end_the_proces
     assert done.returncode == 7, done.stderr
     assert done.stderr.count("counting_sheep") == 2, "asked for by a call and by the signal"
     assert "waiting_for_godot" in done.stderr
+
+
+class HubDouble:
+    """Takes reports, or refuses them."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.reports: list[dict[str, object]] = []
+        double = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                double.reports.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> HubDouble:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_bad_look_is_told_once_and_does_not_end_the_watch(said: Said) -> None:
+    looks = []
+
+    def describe() -> About:
+        looks.append(1)
+        if len(looks) == 1:
+            raise KeyError("counts")
+        return About(state="well again")
+
+    with HubDouble() as hub, Watchdog("env", "env", Waits(), hub.url, describe):
+        wait_for(lambda: any(report["state"] == "well again" for report in hub.reports))
+    assert said.events().count("watchdog_failed") == 1
+    assert hub.reports[-1]["state"] == "ended"
+
+
+def test_a_report_that_is_refused_is_told_once(said: Said) -> None:
+    with HubDouble(status=422) as hub, Watchdog("env", "env", Waits(), hub.url):
+        wait_for(lambda: len(hub.reports) >= 2)
+    assert said.events() == ["report_refused"]
+
+
+def test_a_report_is_short_and_can_be_shown_anywhere() -> None:
+    waits = Waits()
+    with waits.waiting(Wanted("a\x1b[31m red\nline" + "x" * 1000)):
+        report = report_of("env", "env \ud800", About(problem="y" * 1000), waits)
+    assert len(report.waits[0].what) < 510
+    assert report.waits[0].what.startswith("a [31m red line")
+    assert len(report.problem) < 510
+    assert msgspec.json.encode(report)
+
+
+def test_leaving_does_not_wait_for_a_hub_that_is_slow() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with Watchdog("env", "env", Waits(), f"http://127.0.0.1:{silent.getsockname()[1]}"):
+            time.sleep(0.1)
+        assert time.monotonic() - began < 2.0

@@ -103,6 +103,7 @@ class VllmEngine:
             num_waiting=max(self._meter.in_vllm - self._facts.max_num_seqs, 0) + self._meter.at_door,
             generated_tokens=self._meter.tokens,
             generating_s=self._meter.seconds(),
+            num_moves=self._meter.tokens,
             failure=failure,
         )
 
