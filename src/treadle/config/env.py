@@ -37,7 +37,7 @@ class ServerConfig(Section):
     api_key: str = option("", "bearer token, when the engine asks for one")
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
     patience_s: Seconds = option(
-        300.0, "when the engine has finished no completion for so long, it and the environment write their stacks"
+        900.0, "when the engine has finished no completion for so long, it and the environment write their stacks"
     )
 
 
@@ -87,6 +87,9 @@ class PaceOptions(Section):
         -1, "stream: groups in flight at most; -1: as many as the engine works on", flags=("max_num_workers_per_node",)
     )
     worker_timeout: Seconds = option(600.0, "stream: a group that takes longer is given up, and asked for again later")
+    trainer_patience_s: Seconds = option(
+        600.0, "when the trainer has taken no step for so long, it and the environment write their stacks"
+    )
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
     )

@@ -36,8 +36,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from treadle.config.env import EnvConfig
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import Outcome, RewardLike, RewardResult
+from treadle.envs.rewards.calls import describe
+from treadle.envs.rewards.source import place_of
 from treadle.envs.seeds import stable_shuffle
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, TreadleError, as_user_error
 
 if TYPE_CHECKING:
     from treadle.envs.chat import Model
@@ -162,3 +164,20 @@ class Environment(ABC):
     def has_turns(self) -> bool:
         """Whether a rollout is a coroutine of its own, instead of one completion."""
         return type(self).rollout is not Environment.rollout
+
+
+def prepare_task(environment: Environment) -> None:
+    """`environment.prepare()`; what a user's code raises there becomes an error that says where, and what to do."""
+    try:
+        environment.prepare()
+    except TreadleError:
+        raise
+    except (Exception, SystemExit) as error:  # the border to code that a user writes
+        if not place_of(error):
+            raise  # none of theirs: a mistake of ours, and all of it is to be seen
+        known = as_user_error(error) if isinstance(error, OSError) else None
+        name = environment.config.name
+        raise known or ConfigError(
+            f"prepare() of the environment '{name}' raised {describe(error)}",
+            fix=f"mend it; treadle env {name} validate",
+        ) from error

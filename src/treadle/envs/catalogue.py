@@ -50,6 +50,12 @@ def load_environment(config: EnvConfig) -> Environment:
     """
     kind = _find(config)
     defaults = _checked_defaults(kind)
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(
+            f"the environment '{config.name}' lacks {', '.join(f'{name}()' for name in missing)}",
+            fix=f"write it in the class {kind.__name__}; docs/environments.md shows a whole task",
+        )
     made = kind(config.model_copy(update={k: v for k, v in defaults.items() if k not in config.model_fields_set}))
     if made.rewards:
         registry.create(made.rewards)  # what is wrong with them must not wait for an engine to be told

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment
+from treadle.envs.base import Environment, prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
@@ -86,7 +86,7 @@ async def prepare_environment(config: EnvConfig) -> Environment:
     """A misspelt task or data that is not there must not wait for an engine to be told."""
     environment = load_environment(config)
     # In a thread, because it may download: the process must hear a signal meanwhile.
-    await asyncio.to_thread(environment.prepare)
+    await asyncio.to_thread(prepare_task, environment)
     return environment
 
 

@@ -122,7 +122,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
             _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
             print_report(summary, Console())
             return 0
-        load_environment(config.env).prepare()
+        prepare_task(load_environment(config.env))
         require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)

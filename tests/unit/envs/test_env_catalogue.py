@@ -127,3 +127,14 @@ def test_a_plain_function_among_the_rewards_is_told_what_it_lacks(load):
     with pytest.raises(ConfigError, match="r is not a reward") as refused:
         load("rewards = (r,)", above="def r(completion):\n    return 1.0\n")
     assert refused.value.fix == "put @reward above it"
+
+
+def test_a_class_that_lacks_a_method_is_refused_by_its_name(tmp_path):
+    file = tmp_path / "half.py"
+    file.write_text(
+        "from treadle.envs import Environment, environment\n\n\n"
+        "@environment('half')\nclass Half(Environment):\n    def train_item(self, index):\n        return None\n"
+    )
+    with pytest.raises(ConfigError, match=r"lacks eval_items\(\)") as caught:
+        load_environment(EnvConfig(name=str(file)))
+    assert "class Half" in caught.value.fix

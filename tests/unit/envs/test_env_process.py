@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, DiskFull
+from treadle.launch.job import settle_environment
 
 
 @contextlib.contextmanager
@@ -160,3 +161,50 @@ def test_a_signal_ends_the_process_well_and_soon(tmp_path, number):
     assert process.returncode == 0, log.decode()
     assert time.monotonic() - started < 2 + 1  # two seconds, and one for a busy machine
     assert hub.disconnected == [7]
+
+
+BROKEN_TASK = """
+from treadle.envs import Environment, Item, environment
+
+
+@environment("broken-prepare")
+class Broken(Environment):
+    def prepare(self):
+        self.rows = FAULT
+
+    def eval_items(self):
+        return []
+
+    def score(self, item, text, completion):
+        return 0.0
+"""
+
+
+def broken_task(tmp_path, fault):
+    path = tmp_path / "my_task.py"
+    path.write_text(BROKEN_TASK.replace("broken-prepare", tmp_path.name).replace("FAULT", fault))
+    return path
+
+
+@pytest.mark.parametrize("action", ["serve", "process", "evaluate"])
+def test_what_prepare_raises_is_told_with_its_line_before_anything_is_asked(tmp_path, action):
+    path = broken_task(tmp_path, '{}["rows"]')
+    with pytest.raises(ConfigError) as told:
+        envs.act(action, EnvConfig(name=str(path)), ServerConfig(base_url="http://127.0.0.1:9"))
+    assert told.value.message == f"prepare() of the environment '{path}' raised KeyError: 'rows', at {path}:8"
+    assert told.value.fix == f"mend it; treadle env {path} validate"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [('{}["rows"]', "KeyError: 'rows'"), ("exit('no key')", "SystemExit: no key")]
+)
+def test_a_run_says_what_prepare_raised(tmp_path, fault, told):
+    path = broken_task(tmp_path, fault)
+    with pytest.raises(ConfigError, match=f"raised {told}, at {path}:8"):
+        settle_environment(EnvConfig(name=str(path)))
+
+
+def test_a_disk_that_is_full_while_a_task_prepares_is_told_as_such(tmp_path):
+    path = broken_task(tmp_path, "exec(\"raise OSError(28, 'No space left', '/data')\")")
+    with pytest.raises(DiskFull, match="/data"):
+        settle_environment(EnvConfig(name=str(path)))

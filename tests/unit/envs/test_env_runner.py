@@ -78,10 +78,12 @@ def test_waves_are_delivered_in_order_between_two_evaluations(tmp_path):
     evals = ["arithmetic-eval-{}-0", "arithmetic-eval-{}-1"]
     assert scene.waves == [
         *[name.format(0) for name in evals],
-        *[f"arithmetic-train-{wave}" for wave in (1, 2, 3)],
+        *[f"arithmetic-train-{wave}" for wave in ("1-item-0", "2-item-2", "3-item-4")],
         *[name.format(3) for name in evals],
     ]
-    assert [key for key, _ in scene.hub.deliveries] == [f"arithmetic-5-wave-{wave}" for wave in (1, 2, 3)]
+    assert [key for key, _ in scene.hub.deliveries] == [
+        f"arithmetic-5-wave-{wave}" for wave in ("1-item-0", "2-item-2", "3-item-4")
+    ]
     assert [[group.item for group in groups] for _, groups in scene.hub.deliveries] == [
         [0, 1],
         [2, 3],
@@ -95,7 +97,7 @@ def test_waves_are_delivered_in_order_between_two_evaluations(tmp_path):
 def test_a_training_request_carries_its_place_and_a_seed_of_its_own(tmp_path):
     scene = Scene(tmp_path)
     scene.serve_to_the_end()
-    second = [request for request in scene.engine.requests if request.wave.id == "arithmetic-train-2"]
+    second = [request for request in scene.engine.requests if request.wave.id == "arithmetic-train-2-item-2"]
     assert sorted((request.wave.index, request.wave.size, request.seed) for request in second) == [
         (0, 2, stable_seed(5, "train", 2, 0)),
         (1, 2, stable_seed(5, "train", 2, 1)),
@@ -225,7 +227,7 @@ def test_an_evaluation_that_exists_is_not_made_again(tmp_path):
     scene.evals.mkdir()
     (scene.evals / "eval_step_000000.json").write_text("{}")
     scene.serve_to_the_end()
-    assert scene.waves[0] == "arithmetic-train-1"
+    assert scene.waves[0] == "arithmetic-train-1-item-0"
     assert scene.result(0) == {}
 
 
@@ -250,7 +252,7 @@ def test_a_wave_the_hub_has_with_other_content_counts_as_delivered(tmp_path):
         await serving
 
     asyncio.run(scenario())
-    assert [key for key, _ in scene.hub.deliveries] == ["arithmetic-5-wave-2", "arithmetic-5-wave-3"]
+    assert [key for key, _ in scene.hub.deliveries] == ["arithmetic-5-wave-2-item-2", "arithmetic-5-wave-3-item-4"]
 
 
 def test_a_refused_wave_ends_the_process_and_disconnects(tmp_path):

@@ -1,6 +1,7 @@
 """What an environment waits for is said with its address and a remedy: soon, then ever more rarely, and at the end."""
 
 import asyncio
+import re
 import subprocess
 import sys
 
@@ -8,9 +9,14 @@ import pytest
 from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse
 
-from treadle.config.env import ServerConfig
+from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
+from treadle.envs.process import open_desk
+from treadle.envs.serving.evaluations import wait_for_step
+from treadle.envs.serving.runner import run
+from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
 from treadle.errors import HubError
 from treadle.watch.waits import Waits
@@ -138,6 +144,109 @@ def test_the_token_in_an_address_is_not_said(scene):
         asyncio.run(scenario())
     assert {said["for"] for said in scene.told("waiting")} == {"the hub at http://hub:8000"}
     assert scene.told("waited") == [], "it was given up"
+
+
+class SlowTrainer(HubDouble):
+    """A hub whose trainer has its batch, and takes step n at the `looks_for[n]`th look after step n - 1."""
+
+    def __init__(self, looks_for, *, looks_without_trainer=0):
+        super().__init__(batch_size=8, num_steps=len(looks_for))
+        self.steps_at_once = False
+        self.looks_for = looks_for
+        self.looks_without_trainer = looks_without_trainer
+        self.num_looks = 0
+
+    @property
+    def untrained(self):
+        return sum(len(group.tokens) for _, groups in self.deliveries for group in groups) - 8 * self.current_step
+
+    def look(self):
+        if self.current_step < self.num_steps and self.untrained >= 8:
+            self.num_looks += 1
+            if self.num_looks > self.looks_for[self.current_step]:
+                self.current_step, self.num_looks = self.current_step + 1, 0
+
+    async def _standing(self, http):
+        if self.looks_without_trainer and self.registrations:
+            self.looks_without_trainer -= 1
+            nobody = {"step": 0, "num_steps": 0, "batch_size": 0, "untrained_sequences": 0}
+            return JSONResponse({**nobody, "trainer_waits": False, "share": self.share})
+        self.look()
+        standing = {"step": self.current_step, "num_steps": self.num_steps, "batch_size": 8, "share": 1.0}
+        return JSONResponse({**standing, "untrained_sequences": self.untrained, "trainer_waits": False})
+
+
+def serve(tmp_path, scene, hub, **settings):
+    def add(prompt, request):
+        a, b = map(int, re.findall(r"\d+", prompt)[:2])
+        return [str(a + b) if i % 2 == 0 else "?" for i in range(request.n)]
+
+    engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
+    config = EnvConfig(group_size=4, num_eval=0, max_age=0, state_dir=tmp_path / "state", **settings)
+
+    async def life():
+        async with (
+            EngineClient(ServerConfig(), patience=OFTEN, transport=FlakyNetwork(engine_double.app)) as engine,
+            HubClient("http://hub", patience=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
+            open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+        ):
+            await asyncio.wait_for(run(desk, client), 20)
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("pace", ["waves", "stream"])
+def test_a_trainer_that_takes_no_step_for_too_long_is_late_once_with_the_step_and_whose_turn_it_is(
+    tmp_path, scene, pace
+):
+    hub = SlowTrainer([1, 15, 1])
+    serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
+    (late,) = scene.told("late")
+    assert late["for"] == "the trainer to take step 2"
+    assert late["turn_of"] == "trainer"
+    assert hub.current_step == 3, "it is told, and waited for all the same"
+
+
+@pytest.mark.parametrize("pace", ["waves", "stream"])
+def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, scene, pace):
+    serve(tmp_path, scene, SlowTrainer([7, 7, 7]), pace=pace, trainer_patience_s=8.0)  # four seconds each
+    assert scene.told("late") == []
+
+
+@pytest.mark.parametrize("pace", ["waves", "stream"])
+def test_a_trainer_that_is_started_later_is_told_and_never_late(tmp_path, scene, pace):
+    hub = SlowTrainer([1, 1], looks_without_trainer=14)  # the hub was reset when the environment had registered
+    serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
+    assert hub.current_step == 2
+    assert {said["for"] for said in scene.told("waiting")} == {"a trainer to register at the hub (http://hub)"}
+    assert scene.told("late") == []
+
+
+class PollingHub(HubDouble):
+    """Its trainer takes a step for every so many questions for the step."""
+
+    def __init__(self, looks_per_step):
+        super().__init__()
+        self.looks_per_step = looks_per_step
+        self.num_looks = 0
+
+    async def _status(self, http):
+        self.num_looks += 1
+        self.current_step = self.num_looks // self.looks_per_step
+        return await super()._status(http)
+
+
+@pytest.mark.parametrize(("looks_per_step", "late"), [(3, []), (8, [1, 2, 3])])  # half a second each
+def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(scene, looks_per_step, late):
+    network = scene.network(PollingHub(looks_per_step).app)
+
+    async def scenario():
+        async with HubClient("http://hub", patience=OFTEN, transport=network, waits=scene.waits) as client:
+            await wait_for_step(client, 3, patience_s=2.0)
+
+    asyncio.run(scenario())
+    assert [said["for"] for said in scene.told("late")] == [f"the trainer to take step {step}" for step in late]
+    assert scene.waits.now == []
 
 
 def test_serve_without_an_engine_says_so_soon():

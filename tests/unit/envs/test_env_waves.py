@@ -30,13 +30,15 @@ class TrainingHub(HubDouble):
     `becomes[step]` is a trainer that was started again there, and wants batches of another size.
     """
 
-    def __init__(self, *, becomes=None, loses=None, **settings):
-        super().__init__(**settings)
+    def __init__(self, *, becomes=None, loses=None, batch_size=8, **settings):
+        super().__init__(batch_size=batch_size, **settings)
         self.steps_at_once = False
         self.becomes = becomes or {}
         self.loses = loses or {}  # sequences, at a step
         self.num_gone = 0  # trained or lost
         self.trained = []  # sequences of each step
+        self.looks_without_trainer = 0  # the hub was reset; then a trainer registers, with `next_batch_size`
+        self.next_batch_size = batch_size
 
     @property
     def untrained(self):
@@ -44,6 +46,13 @@ class TrainingHub(HubDouble):
         return accepted - self.num_gone
 
     async def _standing(self, http):
+        if self.looks_without_trainer:
+            self.looks_without_trainer -= 1
+            self.info["batch_size"] = self.next_batch_size
+            return JSONResponse(
+                {"step": 0, "num_steps": 0, "batch_size": 0, "untrained_sequences": 0}
+                | {"trainer_waits": False, "share": 1.0}
+            )
         while self.current_step < self.num_steps and self.untrained >= self.info["batch_size"]:
             self.num_gone += self.info["batch_size"]
             self.trained.append(self.info["batch_size"])
@@ -133,7 +142,23 @@ def test_a_trainer_that_wants_more_steps_gets_more_waves(tmp_path):
     again = TrainingHub(batch_size=8, num_steps=5)
     again.groups_accepted, again.current_step, again.num_gone = 4, 2, 16
     serve(tmp_path, again)
-    assert [key for key, _ in again.deliveries] == [f"arithmetic-5-wave-{step}" for step in (3, 4, 5)]
+    assert [key for key, _ in again.deliveries] == [
+        f"arithmetic-5-wave-{wave}" for wave in ("3-item-4", "4-item-6", "5-item-8")
+    ]
+
+
+def test_a_hub_that_was_reset_after_the_registration_is_waited_for_and_its_trainer_followed(tmp_path):
+    hub = TrainingHub(batch_size=8, num_steps=3)
+    hub.looks_without_trainer, hub.next_batch_size = 5, 16
+    serve(tmp_path, hub)
+    assert hub.trained == [16] * 3
+
+
+def test_a_trainer_whose_batch_is_smaller_than_a_group_is_refused_in_words_after_a_reset(tmp_path):
+    hub = TrainingHub(batch_size=8, num_steps=3)
+    hub.looks_without_trainer, hub.next_batch_size = 5, 2
+    with pytest.raises(ConfigError, match="the batch of 2 sequences is no multiple of group_size 4"):
+        serve(tmp_path, hub)
 
 
 def standing(**values):
@@ -143,7 +168,7 @@ def standing(**values):
 
 def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
     count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
-    assert count.next_wave() == Wave(step=11, first_item=80, num_prompts=8, name="11")
+    assert count.next_wave() == Wave(step=11, first_item=80, num_prompts=8)
     assert count.corrected(standing(step=4)) == count
     assert count.corrected(standing(step=7, untrained_sequences=0)) == count
 
@@ -151,14 +176,29 @@ def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
 def test_a_trainer_that_waits_for_what_was_delivered_is_believed():
     count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
     wave = count.corrected(standing(step=4, untrained_sequences=40, trainer_waits=True)).next_wave()
-    assert wave == Wave(step=5, first_item=80, num_prompts=3, name="5-item-80")
+    assert wave == Wave(step=5, first_item=80, num_prompts=3, first_place=5)
 
 
-def test_of_a_wave_that_came_in_part_all_is_sampled_again_under_its_name():
+def test_of_a_wave_that_came_in_part_the_rest_is_sampled_for_the_places_that_are_left():
     count = WaveCount.at_start(standing(step=1, untrained_sequences=24), groups_accepted=11, group_size=8)
-    assert count.next_wave() == Wave(step=2, first_item=8, num_prompts=8, name="2")
+    assert count.next_wave() == Wave(step=2, first_item=11, num_prompts=5, first_place=3)
+    assert count.after(count.next_wave()).next_wave() == Wave(step=3, first_item=16, num_prompts=8)
+
+
+def test_a_batch_size_that_changed_while_the_environment_was_away_repeats_no_item():
+    # Seven waves of two prompts, and now there are four in one: 14 is no multiple of it.
+    count = WaveCount.at_start(standing(step=7, batch_size=32), groups_accepted=14, group_size=8)
+    assert count.next_wave() == Wave(step=8, first_item=14, num_prompts=4)
+
+
+def test_a_wave_of_another_size_for_a_step_that_is_repeated_has_another_name():
+    earlier = WaveCount.at_start(standing(step=2, batch_size=16), groups_accepted=4, group_size=8).next_wave()
+    later = WaveCount.at_start(standing(step=2, batch_size=32), groups_accepted=8, group_size=8).next_wave()
+    assert (earlier.step, earlier.first_item) == (3, 4)
+    assert (later.step, later.first_item) == (3, 8)
+    assert earlier.name != later.name
 
 
 def test_a_new_hub_beside_an_old_checkpoint_gets_the_waves_that_come_and_not_those_that_were():
     count = WaveCount.at_start(standing(step=50), groups_accepted=0, group_size=8)
-    assert count.next_wave() == Wave(step=51, first_item=400, num_prompts=8, name="51")
+    assert count.next_wave() == Wave(step=51, first_item=400, num_prompts=8)

@@ -95,6 +95,17 @@ def test_envs_wait_for_the_first_batch_call(client, desk):
     assert desk.register_env(desired_name=None, weight=None)["wandb_name"] == "env_0"
 
 
+def test_what_a_trainer_waited_for_in_an_earlier_life_is_not_waited_for_any_more(client, desk):
+    desk.register()
+    client.get("/batch")
+    env_id = desk.register_env()["env_id"]
+    assert client.get(f"/v1/envs/{env_id}").json()["trainer_waits"]
+    desk.register(starting_step=0)
+    assert not client.get(f"/v1/envs/{env_id}").json()["trainer_waits"]
+    client.get("/batch")
+    assert client.get(f"/v1/envs/{env_id}").json()["trainer_waits"]
+
+
 def test_an_env_that_comes_back_gets_its_name_and_its_count(client, desk, clock):
     desk.register()
     client.get("/batch")

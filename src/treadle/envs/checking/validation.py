@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
 import time
@@ -74,6 +75,7 @@ async def validate_task(
 async def _examine(environment: Environment, max_items: int, max_seconds: float) -> list[Finding]:
     config = environment.config
     async with reward_pool(config) as pool:
+        await asyncio.to_thread(environment.prepare)
         await environment.open()
         try:
             listed = _listed(environment)

@@ -10,11 +10,11 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
 from treadle.envs.serving.course import Course
 from treadle.envs.serving.pace import FlightLimit
+from treadle.envs.serving.pause import Pause, next_step
 from treadle.envs.serving.report import Ledger
 from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE
 from treadle.errors import TreadleError
 from treadle.log import get_logger
-from treadle.watch.waits import Wanted
 
 log = get_logger("env")
 
@@ -58,7 +58,7 @@ async def evaluate(
     if folder is not None and result_path(folder, step).exists():
         log.info("evaluation_exists", step=step, path=str(result_path(folder, step)))
         return
-    await wait_for_step(hub, step)
+    await wait_for_step(hub, step, desk.config.trainer_patience_s)
     num_prompts = min(desk.config.num_eval, len(desk.environment.eval_items()))
     with ledger.evaluating(step, num_prompts) as tell:
         result = await evaluate_policy(
@@ -83,11 +83,9 @@ async def evaluate(
     )
 
 
-async def wait_for_step(hub: HubClient, step: int) -> None:
-    """Wait until the trainer has taken so many steps. How long it may take is the trainer's business."""
-    with hub.waits.waiting(Wanted(f"the trainer to take step {step}", of="trainer")):
-        while True:
-            status = await hub.status()
-            if status.current_step >= step:
-                return
+async def wait_for_step(hub: HubClient, step: int, patience_s: float) -> None:
+    """Wait until the trainer has taken so many steps."""
+    with Pause(hub.waits) as pause:
+        while (taken := (await hub.status()).current_step) < step:
+            pause.wait_for(next_step(taken, patience_s))
             await asyncio.sleep(STATUS_POLL_S)

@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from treadle.envs.base import Item
@@ -27,6 +26,7 @@ from treadle.envs.serving.course import Course, check_fills_batches
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.pace import FlightLimit, room
+from treadle.envs.serving.pause import Pause, next_step
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, Ledger, judge
 from treadle.envs.serving.selection import Selection
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
@@ -42,7 +42,6 @@ ENGINE_LOOK_S = 1.0
 MAX_TRIES = 3  # of one item
 MAX_FAILURES = 12  # in a row, of any items
 EARLY_BATCHES = 3  # when all groups of so many are dropped at the beginning, that is said
-ENOUGH = Wanted("the trainer to train on what was delivered", of="trainer")
 
 
 def key_of(name: str, seed: int, index: int) -> str:
@@ -72,8 +71,6 @@ class Stream:
     _failures_in_a_row: int = 0
     _unscored_in_a_row: int = 0
     _group_sequences: float = 0.0  # of a group, on average; the late ones count more
-    _pause: ExitStack = field(default_factory=ExitStack)
-    _paused_for: Wanted | None = None
 
     def __post_init__(self) -> None:
         self._group_sequences = float(self.desk.config.group_size)
@@ -82,35 +79,39 @@ class Stream:
         """Until the trainer has taken its last step. Leaves nothing running behind it."""
         watch = asyncio.create_task(self._watch_engine())
         try:
-            while True:
-                # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
-                num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
-                self.ledger.num_undelivered = num_spooled
-                standing = await hub.standing(self.course.env_id)
-                if num_steps is not None:
-                    standing.num_steps = min(standing.num_steps, num_steps)
-                if standing.batch_size and standing.step >= standing.num_steps:
-                    return
-                self._follow(standing)
-                self._begin(
-                    room(
-                        standing,
-                        max_age=self.desk.config.max_age,
-                        group_sequences=self._group_sequences,
-                        num_spooled=num_spooled,
-                        num_in_flight=num_in_flight,
-                        limit=self.limit.value,
-                    )
-                )
-                self._pause_for(None if self.in_flight else ENOUGH if standing.batch_size else hub.trainer)
-                await self.cursor.save()
-                await self._wait_for_a_change()
+            with Pause(self.ledger.waits) as pause:
+                while not await self._look(hub, num_steps, pause):
+                    await self.cursor.save()
+                    await self._wait_for_a_change()
         finally:
-            self._pause_for(None)
             for task in (watch, *self.in_flight.values()):
                 task.cancel()
             await asyncio.gather(watch, *self.in_flight.values(), return_exceptions=True)
             await self.cursor.save()
+
+    async def _look(self, hub: HubClient, num_steps: int | None, pause: Pause) -> bool:
+        """How things stand at the hub: begin what there is room for; whether the last step is taken."""
+        # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
+        num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
+        self.ledger.num_undelivered = num_spooled
+        standing = await hub.standing(self.course.env_id)
+        if num_steps is not None:
+            standing.num_steps = min(standing.num_steps, num_steps)
+        if standing.batch_size and standing.step >= standing.num_steps:
+            return True
+        self._follow(standing)
+        self._begin(
+            room(
+                standing,
+                max_age=self.desk.config.max_age,
+                group_sequences=self._group_sequences,
+                num_spooled=num_spooled,
+                num_in_flight=num_in_flight,
+                limit=self.limit.value,
+            )
+        )
+        pause.wait_for(self._why_idle(standing, hub))
+        return False
 
     def _follow(self, standing: EnvStanding) -> None:
         """A trainer that was started again may want batches of another size."""
@@ -126,13 +127,11 @@ class Stream:
             index = self.cursor.take()
             self.in_flight[index] = asyncio.create_task(self._bring(index))
 
-    def _pause_for(self, wanted: Wanted | None) -> None:
-        """What nothing is begun for, from now on."""
-        if wanted != self._paused_for:
-            self._pause.close()
-            self._paused_for = wanted
-            if wanted is not None:
-                self._pause.enter_context(self.ledger.waits.waiting(wanted))
+    def _why_idle(self, standing: EnvStanding, hub: HubClient) -> Wanted | None:
+        """What has to happen before anything is begun; None while something runs."""
+        if self.in_flight:
+            return None
+        return next_step(standing.step, self.desk.config.trainer_patience_s) if standing.batch_size else hub.trainer
 
     async def _wait_for_a_change(self) -> None:
         """An item that ends, a hub that refuses, or a while."""

@@ -21,7 +21,12 @@ class Wave:
     step: int  # that will train on it
     first_item: int
     num_prompts: int
-    name: str  # no other wave has it
+    first_place: int = 0  # of its prompts in the batch: behind those that are there already
+
+    @property
+    def name(self) -> str:
+        """No other wave has it: an item is delivered once, but a step may get several waves."""
+        return f"{self.step}-item-{self.first_item}"
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,15 @@ class WaveCount:
 
     @classmethod
     def at_start(cls, standing: EnvStanding, *, groups_accepted: int, group_size: int) -> Self:
-        """Of an environment that has registered. Of a wave of which the hub has only a part, all is sampled again."""
+        """Of an environment that has registered: the next item is the first that the hub does not have.
+
+        How many waves its groups make up is only a guess, because earlier batches may have had another size; a wrong
+        one is corrected as soon as the trainer waits. A hub that has nothing gets what comes, not what was.
+        """
         prompts_per_wave = standing.batch_size // group_size
-        delivered = groups_accepted // prompts_per_wave
-        step = max(delivered, standing.step + standing.untrained_sequences // standing.batch_size)
-        is_usual = step == delivered or groups_accepted == 0
-        next_item = step * prompts_per_wave if is_usual else groups_accepted
-        return cls(step, next_item, standing.batch_size, group_size)
+        num_whole, num_begun = divmod(standing.untrained_sequences, standing.batch_size)
+        step = max(groups_accepted // prompts_per_wave, standing.step + num_whole)
+        return cls(step, groups_accepted or step * prompts_per_wave, standing.batch_size, group_size, num_begun)
 
     def corrected(self, standing: EnvStanding) -> Self:
         """By what the hub has, where that is not what was delivered."""
@@ -54,12 +61,8 @@ class WaveCount:
         return replace(self, step=standing.step + num_whole, batch_size=standing.batch_size, num_begun=num_begun)
 
     def next_wave(self) -> Wave:
-        step = self.step + 1
-        prompts_per_wave = self.batch_size // self.group_size
         num_prompts = math.ceil((self.batch_size - self.num_begun) / self.group_size)
-        is_usual = num_prompts == prompts_per_wave and self.next_item == self.step * prompts_per_wave
-        name = str(step) if is_usual else f"{step}-item-{self.next_item}"
-        return Wave(step, self.next_item, num_prompts, name)
+        return Wave(self.step + 1, self.next_item, num_prompts, self.batch_size // self.group_size - num_prompts)
 
     def after(self, wave: Wave) -> Self:
         return replace(self, step=wave.step, next_item=wave.first_item + wave.num_prompts, num_begun=0)

@@ -13,11 +13,11 @@ from treadle.envs.rollout import Desk, check_lengths, score_generation
 from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.course import Course, check_divides
 from treadle.envs.serving.evaluations import STATUS_POLL_S, evaluate_if_due
+from treadle.envs.serving.pause import Pause, next_step
 from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.wave_count import Wave, WaveCount
 from treadle.errors import ProcessDied
 from treadle.log import get_logger
-from treadle.watch.waits import Wanted
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding
 
@@ -39,7 +39,8 @@ class Waves:
 
     async def keep_going(self) -> None:
         check_divides(self._course)
-        standing = await self._hub.standing(self._course.env_id)
+        standing = await self._wait_until(lambda _: True)
+        await self._follow(standing)
         count = WaveCount.at_start(
             standing, groups_accepted=self._course.groups_accepted, group_size=self._course.group_size
         )
@@ -60,22 +61,21 @@ class Waves:
         """Until the next wave may be sampled, the run is at its end, or things are not as they were counted."""
         course = self._course
         needed = count.step - self._desk.config.max_age if count.step < course.num_steps else course.num_steps
-        with self._ledger.waits.waiting(Wanted(f"the trainer to take step {needed}", of="trainer")):
-            while True:
-                standing = await self._hub.standing(course.env_id)
-                if standing.batch_size == 0:
-                    standing = await self._wait_for_trainer()
-                if standing.step >= needed or count.corrected(standing) != count or self._is_other(standing):
-                    return standing
-                await asyncio.sleep(STATUS_POLL_S)
+        return await self._wait_until(
+            lambda now: now.step >= needed or count.corrected(now) != count or self._is_other(now)
+        )
 
-    async def _wait_for_trainer(self) -> EnvStanding:
-        """The hub was reset, and knows of none."""
-        with self._ledger.waits.waiting(self._hub.trainer):
+    async def _wait_until(self, is_time: Callable[[EnvStanding], bool]) -> EnvStanding:
+        """How things stand at that time. There is a trainer then: a hub that was reset knows of none for a while."""
+        with Pause(self._ledger.waits) as pause:
             while True:
                 standing = await self._hub.standing(self._course.env_id)
-                if standing.batch_size:
+                if standing.batch_size == 0:
+                    pause.wait_for(self._hub.trainer)
+                elif is_time(standing):
                     return standing
+                else:
+                    pause.wait_for(next_step(standing.step, self._desk.config.trainer_patience_s))
                 await asyncio.sleep(STATUS_POLL_S)
 
     def _num_steps(self, standing: EnvStanding) -> int:
@@ -127,7 +127,7 @@ class Waves:
 
     async def _deliver(self, wave: Wave) -> None:
         started = time.monotonic()
-        with self._ledger.flying(f"wave {wave.name}", wave.num_prompts, self._desk.config.worker_timeout):
+        with self._ledger.flying(f"the wave of step {wave.step}", wave.num_prompts, self._desk.config.worker_timeout):
             groups = await roll_wave(self._desk, wave, self._course, self._ledger)
         for group in groups:
             self._keep(group)
@@ -154,7 +154,7 @@ async def roll_wave(desk: Desk, wave: Wave, course: Course, ledger: Ledger) -> l
         n=config.group_size,
         max_tokens=config.max_token_length,
         temperature=config.temperature,
-        seeds=[stable_seed(config.seed, "train", wave.step, i) for i in range(wave.num_prompts)],
+        seeds=[stable_seed(config.seed, "train", wave.step, wave.first_place + i) for i in range(wave.num_prompts)],
     )
     scored = await asyncio.gather(
         *(score_generation(desk, *one) for one in zip(items, prompts, generations, strict=True))
