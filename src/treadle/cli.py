@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_HANDLERS[verb](rest))
     except TreadleError as error:
         sys.exit(_complain(str(error), error.exit_code))
+    except BrokenPipeError:  # who read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         mended = as_user_error(error)
         if mended is None:

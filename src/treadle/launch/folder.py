@@ -72,7 +72,7 @@ def check_is_run(folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{folder} is not the folder of a run: it holds no {CONFIG_FILE}",
-            fix="check the folder after --resume",
+            fix="name the folder that `treadle run` printed when it began",
         )
 
 
@@ -108,3 +108,9 @@ def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
     for name, value in values.items():
         keys += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
     return keys
+
+
+def newest_checkpoint(save_path: Path) -> int:
+    """The step of the newest whole checkpoint, by its folder's name; 0 where there is none."""
+    steps = [path.name.rpartition("step_")[2] for path in save_path.glob("*step_*") if not path.name.startswith(".")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)

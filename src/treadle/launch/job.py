@@ -128,7 +128,17 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
+            _tell_what_is_repeated(config, folder)
             return _run(config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page)
+
+
+def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
+    """Steps after the last checkpoint are trained again, on the batches that were recorded for them."""
+    last = reader_of(config, folder).read().last_step
+    saved = run_folders.newest_checkpoint(config.train.save_path)
+    if saved < last:
+        steps = f"step {last}" if saved + 1 == last else f"steps {saved + 1} to {last}"
+        _say(f"{steps} came after the last checkpoint: trained again, on the same batches from the queue")
 
 
 def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
@@ -174,7 +184,8 @@ def _run(
     life = Life(plan, history, listeners)
     try:
         life.live(plain=plain, on_served=page.open if open_page else None)
-    except TreadleError:
+    except TreadleError as error:
+        life.last_words = str(error)
         if history.read().last_step > 0:
             sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
         raise
@@ -201,10 +212,11 @@ class Life:
         self._history = history
         self._begun = time.monotonic()
         self._is_complete = False
+        self.last_words = ""  # the error that ended it
         self._next_question = 0.0
         self._are_all_started = False
         self._stop = StopRequest()
-        self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners)
+        self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._overseer = Overseer(
             plan.config.train.atropos_url,  # with its token, where it has one
@@ -241,6 +253,8 @@ class Life:
             self._memory.peak_bytes,
             dict(self._memory.peak_by_process),
             self._overseer.sight.alarms,
+            self._overseer.sight.findings,
+            self.last_words,
         )
 
     def _tick(self) -> None:

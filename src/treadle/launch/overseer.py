@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from treadle.errors import RunStalled
 from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
-from treadle.watch.telling import tell_wait, tell_work
+from treadle.watch.telling import SILENT_AFTER_S, tell_wait, tell_work
 from treadle.wire.hub import Processes, ProcessStanding
 
 LOOK_EVERY_S = 1.0
@@ -38,6 +39,7 @@ class Sight:
 
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()  # what is wrong with the work of a process, once each
     standings: tuple[ProcessStanding, ...] = ()
 
 
@@ -86,18 +88,20 @@ class Overseer:
         self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
         for standing in standings:
             self._look_at(standing)
-        self.sight = Sight(tuple(notes), self.sight.alarms, tuple(standings))
+        self.sight = replace(self.sight, notes=tuple(notes), standings=tuple(standings))
         is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
         self._look_for_movement((progress, *_movement(standings)) if is_known else object(), standings)
 
     def _look_at(self, standing: ProcessStanding) -> None:
         report = standing.report
         for wait in report.waits:
-            if wait.is_late:
+            if wait.is_late and standing.heard_s <= SILENT_AFTER_S:
                 logs = " and ".join(dict.fromkeys(str(self._log_of(name)) for name in (report.kind, wait.of) if name))
                 self._alarm((report.name, wait.what), f"{tell_wait(report, wait)}; stacks are in {logs}", wait.fix)
-        if report.problem:
-            self._alarm((report.name, PROBLEM), f"{report.name} {report.problem}", report.fix)
+        if report.problem and (report.name, PROBLEM) not in self._raised:
+            self._raised.add((report.name, PROBLEM))
+            finding = f"{report.name} {report.problem}; {report.fix}"
+            self.sight = replace(self.sight, findings=(*self.sight.findings, finding)[-MOST_ALARMS:])
         if report.pid in self._pids().values():
             self._look_at_silent(report.kind, standing.heard_s)
 
@@ -109,8 +113,12 @@ class Overseer:
         if pid is None or (name, SILENT) in self._raised:
             return
         _ask_for_stacks(pid)
-        line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s; its stacks are in {self._log_of(name)}"
-        self._alarm((name, SILENT), line, "it may be stuck, stopped, or short of processor time or memory")
+        line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s"
+        if _is_stopped(pid):
+            self._alarm((name, SILENT), f"{line}: it is stopped (Ctrl-Z, SIGSTOP)", f"kill -CONT {pid}")
+        else:
+            line += f"; its stacks are in {self._log_of(name)}"
+            self._alarm((name, SILENT), line, "it may be stuck, or short of processor time or memory")
 
     def _alarm(self, key: tuple[str, str], line: str, fix: str) -> None:
         if key not in self._raised:
@@ -135,6 +143,13 @@ class Overseer:
 
     def _log_of(self, name: str) -> Path:
         return self._log_folder / f"{name}.log"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _ask_for_stacks(pid: int) -> None:

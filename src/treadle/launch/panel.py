@@ -33,6 +33,7 @@ class Picture:
     memory_bytes: int
     elapsed_s: float
     sight: Sight
+    how_to_leave: str
 
 
 def draw(picture: Picture) -> RenderableType:
@@ -60,9 +61,10 @@ def draw(picture: Picture) -> RenderableType:
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
     if picture.sight.standings:
         lines += [Text(), _processes(picture.sight.standings)]
+    lines += [Text(f"! {finding}", style="yellow") for finding in picture.sight.findings[-NUM_ALARMS_SHOWN:]]
     lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
     name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task_name}")
-    return Panel(Group(*lines), title=name, title_align="left", subtitle="Ctrl-C stops", subtitle_align="right")
+    return Panel(Group(*lines), title=name, title_align="left", subtitle=picture.how_to_leave, subtitle_align="right")
 
 
 def time_left_s(history: History, num_steps: int) -> float | None:

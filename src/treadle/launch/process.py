@@ -19,6 +19,8 @@ _USER_ERROR_CODE = 2
 _READY_ANSWER_S = 0.5  # the port is open from the start; the launcher must not stand still while nobody answers
 _OUR_WORDS = re.compile(r"^treadle[\w -]*: (?P<message>.+)$")
 _REMEDY = "  -> "
+# What the watchdog wrote to the log is no last word: a dump of stacks, as faulthandler and watch/stacks.py write it.
+_OF_STACKS = re.compile(r'(  File ".*", line \d+ in |(Current thread|Thread) 0x[0-9a-f]+ |\d+ tasks? at )')
 
 
 class ChildProcess:
@@ -100,7 +102,8 @@ def tail_of(path: Path, *, start: int = 0, num_lines: int = NUM_TAIL_LINES) -> l
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-num_lines:]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [line for line in lines if not _OF_STACKS.match(line)][-num_lines:]
 
 
 def last_words(lines: list[str]) -> tuple[str, str]:

@@ -29,6 +29,8 @@ class Outcome:
     peak_memory_bytes: int = 0
     peak_memory_by_process: dict[str, int] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    last_words: str = ""
 
     def after(self, earlier: Summary | None) -> Outcome:
         """This life of a run and the ones before it: times add up, peaks do not."""
@@ -41,6 +43,8 @@ class Outcome:
             max(self.peak_memory_bytes, earlier.peak_memory_bytes),
             {n: max(self.peak_memory_by_process.get(n, 0), earlier.peak_memory_by_process.get(n, 0)) for n in names},
             (*earlier.alarms, *self.alarms),
+            (*earlier.findings, *self.findings),
+            self.last_words,
         )
 
 
@@ -70,6 +74,8 @@ class Summary:
     # Absent in summaries of earlier releases.
     health: list[str] = field(default_factory=list)  # what the trainer said
     alarms: list[str] = field(default_factory=list)  # what the watchdog said
+    findings: list[str] = field(default_factory=list)  # what was wrong with the groups of an environment
+    last_words: str = ""  # the error that ended the run
 
 
 def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
@@ -98,6 +104,8 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         logs=str(run_folder / "logs"),
         health=[str(line) for line in history.health],
         alarms=list(outcome.alarms),
+        findings=list(outcome.findings),
+        last_words=outcome.last_words,
     )
 
 
@@ -158,10 +166,13 @@ def print_report(summary: Summary, console: Console) -> None:
         row("" if number else "health", line)
     if len(summary.health) > NUM_HEALTH_LINES:
         row("", f"({len(summary.health) - NUM_HEALTH_LINES} earlier ones are in the trainer's log)")
+    for number, line in enumerate(summary.findings[-NUM_HEALTH_LINES:]):
+        row("" if number else "environment", line)
     row("trained model", near(summary.final_model))
     row("metrics", near(summary.metrics))
     row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")
     row("logs", near(summary.logs))
+    row("as a page", f"{program()} report {near(summary.run)}")
     row("talk to it", f"{program()} chat {near(summary.run)}")
 
 

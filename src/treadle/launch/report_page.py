@@ -104,6 +104,8 @@ def gather(folder: Path) -> Facts:
             saved.peak_memory_bytes,
             saved.peak_memory_by_process,
             tuple(saved.alarms),
+            tuple(saved.findings),
+            saved.last_words,
         )
     )
     logs = {log.stem: log.read_text(errors="replace") for log in sorted((folder / LOG_FOLDER).glob("*.log"))}
@@ -167,6 +169,8 @@ def in_words(facts: Facts) -> list[str]:
         told.append(f"The mean reward was {first:.2f} in the first {_PREFIX_STEPS} steps and {last:.2f} in the last.")
     num = len(history.health)
     told.append("The trainer saw nothing unhealthy." if not num else f"The trainer had {num} remarks on its health.")
+    told += [f"It was ended by an error: {facts.summary.last_words}"] if facts.summary.last_words else []
+    told += facts.summary.findings
     if facts.alarms:
         told.append(f"The watchdog told of {len(facts.alarms)} waits that took too long.")
     return told

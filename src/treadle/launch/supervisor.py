@@ -17,10 +17,11 @@ from treadle.launch.plan import ProcessSpec
 from treadle.launch.ports import Listeners
 from treadle.launch.process import ChildProcess
 
-# Who is waited for in which order, and by how many seconds after the request it must be gone. The trainer has the
-# longest, because it saves a checkpoint; whoever is left after the last deadline is killed.
-STOP_ORDER = (("trainer", 7.5), ("env", 8.3), ("engine", 9.0), ("hub", 9.4))
-_LAST_DEADLINE_S = 9.4
+# Who is waited for in which order, and for how many seconds. The trainer has by far the longest, because it saves a
+# checkpoint, and a large one takes its time on a slow disk; whoever is left then is killed.
+STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("engine", 1.0), ("hub", 0.6))
+_OTHERS_S = 1.0
+TOLD_EVERY_S = 5.0
 _POLL_S = 0.1
 _READY_POLL_S = 0.25
 
@@ -66,6 +67,8 @@ class Supervisor:
         stop_order: Sequence[tuple[str, float]] = STOP_ORDER,
         grace_s: float = 120.0,
         listeners: Listeners = MappingProxyType({}),
+        on_wait: Callable[[str], None] = lambda _: None,
+        told_every_s: float = TOLD_EVERY_S,
     ) -> None:
         """`listeners`: held for the servers among the children, by their names; handed over at their start."""
         self._stop = stop
@@ -73,6 +76,8 @@ class Supervisor:
         self._stop_order = stop_order
         self._grace_s = grace_s
         self._listeners = listeners
+        self._on_wait = on_wait
+        self._told_every_s = told_every_s
         self._children: dict[str, ChildProcess] = {}
 
     def __enter__(self) -> Supervisor:
@@ -123,28 +128,32 @@ class Supervisor:
                 raise ended[0].death("ended while the trainer still needed it")
 
     def shut_down(self) -> None:
-        """Stop everything in order, within ten seconds; a further Ctrl-C kills what is left at once."""
+        """Stop everything in order; a further Ctrl-C kills what is left at once."""
         if not self._children:
             return
-        begun, patience = time.monotonic(), self._stop.count
+        patience = self._stop.count
         for name in ("trainer", "env"):  # both at once: the trainer saves faster when nobody asks the engine
             if name in self._children:
                 self._children[name].terminate()
         named = [name for name, _ in self._stop_order]
-        others = [(name, _LAST_DEADLINE_S) for name in self._children if name not in named]
+        others = [(name, _OTHERS_S) for name in self._children if name not in named]
         try:
-            for name, deadline_s in [*others, *self._stop_order]:
+            for name, limit_s in [*others, *self._stop_order]:
                 child = self._children.get(name)
                 if child is not None:
                     child.terminate()
-                    self._wait_for_end(child, begun + deadline_s, patience)
+                    self._wait_for_end(child, limit_s, patience)
         finally:
             for child in self._children.values():
                 child.kill()
 
-    def _wait_for_end(self, child: ChildProcess, deadline: float, patience: int) -> None:
-        while child.poll() is None and time.monotonic() < deadline and self._stop.count == patience:
+    def _wait_for_end(self, child: ChildProcess, limit_s: float, patience: int) -> None:
+        begun = told = time.monotonic()
+        while child.poll() is None and time.monotonic() - begun < limit_s and self._stop.count == patience:
             time.sleep(0.02)
+            if time.monotonic() - told > self._told_every_s:
+                told = time.monotonic()
+                self._on_wait(f"waiting for the {child.spec.name} to end, {told - begun:.0f} s")
 
     def _tick(self) -> list[ChildProcess]:
         """Rest for a moment, let the view draw, then look after everybody; those that have ended well.

@@ -30,7 +30,9 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     hub_url = config.train.atropos_url
     history = reader_of(config, folder)
     overseer = Overseer(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
-    state = RunState(config, folder.name)
+    seconds_ago = max(0.0, time.time() - (folder / CONFIG_FILE).stat().st_mtime)  # written when it began or went on
+    begun = time.monotonic() - seconds_ago
+    state = RunState(config, folder.name, begun=begun, how_to_leave="Ctrl-C leaves, the run goes on")
 
     def refresh(state: RunState) -> None:
         overseer.look(None)

@@ -35,6 +35,7 @@ class RunState:
     memory_bytes: int = 0
     sight: Sight = field(default_factory=Sight)
     begun: float = field(default_factory=time.monotonic)
+    how_to_leave: str = "Ctrl-C stops"
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -51,6 +52,7 @@ class RunState:
             self.memory_bytes,
             self.elapsed_s,
             self.sight,
+            self.how_to_leave,
         )
 
 
@@ -144,6 +146,7 @@ class PlainView:
         self._num_evaluations: int | None = None
         self._num_health_lines = 0
         self._num_alarms = 0
+        self._num_findings = 0
         self._silent_since_s: float | None = None
 
     def open(self) -> None:
@@ -167,6 +170,9 @@ class PlainView:
         for alarm in state.sight.alarms[self._num_alarms :]:
             self._say(f"watchdog: {alarm}")
         self._num_alarms = len(state.sight.alarms)
+        for finding in state.sight.findings[self._num_findings :]:
+            self._say(f"health: {finding}")
+        self._num_findings = len(state.sight.findings)
         self._last_step = history.last_step  # may go back: a resumed trainer takes lost steps again
         if state.phase != self._last_phase:
             self._say(f"{state.phase}...")

@@ -28,7 +28,8 @@ RENEWALS_PER_LEASE = 4  # some may get lost
 DISK_FULL = 507  # the hub's answer when nothing more can be stored: repeating does not help
 CONFLICT = 409
 PATIENCE_S = 120.0  # a hub that is away for longer is gone
-SLOW_ANSWER_S = 20.0
+SLOW_ANSWER_S = 10.0
+ANSWER_S = 20.0  # then it is asked again; a request to stop is heard between
 
 
 class Feed(Protocol):
@@ -214,4 +215,4 @@ def _client(url: str) -> httpx.Client:
     local = is_loopback(url)
     if local:
         headers["Accept-Encoding"] = "identity"  # to compress costs more than to copy
-    return httpx.Client(base_url=url, timeout=60.0, headers=headers, trust_env=not local)
+    return httpx.Client(base_url=url, timeout=ANSWER_S, headers=headers, trust_env=not local)

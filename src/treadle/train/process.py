@@ -41,7 +41,6 @@ log = get_logger("trainer")
 
 def run_trainer(config: TrainConfig) -> None:
     stop = StopSwitch()
-    stop.install()
     ranks = join_ranks(config)
     torch.manual_seed(config.seed)
     if config.threads:
@@ -60,6 +59,7 @@ def _train(
     config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch, progress: Progress
 ) -> None:
     engine = mode.attach()
+    stop.install()  # from here on there is something to end in order; before, a signal simply ends the process
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     policy = build_policy(engine, config, ranks)
     sync: Sync = mode if ranks.leads else FollowingSync()

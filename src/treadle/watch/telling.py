@@ -10,6 +10,7 @@ SILENT_AFTER_S = 10.0  # five reports
 LAST_WORD = "ended"  # the state of a process that reports for the last time
 LONGEST_TEXT = 500
 MOST_WAITS, MOST_COUNTS = 16, 64
+LONG_S = 30.0  # for work of its own: worth a word, also where it may be in order
 
 
 def short(text: str) -> str:
@@ -57,7 +58,8 @@ def tell_process(standing: ProcessStanding) -> list[str]:
     told = []
     if standing.heard_s > SILENT_AFTER_S:
         told.append(f"{report.name} has not been heard of for {standing.heard_s:.0f} s (pid {report.pid})")
-    told += [tell_wait(report, wait) for wait in report.waits if wait.fix or wait.is_late]
+    worth_it = [wait for wait in report.waits if wait.fix or wait.is_late or (not wait.of and wait.seconds > LONG_S)]
+    told += [tell_wait(report, wait) for wait in worth_it[:3]]
     if report.problem:
-        told.append(f"{report.name} {report.problem}")
+        told.append(f"{report.name} {report.problem}" + (f" ({report.fix})" if report.fix else ""))
     return told

@@ -81,11 +81,13 @@ def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> N
 
 def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
     board = Board(FakeClock())
-    in_order = WaitReport(what="the trainer's next step", seconds=90)
+    in_order = WaitReport(what="the trainer's next step", seconds=90, of="trainer")
+    own = WaitReport(what="item 17 to be sampled and scored", seconds=31)
     remedied = WaitReport(what="the hub", seconds=4, fix="treadle hub", problem="connection refused")
-    board.take(report("env", 1, waits=[in_order, remedied], problem="dropped 40 of its last 40 groups"))
+    board.take(report("env", 1, waits=[in_order, own, remedied], problem="dropped 40 of its last 40 groups"))
     (standing,) = board.standings()
     assert tell_process(standing) == [
+        "env 1 has waited 31 s for item 17 to be sampled and scored",
         "env 1 has waited 4 s for the hub: connection refused",
         "env 1 dropped 40 of its last 40 groups",
     ]

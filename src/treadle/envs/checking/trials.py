@@ -24,7 +24,7 @@ from treadle.envs.tokens import ChatTokenizer
 
 Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
 
-ROLLOUT_LIMIT_S = 60.0
+ROLLOUT_LIMIT_S = 10.0
 _NUM_LETTERS = 64
 _VERY_LONG = "word " * 20_000
 NUM_OTHERS = 20  # answers of other items that are said together with the right one
@@ -50,6 +50,7 @@ class Trials:
         self._judge = judge
         self._constant = Counter(map(environment.gold_completion, items)).most_common(1)[0][0]
         self._items = items
+        self._hung: Score | None = None  # one rollout that does not end is enough to know
 
     async def on(self, place: int) -> list[Trial]:
         """All trials of the item with this place among the items."""
@@ -87,6 +88,8 @@ class Trials:
         return answers
 
     async def _play(self, item: Item, text: str) -> Score:
+        if self._hung is not None:
+            return self._hung
         script = cast(EngineClient, _Script(text))  # a rollout of several turns asks it for nothing but `generate`
         desk = Desk(self._environment, script, _byte_tokenizer(), self._judge)
         sampling = Sampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
@@ -94,7 +97,9 @@ class Trials:
             async with asyncio.timeout(ROLLOUT_LIMIT_S):
                 (rollout,) = await roll_group(desk, item, sampling, num_rollouts=1)
         except TimeoutError:
-            return Score(None, is_right=False, outcome="timed_out", error=f"no end after {ROLLOUT_LIMIT_S:g} s")
+            error = f"rollout() of '{item.prompt[-60:]}' had not returned after {ROLLOUT_LIMIT_S:g} s"
+            self._hung = Score(None, is_right=False, outcome="timed_out", error=error)
+            return self._hung
         return rollout.score
 
 

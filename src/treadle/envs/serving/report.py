@@ -24,6 +24,7 @@ from treadle.wire.hub import WorkReport
 
 RECENT_GROUPS = 40
 TOO_FEW_TO_JUDGE = 10
+TOO_FEW_LESSONS = 40  # a model that learns has left its first, hopeless groups behind by then
 MOST = 0.9  # of the recent groups: from here on something is wrong
 
 
@@ -198,9 +199,9 @@ def judge(groups: GroupCounts, env_name: str) -> tuple[str, str]:
         if reason == "equal_scores":
             why, fix = f"{why} ({_which_way(groups)})", _fix_of_equal_scores(groups)
         return f"dropped {num_dropped} {of_them} because {why}", fix.format(env_name)
-    if groups.equal >= MOST * groups.finished:
+    if groups.finished >= TOO_FEW_LESSONS and groups.equal >= MOST * groups.finished:
         found = f"{groups.equal} {of_them} teach nothing: all their scores are equal ({_which_way(groups)})"
-        return found, _fix_of_equal_scores(groups)
+        return found, _fix_of_equal_scores(groups).format(env_name)
     return "", ""
 
 
@@ -231,6 +232,6 @@ def _fix_of_equal_scores(groups: GroupCounts) -> str:
     if groups.all_right > groups.equal / 2:
         return "the task is too easy for this model: make it harder, or take rewards that tell good answers apart"
     return (
-        "the task is too hard for this model, or the reward too coarse: give easier items, points for a part of the "
-        "answer, or more rollouts (--env.group-size, --env.temperature)"
+        "perhaps the reward never pays (`treadle env {} validate` checks it); else the task is too hard for this "
+        "model, or the reward too coarse: give easier items, points for a part of the answer, or more rollouts"
     )

@@ -31,6 +31,7 @@ from treadle.launch.folder import check_is_run
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
 from treadle.launch.process import tail_of
+from treadle.launch.report import load_summary
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 from treadle.wire.guard import MIN_TOKEN_CHARS
 
@@ -146,6 +147,14 @@ def examine_live(patient: Patient, env: Mapping[str, str]) -> list[Check]:
 def check_is_going(folder: Path) -> Check:
     if is_going(folder):
         return Check("run", "ok", f"{folder.name} is going on")
+    summary = load_summary(folder)
+    if summary is not None and summary.last_words:
+        remedy = f"mend it, then: treadle run --resume {folder}"
+        return Check("run", "problem", f"{folder.name} was ended by: {summary.last_words.splitlines()[0]}", remedy)
+    if summary is not None and (summary.alarms or summary.findings):
+        return Check(
+            "run", "warning", f"{folder.name} is not going on; it was told: {[*summary.alarms, *summary.findings][-1]}"
+        )
     return Check("run", "ok", f"{folder.name} is not going on: only its logs can be asked")
 
 
