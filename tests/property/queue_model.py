@@ -114,6 +114,8 @@ class Model:
         self, batch_size: int, step: int, save_interval: int, holder: str | None, is_held: Callable[[Record], bool]
     ) -> None:
         self.batch_size, self.step, self.save_interval = batch_size, step, save_interval
+        for record in [each for each in self.live.values() if each.state == "open" and each.step <= step]:
+            self.finish(record, keep_bytes=2**62)  # it is in the trainer's checkpoint
         for record in [each for each in self.live.values() if each.state == "open"]:
             if sum(self.groups[group_id].size for group_id in record.ids) != batch_size:
                 self.dissolve(record)

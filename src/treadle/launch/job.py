@@ -258,19 +258,18 @@ class Life:
         )
 
     def _tick(self) -> None:
-        if self._are_all_started:
-            seen = self._history.read()
-            self._overseer.look((seen.last_step, len(seen.evaluations)))
+        seen = self._history.read()
+        self._overseer.look((seen.last_step, len(seen.evaluations)))
         if self._screen is not None:
             self._screen.tick()
 
     def _refresh(self, state: RunState) -> None:
         state.history = self._history.read()
         state.memory_bytes = self._memory.now_bytes
+        state.sight = self._overseer.sight
         if not self._are_all_started:
             return
         state.phase = current_phase(state.history, self._plan.config)
-        state.sight = self._overseer.sight
         if time.monotonic() >= self._next_question:
             self._next_question = time.monotonic() + 1.0
             answer = get_json(f"{self._plan.config.train.atropos_url}/status")

@@ -19,7 +19,7 @@ export class GroupPane {
     this.id = null;
     this.view = null;
     this.colour = "logprob";
-    this.hasPrompt = false;
+    this.hasPrompt = true;
     this.rollout = 0;
   }
 
