@@ -401,7 +401,7 @@ def test_what_each_process_does_or_waits_for_is_shown_as_it_reports_it(live_visi
          "work": {"what": f"evaluating {hostile}", "done": 64, "total": 256}},
     ]  # fmt: skip
     for report in reports:
-        assert httpx.post(f"{hub.url}/v1/processes", json=report).status_code == 200
+        assert httpx.post(f"{hub.url}/v1/reports", json=report).status_code == 200
     page.wait_for_selector("#process-table .state-late:has-text('waits 42 s for the batch of step 41')")
     assert f"evaluating {hostile}: 64 of 256" in page.inner_text("#process-table"), "shown, and not obeyed"
     assert live_visit.complaints == []

@@ -46,7 +46,7 @@ class ObserverRoutes:
                 answer=Processes,
             ),
             Endpoint(
-                "POST", "/v1/processes", self.report, "how a process stands: every two seconds, from each",
+                "POST", "/v1/reports", self.report, "how a process stands: every two seconds, from each",
                 body=ProcessReport, answer=ReportTaken,
             ),
         ]  # fmt: skip

@@ -14,7 +14,7 @@ log = get_logger("watchdog")
 
 TIMEOUT_S = 2.0
 OK = 200
-ROUTE = "/v1/processes"
+ROUTE = "/v1/reports"
 
 
 class Heartbeat:

@@ -140,7 +140,7 @@ class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/processes: how a process stands, every two seconds."""
+    """POST /v1/reports: how a process stands, every two seconds."""
 
     kind: Kind
     name: str

@@ -43,7 +43,8 @@ def verifiers_command(name: str, verb: str, *flags: str, **variables: str) -> tu
     path = os.pathsep.join((str(HERE), str(HERE.parents[2] / "src")))
     first = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))  # verifiers calls `uv` by its name
     command = [str(PYTHON), "-m", "treadle", "env", f"verifiers:{name}", verb, *flags]
-    return command, environment(PYTHONPATH=path, PATH=first, **variables)
+    # The harness has uv fetch what its script wants; uv trusts its own certificates unless it is told otherwise.
+    return command, environment(PYTHONPATH=path, PATH=first, UV_SYSTEM_CERTS="1", **variables)
 
 
 @contextmanager

@@ -107,17 +107,17 @@ def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None
         "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 2,
     }  # fmt: skip
     assert client.post("/register", json=registration).status_code == 200
-    assert client.post("/v1/processes", json=told).json() == {"dump": ""}
+    assert client.post("/v1/reports", json=told).json() == {"dump": ""}
     assert client.get("/v1/explain").json()["reason"].endswith("env gsm8k dropped 40 of its last 40 groups")
     own, standing = client.get("/v1/processes").json()["processes"]
     assert (own["report"]["name"], standing["report"]["name"]) == ("hub", "env gsm8k")
     assert own["report"]["memory_bytes"] > 0
-    assert client.post("/v1/processes", json={"kind": "cat"}).status_code == 422
+    assert client.post("/v1/reports", json={"kind": "cat"}).status_code == 422
     client.get("/batch")
     assert desk.register_env()["env_id"] == 0
     clock.now_s += 60
     assert "not heard of" in client.get("/v1/explain").json()["reason"]
-    client.post("/v1/processes", json={**told, "env_id": 0})
+    client.post("/v1/reports", json={**told, "env_id": 0})
     assert "not heard of" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
     assert client.post("/v1/reset").status_code == 200
     assert len(client.get("/v1/processes").json()["processes"]) == 1

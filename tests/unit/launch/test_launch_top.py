@@ -36,7 +36,7 @@ def test_a_run_that_goes_on_is_shown_with_its_processes(tmp_path: Path) -> None:
         write_run_of(hub.url, tmp_path)
         report = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 4711, "state": "12 groups in flight"}
         with hub.client() as client:
-            assert client.post("/v1/processes", json=report).status_code == 200
+            assert client.post("/v1/reports", json=report).status_code == 200
         shown = top(str(tmp_path), "--once")
     for words in ("step 3/50", "env gsm8k", "pid 4711", "12 groups in flight", "hub"):
         assert words in shown, words
