@@ -21,7 +21,7 @@ from treadle.watch.watchdog import About, report_of
 from treadle.wire import exposition
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
-REPORT = msgspec.json.Decoder(ProcessReport)
+REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
 MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
 AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
