@@ -159,7 +159,9 @@ def test_a_second_turn_extends_the_first_and_both_are_trained(run):
             assert trained == "".join(f"{answer}<end>" for answer in (first, *second))
             between = f"<turn>{first}<end><end>That is wrong. Correct your answer. <turn>"
             assert text.endswith(f"{between}{second[0]}<end>" if second else f"<turn>{first}<end>")
-            assert tokens.count(TURN) == 1 + len(second)
+            # Of what was read: the model, which knows nothing, may say the token by itself.
+            read = [token for token, mask in zip(tokens, masks, strict=True) if mask == -100]
+            assert read.count(TURN) == 1 + len(second)
             lengths.add(1 + len(second))
     assert lengths == {1, 2}
 
