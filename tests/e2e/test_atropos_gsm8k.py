@@ -144,7 +144,7 @@ def test_one_turn_is_one_trained_stretch(run):
         for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
             start = tokens.index(TURN) + 1
             assert [mask != -100 for mask in masks] == [place >= start for place in range(len(tokens))]
-            assert tokens[-1] == END
+            assert END not in tokens[start:-1], "at most once, at the end: some answers are cut off"
 
 
 def test_a_second_turn_extends_the_first_and_both_are_trained(run):
@@ -154,6 +154,8 @@ def test_a_second_turn_extends_the_first_and_both_are_trained(run):
     lengths = set()
     for group in run.of("retry"):
         for text, tokens, masks in zip(run.texts(group), group["tokens"], group["masks"], strict=True):
+            if tokens[-1] != END:
+                continue  # cut off
             trained = run.tokenizer.decode([mask for mask in masks if mask != -100], skip_special_tokens=False)
             first, *second = trained.split("<end>")[:-1]
             assert trained == "".join(f"{answer}<end>" for answer in (first, *second))
