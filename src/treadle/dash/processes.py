@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ import msgspec
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.words import EngineState
 from treadle.wire.bridge import TOKEN_VARIABLE
+from treadle.wire.urls import connection_to
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
@@ -146,10 +147,9 @@ def _token(token_file: object) -> str:
 
 
 def _get_json(url: str, token: str) -> dict[str, Any] | None:
-    parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=ENGINE_TIMEOUT_S)
+    connection = connection_to(url, ENGINE_TIMEOUT_S)
     try:
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        connection.request("GET", urlsplit(url).path, headers={"Authorization": f"Bearer {token}"} if token else {})
         response = connection.getresponse()
         values = json.loads(response.read()) if response.status == 200 else None
     except (OSError, HTTPException, ValueError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
+
+from treadle.wire.urls import connection_to
 
 
 def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
@@ -32,11 +34,9 @@ def get(url: str, *, timeout_s: float = 0.5) -> bytes | None:
 
 
 def _get(url: str, timeout_s: float) -> tuple[int, bytes]:
-    parts = urlsplit(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
+    connection = connection_to(url, timeout_s)
     try:
-        connection.request("GET", parts.path or "/")
+        connection.request("GET", urlsplit(url).path or "/")
         response: HTTPResponse = connection.getresponse()
         return response.status, response.read()
     except (OSError, HTTPException):

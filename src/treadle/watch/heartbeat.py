@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 import msgspec
 
 from treadle.log import get_logger
 from treadle.wire.hub import ProcessReport, ReportTaken
+from treadle.wire.urls import connection_to
 
 log = get_logger("watchdog")
 
@@ -21,10 +22,8 @@ class Heartbeat:
     """`Heartbeat("http://127.0.0.1:8000").send(report)`. The URL may carry a token, as /t/TOKEN at its end."""
 
     def __init__(self, hub_url: str) -> None:
-        parts = urlsplit(hub_url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S)
-        self._path = parts.path.rstrip("/") + ROUTE
+        self._connection = connection_to(hub_url, TIMEOUT_S)
+        self._path = urlsplit(hub_url).path.rstrip("/") + ROUTE
         self._refused_with = OK
 
     def send(self, report: ProcessReport) -> ReportTaken | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ import msgspec
 from treadle.launch.doctor.finding import Check
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import Processes, ProcessStanding
+from treadle.wire.urls import connection_to, shown_url
 
 TIMEOUT_S = 5.0
 TOKEN_TIMEOUT_S = 15.0
@@ -61,10 +62,8 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Answer:
         """GET, or POST with a body."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         try:
-            connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
+            connection = connection_to(self.url, timeout_s)
         except ValueError as error:
             return Answer(0, trouble=str(error))
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -72,7 +71,9 @@ class Server:
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
-            connection.request("GET" if body is None else "POST", parts.path.rstrip("/") + path, content, headers)
+            connection.request(
+                "GET" if body is None else "POST", urlsplit(self.url).path.rstrip("/") + path, content, headers
+            )
             answer = connection.getresponse()
             return Answer(answer.status, answer.read())
         except TimeoutError:
@@ -84,9 +85,7 @@ class Server:
 
     @property
     def shown(self) -> str:
-        """Without a token that may be part of it (/t/TOKEN)."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        return shown_url(self.url)
 
 
 def check_hub(hub: Server) -> list[Check]:
