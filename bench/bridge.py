@@ -1,29 +1,33 @@
-"""The single copy of the weights: what a publish costs a real engine, and whether both sides agree before and after.
+"""Weights on their way to a real engine: what a publish costs it, and whether both sides agree before and after.
 
-    python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER
-    python bench/bridge.py --shape 1.7b --engine vllm        the shape of Qwen3-1.7B, random weights
-    python bench/bridge.py --engine vllm --alone             generation only, as the same vLLM serves without us
+    python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER; one copy of the weights
+    python bench/bridge.py --engine vllm --shape 1.7b        the shape of Qwen3-1.7B, random weights
+    python bench/bridge.py --engine vllm --compare           beside it vLLM's own server and ours in eager mode, in turn
+    python bench/bridge.py --engine vllm --mode lora_only    adapters, 50 of them; or two_copies, reload, delta
 
-An engine process is started as `treadle engine` starts it; this process is the trainer: it binds its model to the
-engine's weights, takes real optimizer steps on what the engine sampled, and publishes while requests are in flight.
-One line of JSON at the end: seconds from pause to resume (the hold), what of it is the optimizer's own write, bytes of
-weights that the trainer allocated, tokens per second of generation, mean and largest difference of logprobs.
+An engine process is started as `treadle engine` starts it; this process is the trainer: it takes real optimizer steps
+on what the engine sampled, and publishes while requests are in flight (bridge_load.py). One line of JSON at the end:
+for how long the engine stood still, what of it is the optimizer's own write, bytes of weights that the trainer
+allocated, tokens per second of generation, mean and largest difference of logprobs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import random
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +36,29 @@ import torch
 
 from treadle.config import TrainConfig
 from treadle.launch.machine import SHARED_MEMORY
-from treadle.sync.single_copy import SingleCopySync
+from treadle.sync.modes import choose_sync
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
 from treadle.train.step import accumulate_gradients
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
-START_S = 400.0
+START_S = 500.0
+NUM_PROMPTS = 64
+TURNS = {"ours": 5, "stock": 5, "eager": 1}
+TEXT = "Tom has {} apples and buys {} more, then gives half of them to his {} friends. How many does he keep? Explain."
+LOAD = Path(__file__).with_name("bridge_load.py")
+MODES: dict[str, dict[str, Any]] = {
+    "one_copy": {"single_copy": True},
+    "two_copies": {"use_shared_memory": True},
+    "lora_only": {"weight_bridge_mode": "lora_only", "lora_r": 16},
+    "reload": {"weight_bridge_mode": "reload"},
+    "delta": {"weight_bridge_mode": "delta"},
+}
 
 
-def write_shape(folder: Path, tokenizer_of: Path | None) -> Path:
+def write_shape(folder: Path, tokenizer_of: Path) -> Path:
     """Qwen3-1.7B's shape with random weights, and the tokenizer of another model: only token ids are asked."""
-    import shutil
-
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -56,77 +69,103 @@ def write_shape(folder: Path, tokenizer_of: Path | None) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    if tokenizer_of is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (tokenizer_of / name).is_file():
-                shutil.copy(tokenizer_of / name, folder / name)
+    del model
+    torch.cuda.empty_cache()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer_of / name).is_file():
+            shutil.copy(tokenizer_of / name, folder / name)
     return folder
 
 
+def write_prompts(file: Path, model: Path, *, is_random: bool) -> Path:
+    """Questions in the model's own chat form; token ids at random for a model that knows no language."""
+    chance = random.Random(0)
+    if is_random:
+        prompts = [[chance.randrange(10, 49_000) for _ in range(64)] for _ in range(NUM_PROMPTS)]
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        prompts = []
+        for _ in range(NUM_PROMPTS):
+            text = TEXT.format(*(chance.randrange(2, 90) for _ in range(3)))
+            turns = [{"role": "user", "content": text}]
+            prompts.append(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    file.write_text(json.dumps(prompts))
+    return file
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 @contextmanager
-def running_engine(words: list[str], log: Path) -> Iterator[str]:
+def starting(argv: list[str], log: Path) -> Iterator[Server]:
+    """`wait_until_healthy` says when it serves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
-        engine = subprocess.Popen(
-            [sys.executable, "-m", "treadle", "engine", "--port", str(port), *words], stdout=out, stderr=out
-        )
+        process = subprocess.Popen([sys.executable, "-m", *argv, "--port", str(port)], stdout=out, stderr=out)
     try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK:
-                    break
-            except httpx.TransportError:
-                pass
-            if engine.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"the engine did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(0.3)
-        yield url
+        yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
-        engine.terminate()
-        engine.wait(60)
+        process.terminate()
+        process.wait(60)
+
+
+def wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK:
+                return
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"a server did not start:\n{server.log.read_text()[-3000:]}")
+        time.sleep(0.3)
 
 
 class Load:
-    """Requests in flight, from threads of their own, until it is stopped."""
+    """bridge_load.py, in a process of its own."""
 
-    def __init__(self, url: str, vocab_size: int, *, num_clients: int, max_tokens: int, group: int) -> None:
-        self._url, self._vocab, self._max_tokens, self._group = url, vocab_size, max_tokens, group
-        self._stop = threading.Event()
-        self.answers: list[dict[str, Any]] = []
-        self.failed: list[str] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,), daemon=True) for i in range(num_clients)]
-        self.started = time.monotonic()
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, url: str, prompts: Path, known: argparse.Namespace, *more: str) -> None:
+        sizes = ["--clients", known.clients, "--group", known.group, "--max-tokens", known.max_tokens]
+        argv = [sys.executable, LOAD, "--url", url, "--prompts", prompts, *sizes, *more]
+        self._process = subprocess.Popen(
+            [str(word) for word in argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def stop(self) -> float:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        return time.monotonic() - self.started
+    def ask(self, line: str) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
-    def _ask(self, number: int) -> None:
-        chance = random.Random(number)
-        with httpx.Client(base_url=self._url, timeout=300, trust_env=False) as client:
-            while not self._stop.is_set():
-                prompt = [chance.randrange(10, self._vocab) for _ in range(64)]
-                body = {
-                    "prompt": {"prompt_token_ids": prompt}, "n": self._group, "max_tokens": self._max_tokens,
-                    "temperature": 1.0, "logprobs": 0, "ignore_eos": True,
-                }  # fmt: skip
-                answer = client.post("/generate", json=body)
-                if answer.status_code == httpx.codes.OK:
-                    self.answers.append(answer.json())
-                else:
-                    self.failed.append(answer.text[:200])
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """Of the answers; waits for the first ones."""
+        while len(answers := self.ask(f"answers {count}")) < count:
+            time.sleep(0.2)
+        return answers  # type: ignore[no-any-return]
+
+    def result(self) -> dict[str, Any]:
+        """Of a fixed number of requests, when they are through."""
+        told, _ = self._process.communicate()
+        return json.loads(told)  # type: ignore[no-any-return]
+
+    def stop(self) -> dict[str, Any]:
+        counted: dict[str, Any] = self.ask("count")
+        self._process.communicate()
+        return counted
 
 
-def tokens_of(answers: list[dict[str, Any]]) -> int:
-    return sum(len(ids) for answer in answers for ids in answer["token_ids"])
+def throughput(url: str, prompts: Path, known: argparse.Namespace, *more: str) -> float:
+    found = Load(url, prompts, known, "--requests", str(known.requests), *more).result()
+    assert not found["failed"], found["failed"][:3]
+    return float(found["tokens"] / found["seconds"])
 
 
 def as_group(answer: dict[str, Any]) -> ScoredGroup:
@@ -154,91 +193,124 @@ def parity(policy: Any, answers: list[dict[str, Any]], config: TrainConfig) -> t
     return float(everything.mean()), float(everything.max())
 
 
+def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work: Path) -> dict[str, Any]:
+    has_gpu = torch.cuda.is_available()
+    config = TrainConfig(
+        engine_url=url, save_path=work / "save", live_path=work / "live", lr=float(known.lr), warmup_steps=0,
+        seq_len=4096, **MODES[known.mode],
+    ).on_device(gpu=has_gpu)  # fmt: skip
+    sync = choose_sync(config)
+    attached = sync.attach()
+    if has_gpu:
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated() if has_gpu else 0
+    policy = build_policy(attached, config)
+    weights_added = (torch.cuda.memory_allocated() - before) if has_gpu else 0
+    optimizer = build_optimizer(policy, config)
+    sync.publish(policy, version=0)
+    load = Load(url, prompts, known)
+    first = parity(policy, load.newest(4), config)
+    receipts, took, moved = [], [], 0
+    for step in range(1, known.steps + 1):
+        began = time.monotonic()
+        batch = pack([as_group(a) for a in load.newest(4)], config, token_cost=policy.token_cost)
+        accumulate_gradients(policy, batch, config)
+        moved += not optimizer.step(step).skipped
+        receipts.append(sync.publish(policy, version=step))
+        took.append(time.monotonic() - began)
+    under_load = load.stop()
+    fresh = Load(url, prompts, known)
+    last = parity(policy, fresh.newest(4), config)  # all of them were asked for after the last publish
+    failed = under_load["failed"] + fresh.stop()["failed"]
+
+    def told(values: list[float]) -> list[float]:
+        return [round(statistics.median(values) * 1e3, 2), round(max(values) * 1e3, 2)]
+
+    return {
+        "weights_added_bytes": weights_added, "steps_moved": moved, "step_ms": told(took),
+        "pause_ms": told([r.wait_s for r in receipts]), "write_ms": told([r.write_s for r in receipts]),
+        "hold_ms": told([r.hold_s for r in receipts]),
+        "hold_beyond_write_ms": told([r.hold_s - r.write_s for r in receipts]),
+        "verify_ms": told([r.verified.seconds for r in receipts]), "sent_bytes": receipts[-1].num_bytes,
+        "parity_before": first, "parity_after": last,
+        "requests": under_load["requests"], "failed": failed[:3], "num_failed": len(failed),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", choices=("1.7b",))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--mode", choices=tuple(MODES), default="one_copy")
+    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of generation that is timed")
-    parser.add_argument("--alone", action="store_true", help="no sharing, no trainer: throughput only")
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=64, help="of a timed turn")
     parser.add_argument("--lr", default="1e-6")
+    parser.add_argument("--lock", type=Path, help="of benches that name the same file one measures at a time")
     known = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="treadle-bridge-"))
+    work = Path(tempfile.mkdtemp(prefix="treadle-bridge-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
+    try:
+        print(json.dumps(measure(known, work)), flush=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     model = known.model
-    if known.shape:
-        model = write_shape(work / "model", known.model)
     if model is None:
         from treadle.engines.models import resolve_model
 
         model = resolve_model("smollm2-135m-instruct")
-    words = ["--engine", known.engine, "--model", str(model), "--dtype", known.dtype, "--max-num-seqs", "256"]
-    words += ["--enforce-eager"] if known.eager else []
-    if not known.alone:
-        words += ["--weights-file", str((SHARED_MEMORY if SHARED_MEMORY.is_dir() else work) / f"{work.name}.weights")]
-    started = time.monotonic()
-    with running_engine(words, work / "engine.log") as url:
-        result: dict[str, Any] = {"start_s": time.monotonic() - started}
-        vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-        shape = {"num_clients": known.clients, "max_tokens": known.max_tokens, "group": known.group}
-        warm = Load(url, vocab, **shape)
-        time.sleep(2)
-        warm.stop()
-        load = Load(url, vocab, **shape)
-        time.sleep(known.seconds)
-        seconds = load.stop()
-        result["tokens_per_s"] = tokens_of(load.answers) / seconds
-        if not known.alone:
-            result |= publish_under_load(url, load.answers, known, shape, vocab, work)
-        print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+    if known.shape:
+        model = write_shape(work / "model", model)
+    prompts = write_prompts(work / "prompts.json", model, is_random=known.shape is not None)
+    sizes = ["--max-num-seqs", "256", "--max-model-len", "2048", "--dtype", known.dtype]
+    # Several servers start side by side on one card: each gets its share by name instead of looking at what is free.
+    cache = ["--kv-cache-memory-bytes", "12G"] if torch.cuda.is_available() else []
+    ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
+    ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}"]
+    shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
+    adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode == "lora_only" else []
+    servers = {"ours": [*ours, *shared, *adapters]}
+    if known.compare:
+        servers["eager"] = [*ours, "--enforce-eager"]
+        servers["stock"] = [
+            "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy",
+            "--generation-config", "vllm", "--gpu-memory-utilization", "0.2", "--uvicorn-log-level", "warning",
+            *sizes, *cache,
+        ]  # fmt: skip
+    result: dict[str, Any] = {"model": str(model), "mode": known.mode}
+    with contextlib.ExitStack() as started:
+        began = time.monotonic()
+        running = {name: started.enter_context(starting(argv, work / f"{name}.log")) for name, argv in servers.items()}
+        for name, server in running.items():
+            wait_until_healthy(server)
+            result[f"{name}_start_s"] = round(time.monotonic() - began, 1)
+        urls = {name: server.url for name, server in running.items()}
+        routes = {name: ("--route", "/v1/completions") if name == "stock" else () for name in urls}
+        with undisturbed(known.lock):
+            for name, url in urls.items():  # the first requests of a server are slow
+                throughput(url, prompts, known, *routes[name])
+            speeds: dict[str, list[float]] = {name: [] for name in urls}
+            for turn in range(max(TURNS.values())):
+                for name in (name for name in urls if turn < TURNS[name]):
+                    speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
+            result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}
+            result |= publish_under_load(urls["ours"], prompts, known, work)
+    return result
 
 
-def publish_under_load(
-    url: str, answers: list[dict[str, Any]], known: Any, shape: dict[str, int], vocab: int, work: Path
-) -> dict[str, Any]:
-    config = TrainConfig(
-        engine_url=url, save_path=work / "save", lr=float(known.lr), warmup_steps=0, seq_len=4096, single_copy=True,
-    )  # fmt: skip
-    sync = SingleCopySync(config)
-    attached = sync.attach()
-    has_gpu = torch.cuda.is_available()
-    config = config.on_device(gpu=has_gpu)
-    before = torch.cuda.memory_allocated() if has_gpu else 0
-    policy = build_policy(attached, config)
-    weights_added = (torch.cuda.memory_allocated() - before) if has_gpu else 0
-    optimizer = build_optimizer(policy, config)
-    few = answers[-4:]
-    mean_before, max_before = parity(policy, few, config)
-    sync.publish(policy, version=0)
-    load = Load(url, vocab, **shape)
-    waits, writes, verifies, moved = [], [], [], 0
-    for step in range(1, known.steps + 1):
-        recent = (load.answers or answers)[-4:]
-        accumulate_gradients(policy, pack([as_group(a) for a in recent], config, token_cost=policy.token_cost), config)
-        moved += not optimizer.step(step).skipped
-        receipt = sync.publish(policy, version=step)
-        waits.append(receipt.wait_s)
-        writes.append(receipt.write_s)
-        verifies.append(receipt.verified.seconds)
-    load.stop()
-    fresh = Load(url, vocab, **shape)
-    time.sleep(1)
-    fresh.stop()
-    after = [a for a in fresh.answers if a["policy_version"] == known.steps][-4:]
-    mean_after, max_after = parity(policy, after, config)
-    mixed = sum(len(v) > 1 for a in load.answers for v in a["policy_versions"])
-    return {
-        "weights_added_bytes": weights_added, "steps_moved": moved,
-        "pause_ms": statistics.median(waits) * 1e3, "write_ms": statistics.median(writes) * 1e3,
-        "verify_ms": statistics.median(verifies) * 1e3,
-        "parity_before": [mean_before, max_before], "parity_after": [mean_after, max_after],
-        "failed_requests": len(load.failed) + len(fresh.failed), "completions_over_several_versions": mixed,
-    }  # fmt: skip
+@contextmanager
+def undisturbed(lock: Path | None) -> Iterator[None]:
+    """Servers of several benches may start side by side; they are measured one after the other."""
+    with (lock or Path("/dev/null")).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 if __name__ == "__main__":

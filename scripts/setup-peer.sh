@@ -8,7 +8,6 @@ source scripts/venv.sh
 name=$1 proof=$2
 venv=.venv-$name constraints=constraints-$name.txt
 make_venv "$venv" .ready "${*:3}" pyproject.toml "$constraints"
-# Most of its libraries are never imported here: compiling all of them would take a third of the time.
-"$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --constraint "$constraints" "${@:3}"
+install "$venv" --constraint "$constraints" "${@:3}"  # not compiled: most of its libraries are never imported here
 "$venv/bin/python" -c "$proof"
 is_ready "$venv" .ready

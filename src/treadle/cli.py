@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,9 @@ def run_api() -> None:
 def _run(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, given
     from treadle.config.load import load_run
+    from treadle.guides import GUIDES
 
-    parser = FlagParser(prog="treadle run", description="Train a model: every process, one command.")
+    parser = FlagParser(prog="treadle run", guide=GUIDES["run"])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
@@ -94,10 +96,11 @@ def _run(words: list[str]) -> int:
 def _plan(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, given
     from treadle.config.load import load_run
+    from treadle.guides import GUIDES
     from treadle.launch.budget.command import plan_memory
     from treadle.launch.budget.request import add_plan_flags
 
-    parser = FlagParser(prog="treadle plan", description="The memory of a run, before anything is loaded.")
+    parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     add_plan_flags(parser)
     _add_run_flags(parser)
@@ -110,7 +113,7 @@ def _hub(words: list[str]) -> int:
     from treadle.dash import open_pages
     from treadle.hub.process import serve
 
-    serve(run.hub, pages=lambda store, explain: open_pages(store, explain, run.hub.run_folder))
+    serve(run.hub, pages=partial(open_pages, run.hub.run_folder))
     return 0
 
 
@@ -149,11 +152,12 @@ def _env(words: list[str]) -> int:
     from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
     from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
     from treadle.config.load import load_run
+    from treadle.guides import GUIDES
 
     words, notes = drop_without_effect(words, WITHOUT_EFFECT)
     for note in notes:
         sys.stderr.write(f"treadle env: {note}\n")
-    parser = FlagParser(prog="treadle env", description="Run an environment.")
+    parser = FlagParser(prog="treadle env", guide=GUIDES["env"])
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")
     parser.add_argument("_action", metavar="ACTION", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML or YAML; flags win over it")
@@ -197,11 +201,9 @@ def _chat(words: list[str]) -> int:
 def _doctor(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, given
     from treadle.config.load import load_run
+    from treadle.guides import GUIDES
 
-    parser = FlagParser(
-        prog="treadle doctor",
-        description="Check this machine, for a run with these flags; or the live system that is named.",
-    )
+    parser = FlagParser(prog="treadle doctor", guide=GUIDES["doctor"])
     parser.add_argument("_run", nargs="?", type=Path, metavar="RUN", help="folder of a run: its processes and its logs")
     parser.add_argument("--hub", dest="_hub", default="", metavar="URL", help="a hub that serves now")
     parser.add_argument("--engine", dest="_engine", default="", metavar="URL", help="an engine that serves now")
@@ -253,8 +255,9 @@ def _one_section(name: str, words: list[str]) -> Any:
 def _section_parser(name: str) -> FlagParser:
     from treadle.config.flags import FlagParser, add_flags
     from treadle.config.schema import RunConfig
+    from treadle.guides import GUIDES
 
-    parser = FlagParser(prog=f"treadle {name}", description=VERBS[name])
+    parser = FlagParser(prog=f"treadle {name}", guide=GUIDES[name])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
     add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
     return parser

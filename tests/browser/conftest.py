@@ -46,7 +46,7 @@ class Visit:
         return self.page
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright's event loop runs in this thread: other files need it without one
 def browser() -> Iterator[Any]:
     found = next((path for name in CHROMIUMS if (path := shutil.which(name))), None)
     assert found is not None, "no Chromium is installed; install one: scripts/setup-browser.sh"
@@ -57,7 +57,7 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made_up_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A made-up run of forty steps, and others beside it to compare with."""
     runs = tmp_path_factory.mktemp("runs")
@@ -68,7 +68,7 @@ def made_up_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def still_hub(made_up_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     """For tests that only look."""
     folder = tmp_path_factory.mktemp("still")

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.browser.conftest import FOREIGN_NAME, NUM_GROUPS, NUM_STEPS, OTHERS, Visit
+from bench.page_history import write_run
+from tests.browser.conftest import FOREIGN_NAME, NUM_GROUPS, NUM_STEPS, OTHERS, Visit, hub_of
 from tests.hub_process import HubProcess
 
+CONNECTED = "#connection[data-connection=live]"
 SIZES = {"desktop": (1440, 900, "light"), "tablet": (900, 1100, "dark"), "phone": (390, 844, "light")}
 
 
@@ -49,6 +51,23 @@ def num_healthy_pixels(found: Any) -> int:
     )
 
 
+def drawn_columns(found: Any) -> list[bool]:
+    """Of each column of pixels between the axes, whether the first line's colour is in it."""
+    return found.locator(".u-over").evaluate(
+        """over => {
+            const canvas = over.parentElement.querySelector("canvas");
+            const scale = canvas.width / canvas.clientWidth;
+            const [left, width] = [over.offsetLeft * scale, over.clientWidth * scale].map(Math.round);
+            const { data } = canvas.getContext("2d").getImageData(left, 0, width, canvas.height);
+            const colour = getComputedStyle(document.documentElement).getPropertyValue("--s0").trim();
+            const wanted = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+            const isWanted = (at) => data[at + 3] > 150 && wanted.every((c, n) => Math.abs(data[at + n] - c) < 40);
+            const rows = Array.from({ length: canvas.height }, (_, y) => 4 * y * width);
+            return Array.from({ length: width }, (_, x) => rows.some((row) => isWanted(row + 4 * x)));
+        }"""
+    )
+
+
 def rows(page: Any) -> list[list[str]]:
     return [row.locator("td").all_inner_texts() for row in page.locator("#list tbody tr").all()]
 
@@ -74,11 +93,66 @@ def test_the_charts_have_points_and_nothing_is_asked_of_anybody_else(visit: Visi
         chart(page, title)
     parts = chart(page, "Time per step").locator(".u-legend .stack .u-label").all_inner_texts()
     assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "beside", "beside"]
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     assert page.inner_text("#progress-text") == f"step {NUM_STEPS} of {NUM_STEPS}"
     assert page.inner_text("#words") == f"all {NUM_STEPS} steps are trained"
     assert visit.complaints == []
     assert visit.hosts == {f"127.0.0.1:{still_hub.port}"}
+
+
+def test_a_finished_run_is_not_called_live(visit: Visit, pictures: Path):
+    page = visit.open()
+    page.wait_for_selector("#connection.complete")
+    assert page.inner_text("#connection") == "complete"
+    page.screenshot(path=pictures / "complete.png")
+
+
+def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_they_do_not(
+    browser: Any, tmp_path: Path, pictures: Path
+):
+    write_run(tmp_path / "run", num_steps=NUM_STEPS, num_groups=NUM_GROUPS)
+    settings = tmp_path / "run" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"steps": 2 * NUM_STEPS}))
+    with hub_of(tmp_path / "run", tmp_path) as hub:
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        page = Visit(context.new_page(), hub.url).open()
+        page.wait_for_selector("#connection.stopped")
+        assert page.inner_text("#words") == f"stopped after step {NUM_STEPS} of {2 * NUM_STEPS}: " + (
+            "nothing of this run is heard of now"
+        )
+        page.screenshot(path=pictures / "stopped.png")
+        report = {"kind": "trainer", "name": "trainer", "machine": "elsewhere", "pid": 7, "state": "training"}
+        assert httpx.post(f"{hub.url}/v1/reports", json=report).status_code == 200
+        page.wait_for_selector("#connection.live")
+        assert httpx.post(f"{hub.url}/v1/reports", json=report | {"state": "ended"}).status_code == 200
+        page.wait_for_selector("#connection.stopped")
+        (tmp_path / "run" / "summary.json").write_text(json.dumps({"last_words": "the engine ended with code 1"}))
+        page.wait_for_selector("#connection.failed")
+        assert "the engine ended with code 1" in page.inner_text("#words")
+        page.screenshot(path=pictures / "failed.png")
+        context.close()
+
+
+def test_a_step_without_a_value_is_a_gap_and_what_stands_alone_is_a_dot(browser: Any, tmp_path: Path, pictures: Path):
+    write_run(tmp_path / "run", num_steps=NUM_STEPS, num_groups=NUM_GROUPS)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows_of = [json.loads(line) for line in metrics.read_text().splitlines()]
+    without_value = {*range(11, 20), 21, 30}
+    nothing = dict.fromkeys(("entropy", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "grad_norm"))
+    lines = [json.dumps(row | (nothing if row["step"] in without_value else {})) + "\n" for row in rows_of]
+    metrics.write_text("".join(lines))
+    with hub_of(tmp_path / "run", tmp_path) as hub:
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        page = Visit(context.new_page(), hub.url).open()
+        found = chart(page, "Entropy")
+        assert found.get_attribute("data-points") == str(NUM_STEPS - len(without_value))
+        page.screenshot(path=pictures / "gaps.png")
+        page.locator("#smoothing").fill("0")
+        drawn = drawn_columns(found)
+        context.close()
+    steps = {step: drawn[round((step - 1) / (NUM_STEPS - 1) * (len(drawn) - 1))] for step in range(1, NUM_STEPS + 1)}
+    assert not any(steps[step] for step in (13, 15, 17))  # in the middle of a long gap
+    assert all(steps[step] for step in (5, 20, 25, 35))  # 20 stands alone
 
 
 def test_hovering_tells_the_values_and_dragging_zooms(visit: Visit):
@@ -307,7 +381,7 @@ def test_an_address_leads_straight_to_a_group(visit: Visit):
 
 def test_what_happens_is_shown_as_it_happens(live_visit: Visit, hub: HubProcess):
     page = live_visit.open("rollouts")
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     page.wait_for_selector("#list tbody tr")
     post_group(hub)
     page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 1}"]:has-text("What is new?")')
@@ -316,7 +390,7 @@ def test_what_happens_is_shown_as_it_happens(live_visit: Visit, hub: HubProcess)
 
 def test_a_step_appears_in_the_charts_when_it_is_trained(live_visit: Visit, hub: HubProcess, run_folder: Path):
     page = live_visit.open()
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     page.wait_for_selector(f'.chart[data-title="Ratio"][data-points="{NUM_STEPS}"]')
     with hub.client() as client:
         step = NUM_STEPS + 1
@@ -349,16 +423,16 @@ def test_a_hub_without_a_run_says_what_it_waits_for(browser: Any, tmp_path: Path
 
 def test_after_a_restart_of_the_hub_the_page_goes_on_where_it_was(live_visit: Visit, hub: HubProcess):
     page = live_visit.open("rollouts")
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     page.wait_for_selector("#list tbody tr")
     before = page.evaluate("live.numEvents")
     post_group(hub, "before")
     page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 1}"]')
     hub.end()
-    page.wait_for_selector("#connection.lost")
+    page.wait_for_selector("#connection[data-connection=lost]")
     hub.start()
     post_group(hub, "after")  # perhaps before the page is back: it must hear of it all the same
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     page.wait_for_selector(f'#list tbody tr[data-id="{NUM_GROUPS + 2}"]')
     assert page.evaluate("live.numEvents") == before + 2  # each once
     assert [one for one in live_visit.complaints if "ERR_" not in one] == []  # beside the connection that was cut
@@ -366,9 +440,9 @@ def test_after_a_restart_of_the_hub_the_page_goes_on_where_it_was(live_visit: Vi
 
 def test_what_is_asked_for_while_the_hub_is_away_comes_when_it_is_back(live_visit: Visit, hub: HubProcess):
     page = live_visit.open()
-    page.wait_for_selector("#connection.live")
+    page.wait_for_selector(CONNECTED)
     hub.end()
-    page.wait_for_selector("#connection.lost")
+    page.wait_for_selector("#connection[data-connection=lost]")
     page.fill("#first", str(NUM_STEPS - 9))
     page.keyboard.press("Tab")
     hub.start()
@@ -452,7 +526,7 @@ def test_with_a_token_the_address_carries_it_and_without_it_nothing_is_told(
         visit = Visit(context.new_page(), f"{hub.url}/t/{token}")
         page = visit.open("rollouts")
         page.wait_for_selector("#list tbody tr")
-        page.wait_for_selector("#connection.live")
+        page.wait_for_selector(CONNECTED)
         assert visit.complaints == []
         context.close()
 

@@ -7,6 +7,7 @@ own: `from tests.contract.test_engine_surface import *`.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
+from tests.unit.sync.group_peer import Weights
 from treadle.engines.text import Text
+from treadle.errors import SyncError
+from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
+from treadle.sync.gate import Gate, new_number
+from treadle.sync.group_link import GroupLink
 
 PROMPT = [20, 21, 22, 23, 30]
 LONG = 200  # tokens: enough that a test can do something in the middle
@@ -33,7 +39,7 @@ LONG = 200  # tokens: enough that a test can do something in the middle
 
 @dataclass(frozen=True)
 class Surface:
-    """An engine that serves `folder` in fp32 on a CPU, with --enable-lora and --max-lora-rank 16."""
+    """An engine that serves `folder` in fp32 on a CPU, with --weights-file, --enable-lora and --max-lora-rank 16."""
 
     url: str
     folder: Path
@@ -78,6 +84,7 @@ def surface(tmp_path_factory):
     port, log = free_port(), folder / "engine.log"
     flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--enable-lora"]
     flags += ["--max-lora-rank", "16", "--engine", "transformers", "--device", "cpu"]
+    flags += ["--weights-file", str(folder / "weights")]
     with running("engine", *flags, log=log) as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(f"{url}/health", process, log)
@@ -374,6 +381,7 @@ def test_a_hold_freezes_what_runs_and_it_goes_on_under_the_next_version(surface)
     assert surface.get("/bridge/is_paused").json() == {"is_paused": True}
     assert surface.get("/health").json()["status"] == "paused"
     resumed = surface.post("/bridge/resume", policy_version=before + 1).json()
+    assert resumed.pop("held_s") > 0
     assert resumed == {"status": "resumed", "policy_version": before + 1}
     *rest, last = lines
     got += rest
@@ -428,6 +436,102 @@ def test_a_version_is_taken_only_while_held(surface):
     assert answer.status_code == 503
     assert "pause" in answer.json()["error"]
     assert surface.version() == before
+
+
+def at_the_gate(surface, version, write, **changes):
+    """A publish as a trainer makes it: the answer of /bridge/adopt; `write(gate, number)` while it stands still."""
+    gate = Gate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
+    number = new_number()
+    order = {"policy_version": version, "number": number, "gate": gate.inode, "timeout_s": 60.0, **changes}
+    with ThreadPoolExecutor(1) as pool:
+        with gate.publishing():
+            adopting = pool.submit(surface.post, "/bridge/adopt", **order)
+            if gate.wait_until_still(number, is_over=adopting.done):
+                write(gate, number)
+        return adopting.result(60)
+
+
+def test_what_runs_stands_still_at_the_gate_and_goes_on_under_the_next_version(surface):
+    for _ in range(5):  # on a busy machine a stream may be over before
+        before = surface.version()
+        lines = surface.stream(max_tokens=LONG, temperature=0.0, logprobs=0)
+        next(lines)
+
+        def write(gate, number):
+            tokens = surface.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0]
+            time.sleep(0.3)
+            assert surface.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0] == tokens
+            gate.go_on(number)
+
+        adopted = at_the_gate(surface, before + 1, write).json()
+        assert adopted.pop("held_s") >= 0.3
+        assert adopted == {"status": "adopted", "policy_version": before + 1}
+        *_, last = lines
+        assert len(last["token_ids"][0]) == LONG
+        check_against_plain(surface, last)  # the weights are the same: so must every logprob be
+        if last["policy_versions"] == [[before, before + 1]]:
+            return
+    raise AssertionError("no stream was caught in the middle")
+
+
+def test_a_trainer_that_ends_while_it_writes_leaves_the_engine_held_until_one_finishes(surface):
+    before = surface.version()
+    answer = at_the_gate(surface, before + 1, lambda _gate, _number: None)  # its lock goes with it
+    assert answer.status_code == 503
+    assert "did not finish writing" in answer.json()["error"]
+    assert surface.get("/bridge/is_paused").json() == {"is_paused": True}
+    refused = surface.post("/bridge/resume")
+    assert refused.status_code == 503
+    assert "came in part" in refused.json()["error"]
+    assert at_the_gate(surface, before + 1, Gate.go_on).status_code == 200
+    assert surface.get("/bridge/is_paused").json() == {"is_paused": False}
+    assert surface.generate(max_tokens=2)["policy_version"] == before + 1
+
+
+def test_nobody_lets_the_engine_go_while_a_trainer_writes(surface):
+    before = surface.version()
+    refused = []
+
+    def write(gate, number):
+        with ThreadPoolExecutor(1) as pool:  # one engine refuses at once, the other when the publish is through
+            asked = pool.submit(surface.post, "/bridge/resume")
+            time.sleep(0.3)
+            assert surface.get("/bridge/is_paused").json() == {"is_paused": True}
+            gate.go_on(number)
+            refused.append(asked.result(60).status_code)
+
+    assert at_the_gate(surface, before + 1, write).status_code == 200
+    assert refused[0] in (200, 503)
+    assert surface.generate(max_tokens=2)["policy_version"] == before + 1
+
+
+def test_without_a_trainer_at_the_gate_nothing_is_adopted_and_generation_goes_on(surface):
+    before = surface.version()
+    gate = Gate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
+    answer = surface.post("/bridge/adopt", policy_version=before + 1, number=new_number(), gate=gate.inode)
+    assert answer.status_code == 400
+    assert "no trainer is at the gate" in answer.json()["error"]
+    assert surface.generate(max_tokens=2)["policy_version"] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"after_version": 10_000}, "where 10000 was published last: it was restarted"),
+        ({"gate": 1}, "its weights lie elsewhere"),
+        ({"number": "seven"}, "number"),
+        ({"number": 2**63}, "number"),
+        ({"number": 0}, "number"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"timeout_s": None}, "timeout_s"),
+    ],
+)
+def test_an_order_that_is_wrong_is_refused_and_generation_goes_on(surface, changes, said):
+    before = surface.version()
+    answer = at_the_gate(surface, before + 1, Gate.go_on, **changes)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]
+    assert surface.generate(max_tokens=2)["policy_version"] == before
 
 
 def test_bridge_info_tells_version_and_engine(surface):
@@ -519,6 +623,109 @@ def test_weights_that_do_not_fit_change_nothing(surface, tmp_path):
     assert surface.post("/reload_weights", path=str(tmp_path)).status_code == 400
     assert surface.post("/reload_weights", path=str(tmp_path / "away")).status_code == 404
     assert (surface.version(), fingerprints(surface, 0)) == (before, served)
+
+
+def weights_of(folder):
+    """As a trainer has them: a tied one once."""
+    return Weights(load_file(folder / "model.safetensors"))
+
+
+def link_to(surface):
+    return GroupLink(EngineLink(surface.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
+
+
+def test_broadcast_weights_are_served_and_what_runs_goes_on_under_them(surface, other_weights, as_before):
+    before = surface.version()
+    link, trainers = link_to(surface), weights_of(other_weights)
+    link.join(trainers)
+    check_against_plain(surface, surface.generate(seed=4))  # it serves on, and nothing has changed
+    _, lines = freeze_a_stream(surface)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(link.send, trainers)
+        while not sending.done():
+            assert surface.get("/health").status_code == 200
+    assert sending.result() == sum(w.nbytes for w in trainers.weights.values())
+    unnamed = surface.post("/bridge/resume")  # as the version before, with its caches: never
+    assert unnamed.status_code == 503
+    assert "wait for their version" in unnamed.json()["error"]
+    assert surface.post("/bridge/resume", policy_version=before + 1).status_code == 200
+    *_, last = lines
+    assert last["policy_versions"] == [[before, before + 1]]
+    assert fingerprints(surface, 0) == expected_fingerprints(other_weights / "model.safetensors", 0)
+    check_against_plain(surface, surface.generate(seed=4), other_weights)
+
+
+def test_a_broadcast_is_taken_only_while_held_and_from_the_trainer_that_joined(surface):
+    link, trainers = link_to(surface), weights_of(surface.folder)
+    link.join(trainers)
+    with pytest.raises(SyncError, match="weights may change only while the engine is"):
+        link.send(trainers)
+    paused(surface, "keep")
+    answer = surface.post("/bridge/receive", group="another", timeout_s=5.0)
+    assert answer.status_code == 400
+    assert "this engine is in no group with this trainer" in answer.json()["error"]
+    assert surface.post("/bridge/resume").status_code == 200  # nothing was written
+
+
+def test_a_trainer_that_cannot_join_throws_nobody_out_and_one_that_is_silent_is_not_waited_for(surface):
+    link, trainers = link_to(surface), weights_of(surface.folder)
+    link.join(trainers)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for host, port in (("127.0.0.1", silent.getsockname()[1]), ("127.0.0.1", 1), ("a" * 70, 80)):
+            body = {
+                "group": "b", "host": host, "port": port, "backend": "gloo", "dtype": "float32", "timeout_s": 2.0,
+                "bucket_bytes": 1 << 20, "weights": [(name, list(w.shape)) for name, w in trainers.weights.items()],
+            }  # fmt: skip
+            started = time.monotonic()
+            answer = surface.post("/bridge/join", **body)
+            assert 400 <= answer.status_code <= 503
+            assert "cannot reach" in answer.json()["error"]
+            assert time.monotonic() - started < 20
+    paused(surface, "keep")
+    link.send(trainers)
+    assert surface.post("/bridge/resume", policy_version=surface.version() + 1).status_code == 200
+
+
+def test_a_group_with_a_trainer_of_other_weights_is_refused_by_name(surface):
+    served = fingerprints(surface, 0)
+    good = weights_of(surface.folder).weights
+    norm = "model.norm.weight"
+    for given, words in (
+        ({**good, norm: torch.zeros(2)}, norm),
+        ({**good, "model.nothing.weight": torch.zeros(2)}, "model.nothing.weight"),
+        ({name: w for name, w in good.items() if name != norm}, norm),
+        ({name: w.bfloat16() for name, w in good.items()}, "bfloat16 at the trainer and float32"),
+    ):
+        with pytest.raises(SyncError, match=words):
+            link_to(surface).join(Weights(given))
+    body = {
+        "group": "a", "host": "127.0.0.1", "port": 1, "backend": "nccl", "dtype": "float32", "bucket_bytes": 1 << 20,
+        "weights": [(name, list(w.shape)) for name, w in good.items()], "timeout_s": 5.0,
+    }  # fmt: skip
+    assert "NCCL is between GPUs" in surface.post("/bridge/join", **body).json()["error"]
+    assert surface.post("/bridge/join", **body | {"timeout_s": 0}).status_code == 400
+    assert fingerprints(surface, 0) == served
+
+
+def test_a_broadcast_that_breaks_off_leaves_the_engine_held_until_one_comes_whole(surface, other_weights, as_before):
+    before = surface.version()
+    link = link_to(surface)
+    trainers = weights_of(other_weights)
+    link.join(trainers)
+    paused(surface, "keep")
+    half = dict(list(trainers.weights.items())[: len(trainers.weights) // 2])
+    with pytest.raises(SyncError, match="nothing is to be sent where"):
+        link.send(Weights(half))
+    for version in (before + 1, None):
+        answer = surface.post("/bridge/resume", policy_version=version)
+        assert answer.status_code == 503
+        assert "new weights came in part" in answer.json()["error"]
+    assert surface.get("/health").json()["status"] == "paused"
+    again = link_to(surface)
+    again.join(trainers)
+    again.send(trainers)
+    assert surface.post("/bridge/resume", policy_version=before + 1).status_code == 200
+    check_against_plain(surface, surface.generate(seed=4), other_weights)
 
 
 def test_a_restart_serves_a_saved_model_and_requests_wait_for_it(surface, other_weights):

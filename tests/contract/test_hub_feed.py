@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,3 +151,30 @@ def test_a_run_can_begin_afresh_and_the_old_queue_is_kept(tmp_path):
 
 
 JSON = {"Content-Type": "application/json"}
+
+
+def test_a_hub_that_hangs_is_named_with_what_to_do_and_one_that_is_gone_with_something_else():
+    """A port that takes connections and never answers; then nobody is at it any more."""
+    told: list[tuple[str, str, str]] = []
+    waits = Waits()
+
+    def note_then_stop() -> None:
+        (wait,) = [wait for wait in waits.now if wait.problem]
+        told.append((wait.wanted.what, wait.problem, wait.fix))
+        if len(told) == 1:
+            listener.close()
+        if "ConnectError" in wait.problem:
+            raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        feed = HubFeed(f"{url}/t/secret", note_then_stop, waits, 300.0, answer_s=0.3)
+        with pytest.raises(KeyboardInterrupt):
+            feed.register(registration())
+    assert told[0] == (
+        f"the hub at {url}",
+        "it takes connections, and has not answered within 0.3 s",
+        f"see its log, or ask: treadle doctor --hub {url}",
+    )
+    assert told[-1][2] == "start it with `treadle hub`, or name another with --hub-url"
+    assert "secret" not in str(told)

@@ -26,4 +26,7 @@ def test_the_default_job_teaches_the_model_to_add(tmp_path):
     rows = metrics_of(run)
     assert len(rows) == summary["steps"]
     assert max(row["sample/staleness_max"] for row in rows) <= 1
-    assert sum(row["sampling/sampling_logp_difference/mean"] for row in rows) / len(rows) < 0.1
+    # A step whose groups are all alike has no tokens to compare on.
+    apart = [d for row in rows if (d := row["sampling/sampling_logp_difference/mean"]) is not None]
+    assert len(apart) > 0.8 * len(rows)
+    assert sum(apart) / len(apart) < 0.1

@@ -68,7 +68,7 @@ def log_of(run: Path, name: str) -> str:
 
 def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     said, code, folder = run(
-        tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "10", fault="engine:step:6:sleep"
+        tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "20", fault="engine:step:6:sleep"
     )
     print(said)
     told = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ requests"
@@ -84,7 +84,7 @@ def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
     told = r"watchdog: trainer has waited \d+ s for the engine to adopt version 2 \(it holds step 2\); stacks are in "
     assert re.search(told + r"\S+trainer\.log and \S+engine\.log", said)
     assert code == 1
-    assert "did not answer POST /bridge/resume within 8 s" in said
+    assert "did not answer POST /bridge/adopt within 8 s" in said
     engine = log_of(folder, "engine")
     assert 'stacks why="trainer has waited' in engine, "asked for by the hub's answer to its report"
     assert "in reach" in engine
@@ -95,7 +95,7 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     task.write_text(TASK.format(rewards="", rollout=HANGING_ROLLOUT))
     said, code, folder = run(
         tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.batch-patience-s", "4",
-        "--stall-timeout-s", "12",
+        "--stall-timeout-s", "20",
     )  # fmt: skip
     print(said)
     told = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from treadle.cli import VERBS
+from treadle.guides import GUIDES
 
 
 def treadle(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -33,6 +35,22 @@ def test_help_answers_at_once(words: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     assert "treadle" in done.stdout
     assert took < 2.0, "one second on an idle machine; the second one is for a busy one"
+
+
+@pytest.mark.parametrize("verb", GUIDES)
+def test_the_help_begins_with_what_it_does_and_how_and_fits_on_a_screen_or_two(verb: str) -> None:
+    lines = treadle(verb, "--help").stdout.splitlines()
+    assert lines[0] == f"usage: treadle {verb} {GUIDES[verb].usage}"
+    assert " ".join(lines[2 : lines.index("examples:")]).strip() == GUIDES[verb].about
+    assert 3 <= sum(line.lstrip().startswith(f"treadle {verb}") for line in lines[:-1]) <= 4
+    assert len(lines) < 60
+    assert max(map(len, lines)) <= 80
+    told = re.fullmatch(rf"treadle {verb} --help-all lists all (\d+) flags\.", lines[-1])
+    assert told is not None
+    everything = treadle(verb, "--help-all").stdout
+    listed = re.findall(r"^  (?:-h, )?(--[a-z][\w.-]*)", everything, flags=re.MULTILINE)
+    assert len(listed) == int(told[1])
+    assert everything.startswith(f"usage: treadle {verb} {GUIDES[verb].usage}\n\n")
 
 
 @pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("train", "--help"), ("doctor", "--help")])

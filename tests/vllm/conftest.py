@@ -1,7 +1,7 @@
 """Real vLLM on a CPU. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment).
 
 A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
-it (test_life.py) come last.
+it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ SIZES = {"hidden_size": 256, "num_layers": 16}
 START_S = 300.0  # for a start of vLLM on a machine that has much else to do
 HERE = Path(__file__).parent
 COMES_LAST = HERE / "test_life.py"
+SHARED = {"served", "engine"}  # fixtures that start a server for more than one test
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items):
     """Every test here needs vLLM. Where it is missing they are skipped, but never in CI."""
     missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            for server in SHARED & set(item.fixturenames):
+                item.add_marker(pytest.mark.xdist_group(server))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: scripts/setup-vllm.sh"))
     items.sort(key=lambda item: item.path == COMES_LAST)

@@ -12,11 +12,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
+from tests.unit.sync.group_peer import Weights
 from tests.vllm.conftest import vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.fingerprint import fingerprint
+from treadle.sync.group_link import GroupLink
 from treadle.sync.weights_file import bind_parameters, map_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
@@ -169,6 +173,27 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
     assert [c.policy_versions for c in restored.completions] == [[first + 2]] * 2
 
 
+def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(served, plain):
+    engine = served.engine
+    first = served(engine.state()).policy_version
+    saved = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    torch.manual_seed(0)
+    changed = {name: weight + torch.randn_like(weight) * 0.05 for name, weight in saved.items()}
+    noisy = load(served.folder)
+    noisy.load_state_dict(changed, strict=False)
+    link = GroupLink(EngineLink(served.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=1 << 20)
+    link.join(Weights(saved))
+    for version, weights, reference in ((first + 1, changed, noisy), (first + 2, saved, plain)):
+        served(engine.hold("keep", 60))
+        assert link.send(Weights(weights)) == sum(w.nbytes for w in weights.values())
+        served(engine.release(version))
+        generation = served(engine.generate(request(n=2)))
+        assert [c.policy_versions for c in generation.completions] == [[version]] * 2
+        assert mean_difference(reference, PROMPT, generation.completions) < 1e-4
+    fingerprints = served(engine.fingerprints(0))
+    assert fingerprints == {name: fingerprint(weight, 0) for name, weight in saved.items()}
+
+
 def test_requests_wait_while_held_and_go_on_afterwards(served):
     served(served.engine.hold("wait", 60))
     waiting = served.begin(served.engine.generate(request(max_tokens=3)))
@@ -245,6 +270,26 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapte
     with pytest.raises(RequestError, match="no adapter 'policy-0'"):
         served(engine.generate(request(adapter="policy-0")))
     served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
+
+
+def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(served, plain, adapters, tiny_model):
+    engine = served.engine
+    models = {None: plain}
+    for folder in adapters:
+        served(engine.load_adapter(folder.name, folder, None))
+        models[folder.name] = load(tiny_model, folder)
+
+    async def ask_for_all():
+        # Twenty-four are in one batch, with rows of all three.
+        return await asyncio.gather(*(engine.generate(request(n=8, adapter=name)) for name in models))
+
+    for model, generation in zip(models.values(), served(ask_for_all()), strict=True):
+        assert mean_difference(model, PROMPT, generation.completions) < 1e-4
+    alone = served(engine.generate(request(n=2)))
+    assert mean_difference(plain, PROMPT, alone.completions) < 1e-4
+    for folder in adapters:
+        served(engine.unload_adapter(folder.name))
+    assert engine.adapters() == []
 
 
 def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(served, adapters, tmp_path):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from treadle.config.guide import Guide
 from treadle.config.load import suggest
 
 
@@ -28,11 +29,31 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if has_default else action.help
 
 
-class FlagParser(argparse.ArgumentParser):
-    """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one."""
+class _GuideAction(argparse.Action):
+    """Prints the guide and ends, as argparse's own help does."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, *, guide: Guide, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._guide = guide
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        sys.stdout.write(self._guide.render(parser.prog, parser._actions))
+        parser.exit()
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one.
+
+    With a guide, --help is what that says, and --help-all lists every flag.
+    """
+
+    def __init__(self, *, guide: Guide | None = None, **kwargs: Any) -> None:
+        if guide is not None:
+            kwargs |= {"usage": f"{kwargs['prog']} {guide.usage}", "description": guide.about, "add_help": False}
         super().__init__(allow_abbrev=False, formatter_class=_Help, **kwargs)
+        if guide is not None:
+            self.add_argument("-h", "--help", action=_GuideAction, guide=guide, help="what most people need")
+            self.add_argument("--help-all", action="help", help="every flag")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         values, unknown = self.parse_known(sys.argv[1:] if args is None else args, namespace)

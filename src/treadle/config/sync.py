@@ -31,6 +31,16 @@ class SyncOptions(Section):
     use_shared_memory: bool = option(
         False, "shared_vllm: two copies: the trainer keeps its own and hands over new weights"
     )
+    broadcast_by: Literal["auto", "memory", "nccl", "gloo"] = option(
+        "auto",
+        "use_shared_memory: how the weights travel; auto: through memory where trainer and engine can share it, else "
+        "NCCL between GPUs, else Gloo",
+    )
+    broadcast_host: str = option(
+        "",
+        "use_shared_memory: name or address of this machine for the engine to reach it by; empty: the one on the "
+        "network that the engine is on",
+    )
     vllm_restart_interval: PositiveInt | None = option(
         None,
         "publish every so many steps, and the last one; empty: 3 where the engine restarts, else 1 "
@@ -82,6 +92,12 @@ class SyncOptions(Section):
             raise ValueError(
                 f"{given[0]} is a way of weight_bridge_mode shared_vllm, and the mode is {self.weight_bridge_mode}: "
                 "leave one of them out"
+            )
+        broadcast = {"broadcast_by": self.broadcast_by != "auto", "broadcast_host": bool(self.broadcast_host)}
+        if any(broadcast.values()) and not self.use_shared_memory:
+            named = next(name for name, is_given in broadcast.items() if is_given)
+            raise ValueError(
+                f"{named} is for use_shared_memory, which is off: set use_shared_memory too, or leave it out"
             )
         return self
 

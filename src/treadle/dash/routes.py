@@ -1,6 +1,6 @@
 """The page's routes: its files, and what it asks for. Whoever serves them decides who may call.
 
-with open_pages(store, explain, run_folder) as pages:
+with open_pages(run_folder, store, explain, is_at_work) as pages:
     for path, handler in pages: ...
 """
 
@@ -26,7 +26,7 @@ from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_gr
 from treadle.dash.run_folder import RunFolder, Runs
 from treadle.dash.search import search
 from treadle.dash.static import INDEX, StaticFiles
-from treadle.dash.words import EngineState, Situation, in_words
+from treadle.dash.words import EngineState, Situation, in_words, standing
 from treadle.store import Store
 from treadle.store.browse import Browser, GroupSummary, Wanted
 from treadle.track.names import METRICS
@@ -43,14 +43,16 @@ HEALTHY_AFTER_STEPS = 20  # the trainer says a thing that lasts again after so m
 
 
 @contextlib.contextmanager
-def open_pages(store: Store, explain: Callable[[], str], run_folder: Path | None) -> Iterator[Sequence[Page]]:
-    """`explain` says why there is no batch now."""
+def open_pages(
+    run_folder: Path | None, store: Store, explain: Callable[[], str], is_at_work: Callable[[], bool]
+) -> Iterator[Sequence[Page]]:
+    """`explain` says why there is no batch now, `is_at_work` whether any process of the run is heard of."""
     run = None if run_folder is None else RunFolder(run_folder.expanduser().resolve())
     with Browser.open(store.path) as browser:
         learner = Learner(browser, first=run.metrics.read_on if run is not None else lambda: None)
         queue = QueueHistory(store)
         try:
-            yield Routes(store, explain, browser, learner, queue, Runs(run)).pages()
+            yield Routes(store, explain, is_at_work, browser, learner, queue, Runs(run)).pages()
         finally:
             queue.close()
             learner.close()
@@ -61,6 +63,7 @@ class Routes:
         self,
         store: Store,
         explain: Callable[[], str],
+        is_at_work: Callable[[], bool],
         browser: Browser,
         learner: Learner,
         queue: QueueHistory,
@@ -68,6 +71,7 @@ class Routes:
     ) -> None:
         self._store = store
         self._explain = explain
+        self._is_at_work = is_at_work
         self._browser = browser
         self._learner = learner
         self._queue = queue
@@ -170,6 +174,8 @@ class Routes:
         leased, trained = latest.get("leased"), latest.get("trained")
         planned = self._config.get("steps")
         now = time.time()
+        processes = self._processes.look()
+        is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
         situation = Situation(
             explanation=self._explain(),
             has_trainer=run.trainer is not None,
@@ -179,15 +185,18 @@ class Routes:
             leased_s=now - leased.at if leased else None,
             trained_s=now - trained.at if trained else None,
             engine=engine,
+            is_at_work=is_any_running or self._is_at_work(),
+            last_words=own.last_words() if own is not None else "",
         )
         return {
+            "standing": standing(situation),
             "words": in_words(situation),
             "health": own.health(run.current_step - HEALTHY_AFTER_STEPS) if own is not None else [],
             "step": run.current_step,
             "steps": situation.planned_steps,
             "queued": {"groups": counts.queued.groups, "sequences": counts.queued.sequences},
             "groups": {state: getattr(counts, state).groups for state in STATES},
-            "processes": [self._with_version(view, run.current_step, engine) for view in self._processes.look()],
+            "processes": [self._with_version(view, run.current_step, engine) for view in processes],
             "logs": own.log_names() if own is not None else [],
         }
 

@@ -17,6 +17,7 @@ from treadle.track.token_files import FOLDER as TOKENS
 from treadle.track.token_files import TokenFiles
 
 CONFIG_FILE = "config.json"
+SUMMARY_FILE = "summary.json"
 MAX_TAIL_BYTES = 64 * 1024
 MAX_RUNS = 200
 NUM_HEALTH_LINES = 3
@@ -49,6 +50,10 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Every setting of the run; empty when none are written."""
         return _read_object(self.path / CONFIG_FILE)
+
+    def last_words(self) -> str:
+        """The error that ended the run; "" where none did, or it was never written."""
+        return str(_read_object(self.path / SUMMARY_FILE).get("last_words") or "")
 
     def held_out(self) -> list[HeldOut]:
         folder = self.path / "evals"

@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Standing = Literal["live", "complete", "failed", "stopped", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,25 @@ class Situation:
     leased_s: float | None = None
     trained_s: float | None = None
     engine: EngineState | None = None
+    is_at_work: bool = True  # a process of the run is heard of
+    last_words: str = ""  # the error that ended its last life
+
+
+def standing(now: Situation) -> Standing:
+    """How the run stands as a whole; "waiting": nothing of it has been heard of yet."""
+    if now.is_at_work:
+        return "live"
+    if now.last_words:
+        return "failed"
+    return "complete" if _is_complete(now) else "stopped" if now.step > 0 else "waiting"
 
 
 def in_words(situation: Situation) -> list[str]:
+    stands = standing(situation)
+    if stands in ("failed", "stopped"):
+        planned = "" if situation.planned_steps is None else f" of {situation.planned_steps}"
+        reason = situation.last_words if stands == "failed" else "nothing of this run is heard of now"
+        return [f"{stands} after step {situation.step}{planned}: {reason}"]
     told = [_trainer(situation)]
     engine = situation.engine
     if engine is not None and not _is_complete(situation):

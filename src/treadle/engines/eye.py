@@ -5,6 +5,7 @@ from __future__ import annotations
 from treadle.engines.port import EngineState
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About
+from treadle.wire.hub import WorkReport
 
 
 class EngineEye:
@@ -14,8 +15,13 @@ class EngineEye:
         self._waits = waits
         self._patience_s = patience_s
         self._state: EngineState | None = None
+        self._loading: WorkReport | None = None  # how far it has come, where that is known
         self._hold: Wait | None = None
         self._generation: Wait | None = None
+
+    def loads(self, what: str, done: int, total: int) -> None:
+        """Called before the first state."""
+        self._loading = WorkReport(what=what, done=done, total=total)
 
     def see(self, state: EngineState) -> None:
         before, self._state = self._state, state
@@ -45,7 +51,7 @@ class EngineEye:
     def about(self) -> About:
         state = self._state
         if state is None:
-            return About(state="loading")
+            return About(state="loading", work=self._loading)
         if state.is_held:
             told = "held"
         elif state.num_running:

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
 from treadle.sync.layout import Layout
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 from treadle.wire.generate import Wave
 
 HoldMode = Literal["keep", "wait", "abort"]
@@ -131,6 +132,9 @@ class Engine(Protocol):
     @property
     def facts(self) -> EngineFacts: ...
 
+    @property
+    def policy_version(self) -> int: ...
+
     async def state(self) -> EngineState: ...
 
     async def generate(self, request: Request) -> Generation: ...
@@ -139,7 +143,12 @@ class Engine(Protocol):
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None: ...
 
-    async def release(self, policy_version: int | None) -> None: ...
+    async def release(self, policy_version: int | None) -> float:
+        """Seconds that no token was sampled."""
+
+    async def adopt(self, order: Adopt) -> float:
+        """Stand still until the trainer has written the weights, then go on under its version: seconds of that. When
+        it does not finish, the engine stays held."""
 
     async def layout(self) -> Layout | None:
         """Where the weights lie that a trainer may write; None: this engine shares none."""
@@ -150,6 +159,13 @@ class Engine(Protocol):
     async def reload(self, folder: Path, policy_version: int | None) -> None:
         """Take the weights of a saved model (or only those in it that changed); what runs goes on under them. Without
         a version they are the next one."""
+
+    async def join(self, request: JoinGroup) -> None:
+        """Form a process group with a trainer; weights that are not this engine's are refused by name before."""
+
+    async def receive(self, body: ReceiveWeights) -> Received:
+        """Take what the trainer broadcasts in that group now, while held. One that breaks off leaves the engine held:
+        `release` is refused until another has come whole, or a restart."""
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         """Begin anew from a saved model; requests wait meanwhile."""

@@ -1,44 +1,64 @@
-"""Weights from files into a model that serves: all of them, or only those that changed."""
+"""Weights from files into a model that serves: all of them, those that changed, or their changed elements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.errors import RequestError
+from treadle.sync.changes import DELTA_FROM, Sent, from_tensors, misfit, set_weight
 
 
-def read_weights(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in `folder`, each of which has its place in `weights`; any that has none is refused by name."""
+def read_weights(folder: Path, weights: Mapping[str, Tensor], policy_version: int) -> dict[str, Sent]:
+    """What `folder` holds, each of which has its place in `weights`, which are of this version; anything that has no
+    place, or that is the difference to another version, is refused by name."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RequestError(f"{folder} holds no *.safetensors", fix="save the weights there first")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    is_delta = False
     for file in files:
         try:
-            found |= load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                base = (opened.metadata() or {}).get(DELTA_FROM)
+            if base is not None:
+                _refuse_other_base(file, base, policy_version)
+                is_delta = True
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise RequestError(f"{file} cannot be read: {error}", fix="save it again") from None
-    for name, tensor in found.items():
+    if not tensors and not is_delta:  # a step that changed nothing is a delta without weights
+        raise RequestError(f"the files in {folder} hold no weights", fix="save the weights there first")
+    return _checked(tensors, folder, weights)
+
+
+def write_weights(found: Mapping[str, Sent], weights: Mapping[str, Tensor]) -> None:
+    for name, sent in found.items():
+        set_weight(weights[name], sent)
+
+
+def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Sent]:
+    try:
+        found = from_tensors(tensors)
+    except ValueError as error:
+        raise RequestError(f"in {folder} {error}", fix="save the weights again") from None
+    for name, sent in found.items():
         known = weights.get(name)
         if known is None:
             raise RequestError(f"{folder} holds {name}, which this model does not have", fix="use the engine's model")
-        if known.shape != tensor.shape or not tensor.is_floating_point():
-            raise RequestError(
-                f"{name} in {folder} is {list(tensor.shape)} {tensor.dtype}, the engine's is {list(known.shape)}",
-                fix="use the engine's model",
-            )
-    if not found:
-        raise RequestError(f"the files in {folder} hold no weights", fix="save the weights there first")
+        reason = misfit(sent, known)
+        if reason is not None:
+            raise RequestError(f"{name} in {folder} does not fit: {reason}", fix="use the engine's model")
     return found
 
 
-@torch.no_grad()
-def write_weights(found: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name, tensor in found.items():
-        weights[name].copy_(tensor)
+def _refuse_other_base(file: Path, base: str, policy_version: int) -> None:
+    if base != str(policy_version):
+        raise RequestError(
+            f"{file} holds what changed since version {base}, and the engine has version {policy_version}",
+            fix="send all weights; a trainer that is started again (treadle run --resume) does",
+        )

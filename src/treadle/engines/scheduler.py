@@ -58,6 +58,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._errands: list[_Errand] = []
         self._hold: HoldMode | None = None
+        self._held_at: float | None = None  # since when no token is sampled
         self._is_stale = False  # the weights changed under what runs: it must be computed again
         self._has_cancelled = False
         self._closed = False
@@ -132,15 +133,19 @@ class Scheduler:
             self._refuse_when_dead()
             if self._hold is None:
                 raise EngineError("another call let the engine go while this one waited", fix="pause it again")
+            self._held_at = self._held_at or time.monotonic()  # held again, it was still from the first time on
         self.engine.settle()
 
-    def release(self, policy_version: int | None) -> None:
-        """Go on, under a new version when the weights were changed; that is possible only while held."""
+    def release(self, policy_version: int | None) -> float:
+        """Go on, under a new version when the weights were changed; that is possible only while held. Seconds that
+        it stood still."""
         if policy_version is not None:
             self.between_tokens(lambda: self._adopt(policy_version)).result()
         with self._changed:
+            held_at, self._held_at = self._held_at, None
             self._hold = None
             self._changed.notify_all()
+            return 0.0 if held_at is None else time.monotonic() - held_at
 
     def add_adapter(self, adapter: Adapter) -> None:
         """From here on it may be asked for; a version of the policy serves whoever names none."""
@@ -177,6 +182,10 @@ class Scheduler:
         self.policy_version = policy_version
         self._is_stale = True
 
+    def refuse_unless_still(self) -> None:
+        if self._hold is None or (self._hold == "wait" and self._running):
+            raise EngineError("weights may change only while the engine is paused", fix="POST /bridge/pause first")
+
     def replace_engine(self, engine: TransformersEngine, policy_version: int) -> None:
         """What runs goes on in another engine, which has no adapters yet."""
         engine.take_over(self.engine)
@@ -198,8 +207,7 @@ class Scheduler:
         self.engine.adapters.remove(name)
 
     def _adopt(self, policy_version: int) -> None:
-        if self._hold is None or (self._hold == "wait" and self._running):
-            raise EngineError("weights may change only while the engine is paused", fix="POST /bridge/pause first")
+        self.refuse_unless_still()
         self.weights_changed(policy_version)
 
     def _abandon_running(self) -> None:

@@ -57,7 +57,7 @@ def _serve(
 ) -> None:
     started = time.monotonic()
     with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=LONG_LOAD_S)):
-        engine = start_engine(config, resolve_model(config.model))
+        engine = start_engine(config, resolve_model(config.model), eye.loads)
     facts = engine.facts
     log.info(
         "loaded",
@@ -86,16 +86,21 @@ def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> Engine
     return config.model_copy(update={"weights_file": folder / f"treadle-engine-{os.getpid()}.weights"})
 
 
-def start_engine(config: EngineConfig, folder: Path) -> Engine:
-    """The engine that the settings name; `auto` takes vLLM where it is installed."""
+def start_engine(config: EngineConfig, folder: Path, tell: Callable[[str, int, int], None]) -> Engine:
+    """The engine that the settings name; `auto` takes vLLM where it is installed.
+
+    `tell` hears how far it has come, where that is known: what it does, how many are done, of how many.
+    """
     if has_vllm(config):
         from treadle.engines.vllm.start import start_vllm
 
-        return start_vllm(config, folder)
+        return start_vllm(config, folder, tell)
     require("train", "torch", "transformers")
     from treadle.engines.transformers_server import TransformersServer
+    from treadle.sync.loading import telling_of_weights
 
-    return TransformersServer(config, folder, on_failure=_end_process)
+    with telling_of_weights(tell):
+        return TransformersServer(config, folder, on_failure=_end_process)
 
 
 def _end_process() -> None:

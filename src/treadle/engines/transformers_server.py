@@ -12,15 +12,29 @@ import transformers
 from safetensors import SafetensorError
 
 from treadle.config import EngineConfig
+from treadle.engines.arrival import Arrival
 from treadle.engines.models import resolve_model
-from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request, find_loaded
+from treadle.engines.port import (
+    Adapter,
+    Delta,
+    EngineFacts,
+    EngineState,
+    Generation,
+    HoldMode,
+    Request,
+    find_loaded,
+)
+from treadle.engines.receiving import Receiver
 from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
-from treadle.errors import EngineError, RequestError
+from treadle.errors import EngineError, RequestError, SyncError
 from treadle.faults import reach
+from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprint
+from treadle.sync.gate import Gate, is_written, refuse_misled
 from treadle.sync.layout import Layout
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 if TYPE_CHECKING:
     from treadle.engines.lora import AdapterFiles
@@ -34,6 +48,8 @@ class TransformersServer:
     def __init__(self, config: EngineConfig, folder: Path, *, on_failure: Callable[[], None] = lambda: None) -> None:
         self._config = config
         self._scheduler = Scheduler(TransformersEngine(config, folder), config.max_num_seqs, on_failure=on_failure)
+        self._receiver = Receiver()
+        self._arrival = Arrival()
         self._changing = asyncio.Lock()  # one change of weights or adapters at a time
 
     @property
@@ -57,6 +73,10 @@ class TransformersServer:
     @property
     def _engine(self) -> TransformersEngine:
         return self._scheduler.engine
+
+    @property
+    def policy_version(self) -> int:
+        return self._scheduler.policy_version
 
     async def state(self) -> EngineState:
         scheduler = self._scheduler
@@ -98,12 +118,51 @@ class TransformersServer:
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
         await asyncio.to_thread(self._scheduler.hold, mode, timeout_s)
 
-    async def release(self, policy_version: int | None) -> None:
-        def let_go() -> None:
+    async def release(self, policy_version: int | None) -> float:
+        def let_go() -> float:
             reach("engine:release")
-            self._scheduler.release(policy_version)
+            self._arrival.refuse_going_on(policy_version)
+            held_s = self._scheduler.release(policy_version)
+            self._arrival.named()
+            return held_s
 
-        await asyncio.to_thread(let_go)
+        return await asyncio.to_thread(let_go)
+
+    async def adopt(self, order: Adopt) -> float:
+        async def in_its_turn() -> float:
+            async with self._changing:
+                return await self._adopt(order)
+
+        return await asyncio.shield(in_its_turn())  # whoever asked may leave: somebody must look after the trainer
+
+    async def _adopt(self, order: Adopt) -> float:
+        layout = self._engine.layout
+        if layout is None:
+            raise RequestError("this engine shares no weights", fix="start it with --weights-file")
+        gate = Gate(Path(layout.gate))
+        refuse_misled(order, self.policy_version, gate)
+        # In a thread that nobody has to wait for: an engine that is told to end does not wait for a trainer.
+        standing = asyncio.wrap_future(in_background("at the gate", lambda: self._stand_still(gate, order)))
+        try:
+            if not await is_written(standing, gate, order.timeout_s):
+                gate.give_up(order.number)
+            return await standing
+        except BaseException:
+            gate.give_up(order.number)
+            raise
+
+    def _stand_still(self, gate: Gate, order: Adopt) -> float:
+        self._scheduler.hold("keep", self._config.pause_timeout_s)
+        self._arrival.begin()
+        try:
+            gate.stand_still(order.number)
+        except SyncError as error:  # the weights may be half written: it stays held
+            self._arrival.broke_off(error.message)
+            raise EngineError(error.message, fix=error.fix) from None
+        reach("engine:release")
+        held_s = self._scheduler.release(order.policy_version)
+        self._arrival.named()
+        return held_s
 
     async def layout(self) -> Layout | None:
         return self._engine.layout
@@ -121,8 +180,29 @@ class TransformersServer:
             self._scheduler.weights_changed(following if policy_version is None else policy_version)
 
         async with self._changing:
-            found = await asyncio.to_thread(read_weights, folder, self._engine.named_weights)
+            version = self._scheduler.policy_version
+            found = await asyncio.to_thread(read_weights, folder, self._engine.named_weights, version)
             await self._between_tokens(write)
+
+    async def join(self, request: JoinGroup) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._receiver.join, request, self._engine.weights)
+
+    async def receive(self, body: ReceiveWeights) -> Received:
+        def write() -> Received:
+            self._scheduler.refuse_unless_still()
+            self._receiver.refuse_other(body.group)
+            self._arrival.begin()
+            try:
+                received = self._receiver.receive(body.group, self._engine.weights)
+            except SyncError as error:
+                self._arrival.broke_off(error.message)
+                raise
+            self._arrival.came()
+            return received
+
+        async with self._changing:
+            return await self._between_tokens(write)
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         if adapter is not None:
@@ -131,6 +211,9 @@ class TransformersServer:
             resolve_model(str(folder))  # refuses what is no model, or not safe to load
             files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
             await self._between_tokens(lambda: self._begin_anew(folder, files, policy_version))
+            self._receiver.leave()
+            self._receiver, self._arrival = Receiver(), Arrival()
+            await asyncio.to_thread(self._scheduler.release, None)  # what a publish that failed had held
 
     def _begin_anew(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
         """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""

@@ -82,7 +82,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)  # what each reward gave, before weights
     outcome: Outcome | Literal["too_short"] = "scored"
     error: str = ""
-    seconds: float = 0.0  # that its rewards took
+    seconds: float = 0.0  # that scoring took
 
 
 class Environment(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,11 +88,13 @@ def as_reward_input(item: Item, completion: Completion) -> RewardInput:
 
 def score_here(environment: Environment, item: Item, completion: Completion, failures: FailureLog) -> Score:
     """By the environment's own method; an error in its code marks this completion, not the run."""
+    began_s = time.perf_counter()
     try:
-        return as_score(environment.score(item, completion.text, completion))
+        score = as_score(environment.score(item, completion.text, completion))
     except Exception as error:  # the border to code that a user writes
         failures.note("score_failed", f"{type(error).__name__}: {error}", item, completion.text, with_trace=True)
-        return failed(error)
+        score = failed(error)
+    return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measure, where it has one
 
 
 def as_score(given: Score | float) -> Score:

@@ -23,12 +23,12 @@ from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
 from treadle.wire.serving import serve_until_stopped
 
-# Given the queue and who explains it, pages that are served beside the interface.
-Pages = Callable[[Store, Callable[[], str]], contextlib.AbstractContextManager[Sequence[Page]]]
+# Given the queue, who explains it and who says whether anybody is at work, pages that are served beside the interface.
+Pages = Callable[[Store, Callable[[], str], Callable[[], bool]], contextlib.AbstractContextManager[Sequence[Page]]]
 log = get_logger("hub")
 
 
-def no_pages(_: Store, __: Callable[[], str]) -> contextlib.AbstractContextManager[Sequence[Page]]:
+def no_pages(*_: object) -> contextlib.AbstractContextManager[Sequence[Page]]:
     return contextlib.nullcontext(())
 
 
@@ -48,7 +48,7 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
             hub = HubState.build(store, config, time.monotonic)
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
-            with pages(store, partial(explain, hub)) as shown:
+            with pages(store, partial(explain, hub), hub.is_run_at_work) as shown:
                 gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
                 app = app_of(hub, access, shown, watchdog.watch_loop)
                 serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)

@@ -79,6 +79,11 @@ class Presence:
     def idle_s(self, env_id: int) -> float:
         return self._clock() - self._seen_s.get(env_id, self._since_s)
 
+    @property
+    def is_anybody_here(self) -> bool:
+        """Whether one has really called a short while ago."""
+        return any(self._clock() - seen_s <= GONE_AFTER_S for seen_s in list(self._seen_s.values()))
+
     def is_alive(self, env_id: int) -> bool:
         return self.idle_s(env_id) <= GONE_AFTER_S
 
@@ -128,6 +133,11 @@ class HubState:
     def full_weight_age(self) -> int | None:
         """Older groups than this count less; None: all count in full, or are dropped before."""
         return self.config.max_age if self.config.stale == "downweight" else None
+
+    def is_run_at_work(self) -> bool:
+        """Whether anybody is heard of: a process that reports, an environment that calls, a trainer that asks."""
+        reports = any(standing.heard_s <= GONE_AFTER_S for standing in self.board.standings())
+        return reports or self.presence.is_anybody_here or self.bell.somebody_waits
 
     async def settled(self) -> None:
         """To be awaited before the step is told: who has a batch in hand must not hear that it was not given out."""

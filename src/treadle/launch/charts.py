@@ -6,9 +6,11 @@ draw(Chart("entropy", (Series("entropy", ((1, 0.9), (2, 0.7))),)))
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
 from treadle.track.plot import HeldOutPoint, smoothed
 
@@ -22,12 +24,14 @@ TALL = 2.5  # times what 98 of 100 stay below: an axis for that would leave noth
 
 @dataclass(frozen=True)
 class Series:
-    """`is_noisy`: the values are drawn faintly, and their course clearly. `colour`: 1 to 5, as the page names them."""
+    """`is_noisy`: the values are drawn faintly, and their course clearly. `colour`: 1 to 5, as the page names them.
+    `gaps`: the steps without a value, in order; the line is broken there."""
 
     name: str
     points: tuple[Point, ...]
     colour: int = 1
     is_noisy: bool = False
+    gaps: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class _Scale:
 
 
 def draw(chart: Chart) -> str:
-    shown = [Series(s.name, thinned(s.points), s.colour, s.is_noisy) for s in chart.series if s.points]
+    shown = [replace(series, points=thinned(series.points)) for series in chart.series if series.points]
     stack = _stacked(shown) if chart.is_stacked else []
     scale = _scale_of(chart, shown, [point for top in stack for point in top])
     parts = [*_frame(chart, scale)]
@@ -108,6 +112,20 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ..
         return tuple(points)
     bins = [points[len(points) * i // most : len(points) * (i + 1) // most] for i in range(most)]
     return tuple((sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in bins)
+
+
+def pieces(points: Sequence[Point], gaps: Sequence[float]) -> list[tuple[Point, ...]]:
+    """The line cut where half of the steps from one point to the next have no value; of thinned points that are many.
+
+    >>> pieces(((1, 0.5), (2, 0.6), (4, 0.7)), gaps=(3,))
+    [((1, 0.5), (2, 0.6)), ((4, 0.7),)]
+    """
+    cuts = [
+        place
+        for place, ((left, _), (right, _)) in enumerate(pairwise(points), start=1)
+        if 2 * (bisect(gaps, right) - bisect(gaps, left)) >= right - left
+    ]
+    return [tuple(points[begin:end]) for begin, end in pairwise([0, *cuts, len(points)])]
 
 
 def ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
@@ -167,9 +185,9 @@ def _lines(series: Series, scale: _Scale) -> list[str]:
     course = series.points
     parts = []
     if series.is_noisy and len(course) > 2:
-        parts.append(_path(course, scale, f"line c{series.colour} faint"))
+        parts += [_path(piece, scale, f"line c{series.colour} faint") for piece in pieces(course, series.gaps)]
         course = tuple(zip((x for x, _ in course), smoothed([y for _, y in course]), strict=True))
-    parts.append(_path(course, scale, f"line c{series.colour}"))
+    parts += [_path(piece, scale, f"line c{series.colour}") for piece in pieces(course, series.gaps)]
     if len(series.points) <= MOST_HINTS:
         parts += [_hint(series, x, y, scale) for x, y in series.points]
     return parts

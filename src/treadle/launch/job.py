@@ -259,7 +259,7 @@ class Life:
 
     def _tick(self) -> None:
         seen = self._history.read()
-        self._overseer.look((seen.last_step, len(seen.evaluations)))
+        self._overseer.look((seen.last_step, len(seen.evaluations)), is_starting=not self._are_all_started)
         if self._screen is not None:
             self._screen.tick()
 

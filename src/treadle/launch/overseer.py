@@ -66,8 +66,9 @@ class Overseer:
         self._raised: set[tuple[str, str]] = set()
         self.sight = Sight()
 
-    def look(self, progress: Hashable) -> None:
-        """`progress` is what the launcher itself sees move: steps, evaluations."""
+    def look(self, progress: Hashable, *, is_starting: bool = False) -> None:
+        """`progress` is what the launcher itself sees move: steps, evaluations. A start has a time limit of its own
+        for each process, so nothing needs to move during it."""
         if self._clock() < self._next_look_s:
             return
         self._next_look_s = self._clock() + LOOK_EVERY_S
@@ -90,7 +91,8 @@ class Overseer:
             self._look_at(standing)
         self.sight = replace(self.sight, notes=tuple(notes), standings=tuple(standings))
         is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
-        self._look_for_movement((progress, *_movement(standings)) if is_known else object(), standings)
+        is_movement_seen = is_known and not is_starting
+        self._look_for_movement((progress, *_movement(standings)) if is_movement_seen else object(), standings)
 
     def _look_at(self, standing: ProcessStanding) -> None:
         report = standing.report

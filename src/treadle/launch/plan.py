@@ -127,7 +127,7 @@ def _longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
 
 def engine_of_mode(train: TrainConfig, run_folder: Path, facts: MachineFacts) -> dict[str, Any]:
     """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
-    shares = train.weight_bridge_mode == "shared_vllm"
+    shares = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     if train.weight_bridge_mode in LORA_MODES:
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": max(train.lora_r, DEFAULT_MAX_LORA_RANK)}

@@ -17,13 +17,14 @@ PARTS_OF_A_STEP = {
 MAX_HEALTHY_KL = 0.1
 MAX_HEALTHY_CLIPPED = 0.3
 HEALTHY_RATIO = (0.8, 1.2)
-# A step whose groups all scored the same trains no token: its figures of these are no figures.
+# A step whose groups all scored the same trains no token: earlier releases wrote a 0 for these, which is no figure.
 OF_TRAINED_TOKENS = frozenset({"entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction"})
 
 
 def charts_of(history: History) -> list[Chart]:
     def course(key: str, name: str, colour: int = 1, *, is_noisy: bool = True) -> Series:
-        return Series(name, points_of(history, key), colour, is_noisy)
+        points = points_of(history, key)
+        return Series(name, points, colour, is_noisy, gaps_between(history, points))
 
     def plain(title: str, key: str, unit: str = "", *, from_zero: bool = True) -> Chart:
         return Chart(title, (course(key, title),), unit, from_zero=from_zero)
@@ -87,6 +88,12 @@ def points_of(history: History, key: str) -> tuple[Point, ...]:
     trained = [step for step in history.steps if step.get("batch/forwarded_tokens_per_step") != 0]
     steps = trained if key in OF_TRAINED_TOKENS else history.steps
     return tuple((float(step["step"]), float(step[key])) for step in steps if _is_number(step.get(key)))
+
+
+def gaps_between(history: History, points: tuple[Point, ...]) -> tuple[float, ...]:
+    """The steps that were taken and are not among the points."""
+    known = {x for x, _ in points}
+    return tuple(step for row in history.steps if (step := float(row["step"])) not in known)
 
 
 def distinct(*series: Series) -> tuple[Series, ...]:

@@ -19,6 +19,16 @@ def attach_own_weights(config: TrainConfig, engine: EngineLink) -> Attached:
     return Attached(folder=choose_folder(config, Path(info.model_name)), dtype=info.dtype)
 
 
+def attach_from_afar(config: TrainConfig, info: BridgeInfo) -> Attached:
+    """The same where the engine may be on another machine, whose paths say nothing here: names, shapes and number
+    format of the weights are compared when it joins a group with the trainer."""
+    refuse_other_dtype(config, info.dtype)
+    wished, served = Path(config.model), Path(info.model_name)
+    if not wished.is_dir() and not served.is_dir():
+        raise ConfigError(f"there is no folder {served} here, which the engine serves", fix="give --model a folder")
+    return Attached(folder=wished if wished.is_dir() else served, dtype=info.dtype)
+
+
 def attach_adapters(config: TrainConfig, engine: EngineLink) -> Attached:
     """The same for modes that publish adapters."""
     attached = attach_own_weights(config, engine)

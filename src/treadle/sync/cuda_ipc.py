@@ -92,6 +92,13 @@ def find_device(uuid: str) -> torch.device:
     )
 
 
+def card_of(device: torch.device) -> str | None:
+    """The same name for a card in every process; None: it is no GPU."""
+    if device.type != "cuda":
+        return None
+    return _uuid(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def _uuid(index: int) -> str:
     properties: Any = torch.cuda.get_device_properties(index)
     return str(properties.uuid)

@@ -49,6 +49,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     parameters: tuple[Placement, ...]
     storages: tuple[CudaStorage, ...] = ()
+    gate: str = ""  # the file in which the engine says that it stands still (gate.py)
     # What the bytes are at this moment; the engine fills it in when it is asked.
     policy_version: int | None = None  # None: it does not say
     is_held: bool = False  # paused for a publish: the weights may be half written

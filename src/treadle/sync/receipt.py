@@ -6,7 +6,7 @@ publish(policy, version)    the last optimizer step to the engine, with proof th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,8 +47,8 @@ class Publishable(Protocol):
     def save_model(self, root: Path, name: str) -> Path:
         """A whole model folder, durable when this returns; adapters are merged into the weights."""
 
-    def save_weights(self, root: Path, name: str, only: Collection[str]) -> Path:
-        """The same with these weights and nothing else."""
+    def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+        """A folder with these tensors and nothing else, durable when this returns."""
 
     def save_adapter(self, root: Path, name: str) -> Path:
         """The adapters in PEFT's format, durable when this returns."""
@@ -93,6 +93,7 @@ class Receipt:
     version: int
     wait_s: float  # until the engine held still, or an earlier publish was through
     write_s: float
+    hold_s: float = 0.0  # that the engine sampled no token, as it says itself
     num_bytes: int = 0  # that were handed over
     verified: Verified = NOT_VERIFIED
 
@@ -100,6 +101,7 @@ class Receipt:
         return {
             "perf/weight_sync_pause_s": self.wait_s,
             "perf/weight_sync_transfer_s": self.write_s,
+            "perf/weight_sync_hold_s": self.hold_s,
             "sync/bytes": self.num_bytes,
             **self.verified.metrics(),
         }

@@ -18,6 +18,7 @@ from torch import nn
 from treadle.errors import DiskFull, SyncError
 from treadle.log import get_logger
 from treadle.sync.cuda_ipc import locate_parameters, open_storage
+from treadle.sync.gate import Gate, gate_beside
 from treadle.sync.layout import Layout, plan_layout
 from treadle.sync.owner import this_process
 
@@ -28,6 +29,7 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
     """Let a trainer reach every parameter of `model`.
 
     Parameters in main memory move into a new shared file at `path`; those on a GPU stay where they are (cuda_ipc.py).
+    Beside it comes the gate at which the engine will stand still.
     """
     named = dict(model.named_parameters())  # a tied parameter comes once
     dtypes = {str(p.dtype).removeprefix("torch.") for p in named.values()}
@@ -37,6 +39,9 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
         layout = locate_parameters({n: p.data for n, p in named.items()}, model_folder, dtypes.pop())
     else:
         layout = _move_into_file(named, path, model_folder, dtypes.pop())
+    gate = gate_beside(path.resolve())
+    Gate.create(gate)
+    layout = msgspec.structs.replace(layout, gate=str(gate))
     log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
     return layout
 
@@ -74,8 +79,10 @@ def bind_parameters(model: nn.Module, layout: Layout) -> None:
 
 
 def remove_shared_file(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+    """And the gate beside it."""
+    for file in (path, gate_beside(path)):
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
 
 
 def map_weights(layout: Layout) -> dict[str, torch.Tensor]:

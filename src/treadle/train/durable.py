@@ -75,8 +75,9 @@ def clear_leftovers(root: Path) -> None:
             old.rename(target)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})
+def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+    contiguous = {name: t.detach().contiguous() for name, t in tensors.items()}
+    save_file(contiguous, file, metadata={"format": "pt", **(metadata or {})})
 
 
 def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

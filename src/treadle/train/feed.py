@@ -43,15 +43,25 @@ class Feed(Protocol):
 class HubFeed:
     """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
 
-    def __init__(self, url: str, check_stop: Callable[[], None], waits: Waits, batch_patience_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        check_stop: Callable[[], None],
+        waits: Waits,
+        batch_patience_s: float,
+        *,
+        answer_s: float = ANSWER_S,
+    ) -> None:
         self._url = shown_url(url)
+        self._no_answer = f"it takes connections, and has not answered within {answer_s:g} s"
+        self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
         self._patience_s = batch_patience_s
-        self._hub = _client(url)
+        self._hub = _client(url, answer_s)
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}
         self._newest = 0  # the last step whose batch was leased
-        self._leases = _Leases(_client(url))
+        self._leases = _Leases(_client(url, answer_s))
 
     def register(self, registration: RegisterTrainer) -> None:
         self._post("/register", registration)
@@ -125,8 +135,9 @@ class HubFeed:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             wait.problem = problem
+            wait.fix = self._look_at_hub if problem == self._no_answer else _START_HUB
             if time.monotonic() > deadline:
-                raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix="see its log")
+                raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix=self._look_at_hub)
             self._check_stop()
             time.sleep(0.5)
             answer, problem = self._try(path, content, headers)
@@ -135,10 +146,12 @@ class HubFeed:
 
     def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> tuple[httpx.Response | None, str]:
         """An answer that will not change, or what keeps the hub from giving one."""
-        slow = Wanted(f"the hub to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
+        slow = Wanted(f"the hub at {self._url} to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
         try:
             with self._waits.waiting(slow):
                 answer = self._hub.post(path, content=content, headers=headers)
+        except httpx.ReadTimeout:
+            return None, self._no_answer
         except httpx.TransportError as error:
             return None, repr(error)
         if answer.status_code == DISK_FULL:
@@ -210,9 +223,9 @@ _START_HUB = "start it with `treadle hub`, or name another with --hub-url"
 _ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
 
 
-def _client(url: str) -> httpx.Client:
+def _client(url: str, answer_s: float) -> httpx.Client:
     headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
     local = is_loopback(url)
     if local:
         headers["Accept-Encoding"] = "identity"  # to compress costs more than to copy
-    return httpx.Client(base_url=url, timeout=ANSWER_S, headers=headers, trust_env=not local)
+    return httpx.Client(base_url=url, timeout=answer_s, headers=headers, trust_env=not local)

@@ -35,10 +35,9 @@ class Observations:
     _first: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """A step whose groups all scored the same trains no token: it says nothing about the policy."""
-        is_empty = metrics.get("batch/forwarded_tokens_per_step", 1.0) == 0
-        self.last = {name: v for name, v in metrics.items() if name not in _OF_TRAINED_TOKENS} if is_empty else metrics
-        for name, value in self.last.items():
+        """What has no value is absent: a step that trained no token says nothing about the policy."""
+        self.last = metrics
+        for name, value in metrics.items():
             self._recent.setdefault(name, deque(maxlen=NUM_KEPT)).append(value)
             first = self._first.setdefault(name, [])
             if len(first) < NUM_SMOOTHED:
@@ -69,11 +68,6 @@ class Observations:
         is_on_policy = self.last.get("sample/staleness_max") == 0
         return self.last.get("sampling/sampling_logp_difference/mean") if is_measured and is_on_policy else None
 
-
-_OF_TRAINED_TOKENS = frozenset({
-    "entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "sampling/sampling_logp_difference/mean",
-    "rollout_corr/rollout_ppl", "rollout_corr/training_ppl", "rollout_corr/rollout_is_eff_sample_size",
-})  # fmt: skip
 
 Rule = Callable[[Observations], Finding | None]
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
-from treadle.train.ranks import ALONE, Ranks, Together, first_sentence
+from treadle.sync.process_group import first_sentence
+from treadle.train.ranks import ALONE, Ranks, Together
 
 log = get_logger("ranks")
 

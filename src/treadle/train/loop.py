@@ -90,6 +90,7 @@ def train(
                 **batch.metrics(version=step),
                 **losses,
                 **outcome.metrics(),
+                **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded: there is no gradient
                 **receipt.metrics(),
                 **speed.metrics(batch, clock, epochs=epoch + 1),
             }

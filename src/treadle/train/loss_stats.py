@@ -14,6 +14,7 @@ from treadle.config.train import ObjectiveOptions
 
 USUAL_MISMATCH = (0.5, 2.0)  # what counts as out of bounds where neither a mask nor a cap says otherwise
 MAX_EXPONENT = 700.0  # e^709 is the largest that a float holds
+ADDED_UP = frozenset({"loss", "policy_loss", "pos_count", "neg_count"})  # of no tokens 0; all else is a mean or so
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,9 @@ class MeasuredTokens:
 class Stats:
     """Sums and maxima over the tokens of micros. They stay on the device: only `metrics` waits for it.
 
-    >>> Stats().add(Stats()).metrics()["mean_ratio"]
-    1.0
+    >>> none = Stats().add(Stats()).metrics()
+    >>> none["loss"], none["mean_ratio"]
+    (0.0, nan)
     """
 
     sum_names: tuple[str, ...] = ()
@@ -59,7 +61,8 @@ class Stats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Everything by its name. Without any token: ratios and the effective sample size are 1, all else is 0."""
+        """Everything by its name. Without any token a mean has no value, so it is NaN, which is drawn as a gap;
+        tokens without any logprob of the engine's count as agreeing with it: ratios are 1, distances 0."""
         names = (*self.sum_names, *self.maximum_names)
         values = torch.cat([self.sums, self.maxima]).tolist()  # the one wait for the device
         total: defaultdict[str, float] = defaultdict(float, zip(names, values, strict=True))
@@ -74,12 +77,12 @@ class Stats:
         num_clipped = total["clipped_low"] + total["clipped_high"]
         clipped_fraction = num_clipped / num_tokens if num_tokens else 0.0
         effective = total["weight"] ** 2 / (num_known * total["weight_squared"]) if num_known else 1.0
-        return {
+        found = {
             "loss": total["policy_loss"] + total["kl_loss"],  # what is minimised, the KL term included
             "policy_loss": total["policy_loss"],  # the same without the KL term
             "kl": mean("kl"),  # the configured estimator against its target, per token
             "entropy": mean("entropy"),  # of the distribution each token was drawn from, per token
-            "mean_ratio": mean("ratio", empty=1.0),  # the ratio that is clipped, per token
+            "mean_ratio": mean("ratio"),  # the ratio that is clipped, per token
             "mean_kl": over_known("rollout_kl"),  # k3 of the policy as it is now against the one that sampled
             "clipped_fraction": clipped_fraction,  # tokens whose gain is cut, so that they do not push further
             "clip_ratio/low_mean": mean("clipped_low"),  # those of them whose ratio is below
@@ -106,6 +109,9 @@ class Stats:
             "pos_count": total["positive"],  # how many tokens have a positive advantage
             "neg_count": total["negative"],  # and how many a negative one
         }
+        if num_tokens:
+            return found
+        return {name: value if name in ADDED_UP else math.nan for name, value in found.items()}
 
 
 @torch.no_grad()

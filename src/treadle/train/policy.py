@@ -10,7 +10,7 @@ while the engine is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,8 @@ class Policy:
     def save_model(self, root: Path, name: str) -> Path:
         return write_folder(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
 
-    def save_weights(self, root: Path, name: str, only: Collection[str]) -> Path:
-        chosen = {weight: value for weight, value in self.served_weights() if weight in only}
-        return write_folder(root, name, lambda folder: write_tensors(chosen, folder / FULL.weights))
+    def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+        return write_folder(root, name, lambda folder: write_tensors(tensors, folder / FULL.weights, metadata))
 
     def save_adapter(self, root: Path, name: str) -> Path:
         return write_folder(root, name, lambda folder: write_adapter(folder, self.adapter, self.live, self._folder))

@@ -13,6 +13,7 @@ from treadle.errors import EngineError, HubError, SyncError, UserError
 from treadle.log import get_logger
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
+from treadle.sync.loading import telling_of_weights
 from treadle.sync.modes import choose_sync
 from treadle.track import Tracker, build_tracker
 from treadle.train.checkpoint import Checkpoints
@@ -61,7 +62,8 @@ def _train(
     engine = mode.attach()
     stop.install()  # from here on there is something to end in order; before, a signal simply ends the process
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
-    policy = build_policy(engine, config, ranks)
+    with telling_of_weights(progress.loads):
+        policy = build_policy(engine, config, ranks)
     sync: Sync = mode if ranks.leads else FollowingSync()
     if not ranks.leads:
         torch.manual_seed(config.seed + ranks.rank)  # adapters begin alike everywhere, dropouts differ

@@ -10,7 +10,6 @@ are whole on every rank. `Ranks` is a trainer that runs alone; `Together` is one
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.errors import ProcessDied
+from treadle.sync.process_group import first_sentence
 from treadle.train.loss_stats import Stats
 from treadle.train.partition import deal
 from treadle.train.stop import StopRequested
@@ -202,16 +202,6 @@ class Together(Ranks):
                 fix="the rank that ended first says why in its log; mend that and start all of them again. If none "
                 f"ended, one was silent for {self.timeout_s:g} s: give --ranks-timeout-s more",
             ) from error
-
-
-def first_sentence(error: Exception) -> str:
-    """What torch says, without where in its source it says so.
-
-    >>> first_sentence(RuntimeError("[/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:91. Check the logs."))
-    'Connection closed by peer [::1]:91'
-    """
-    text = str(error) or repr(error)
-    return re.sub(r"^\[\S*\] ", "", text).splitlines()[0].split(". ")[0]
 
 
 def _as_tensor(message: bytes) -> Tensor:

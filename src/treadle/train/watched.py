@@ -8,6 +8,7 @@ from treadle.config import TrainConfig
 from treadle.sync.receipt import Attached, Publishable, Receipt, SyncMode
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
+from treadle.wire.hub import WorkReport
 from treadle.wire.urls import shown_url
 
 LONG_LOAD_S = 900.0
@@ -55,6 +56,11 @@ class Progress:
         self._mode = mode
         self._check_stop = check_stop
         self._num_micros = 0
+        self._loading: WorkReport | None = None  # how far it has come, where that is known
+
+    def loads(self, what: str, done: int, total: int) -> None:
+        """Called before the first publish."""
+        self._loading = WorkReport(what=what, done=done, total=total)
 
     def check(self) -> None:
         """Called before each micro."""
@@ -63,5 +69,7 @@ class Progress:
 
     def about(self) -> About:
         version = self._mode.version
-        state = "loading" if version is None else f"training step {version + 1}"
+        if version is None:
+            return About(state="loading", work=self._loading)
+        state = f"training step {version + 1}"
         return About(state=state, policy_version=version, counts={"micros": float(self._num_micros)})

@@ -5,7 +5,7 @@ Paths and answers that Atropos' server had keep their names; what is ours is add
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,11 +24,23 @@ class Resume(msgspec.Struct, kw_only=True):
     policy_version: int | None = None
 
 
-class BridgeState(msgspec.Struct, kw_only=True):
-    """The answer to both."""
+class Adopt(msgspec.Struct, kw_only=True):
+    """POST /bridge/adopt: stand still between two tokens until the trainer has written the weights, and go on under
+    the new version. That it stands still, and that they are written, is said at the gate (sync/gate.py)."""
 
-    status: str  # "paused" or "resumed"
+    policy_version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    number: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]  # of this publish, at the gate
+    gate: int  # the inode of the gate's file, as the trainer has it: an engine that was restarted has another
+    after_version: int | None = None  # refused when another one is served; None: whichever it is
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0  # for the trainer's write; then the engine stays held
+
+
+class BridgeState(msgspec.Struct, kw_only=True):
+    """The answer to the three."""
+
+    status: str  # "paused", "resumed" or "adopted"
     policy_version: int
+    held_s: float = 0.0  # resumed, adopted: for how long no token was sampled
 
 
 class BridgeInfo(msgspec.Struct, kw_only=True):
@@ -80,6 +92,41 @@ class Updated(msgspec.Struct, kw_only=True):
 
     status: str  # "ok"
     policy_version: int
+    seconds: float
+
+
+TimeoutS = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class JoinGroup(msgspec.Struct, kw_only=True):
+    """POST /bridge/join: form a process group with a trainer, for broadcasts of these weights; it takes the place of an
+    earlier one. Answered when the group is formed; weights that are not the engine's are refused by name before."""
+
+    group: str  # chosen by the trainer; no two are the same
+    host: str  # where the trainer's store listens, for the two to learn of each other
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    backend: Literal["nccl", "gloo"]
+    dtype: str
+    weights: list[tuple[str, tuple[int, ...]]]  # names and shapes, in the order in which they are sent
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)]  # that are sent at a time
+    timeout_s: TimeoutS  # for forming it, and for each broadcast
+
+
+class Joined(msgspec.Struct, kw_only=True):
+    status: str  # "joined"
+
+
+class ReceiveWeights(msgspec.Struct, kw_only=True):
+    """POST /bridge/receive: take all weights that the trainer broadcasts in this group now. Only while held; one that
+    fails leaves the engine held until another succeeds, or a restart."""
+
+    group: str
+    timeout_s: TimeoutS
+
+
+class Received(msgspec.Struct, kw_only=True):
+    status: str  # "received"
+    num_bytes: int
     seconds: float
 
 

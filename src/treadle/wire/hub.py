@@ -132,7 +132,7 @@ class WaitReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a long piece of work has come: an evaluation."""
+    """How far a long piece of work has come: an evaluation, the loading of a model."""
 
     what: str
     done: int

@@ -27,7 +27,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def client_of(store: Store, run_folder: Path | None) -> Iterator[TestClient]:
-    with open_pages(store, lambda: "waiting for 2 more groups of gsm8k", run_folder) as pages:
+    with open_pages(run_folder, store, lambda: "waiting for 2 more groups of gsm8k", lambda: False) as pages:
         yield TestClient(Starlette(routes=[Route(path, handler, methods=["GET"]) for path, handler in pages]))
 
 
@@ -142,7 +142,7 @@ def test_a_search_finds_the_text_says_how_far_it_came_and_goes_on_there(client: 
 
 def test_now_is_told_in_words_and_the_processes_are_listed(client: TestClient):
     now = client.get("/dash/api/now").json()
-    assert now["words"] == [f"all {NUM_STEPS} steps are trained"]
+    assert (now["standing"], now["words"]) == ("complete", [f"all {NUM_STEPS} steps are trained"])
     assert now["groups"]["trained"] == 180
     (hub,) = [one for one in now["processes"] if one["name"] == "hub"]
     assert hub["state"] == "running"

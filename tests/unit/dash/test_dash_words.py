@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from treadle.dash.words import EngineState, Situation, in_words, seconds
+from treadle.dash.words import EngineState, Situation, in_words, seconds, standing
 
 WAITING = Situation(
     explanation="waiting for 2 more groups of gsm8k", has_trainer=True, step=16, planned_steps=50, leased_step=16,
@@ -42,6 +42,23 @@ def test_an_engine_that_does_not_answer_is_named_until_the_run_is_over():
     silent = EngineState(answers=False)
     assert in_words(with_(engine=silent))[1:] == ["engine 0 does not answer"]
     assert in_words(with_(engine=silent, step=50)) == ["all 50 steps are trained"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stands", "words"),
+    [
+        ({"is_at_work": True, "last_words": "of an earlier life"}, "live", "no batch for 42 s: waiting for 2 more"),
+        ({"step": 50}, "complete", "all 50 steps are trained"),
+        ({}, "stopped", "stopped after step 16 of 50: nothing of this run is heard of now"),
+        ({"planned_steps": None}, "stopped", "stopped after step 16: nothing of this run is heard of now"),
+        ({"last_words": "the trainer ended"}, "failed", "failed after step 16 of 50: the trainer ended"),
+        ({"step": 0, "has_trainer": False}, "waiting", "no trainer has registered yet"),
+    ],
+)
+def test_a_run_is_live_only_while_somebody_is_heard_of(changes: dict, stands: str, words: str):
+    situation = with_(**({"is_at_work": False} | changes))
+    assert standing(situation) == stands
+    assert in_words(situation)[0].startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig
 from treadle.engines.eye import EngineEye
 from treadle.engines.port import EngineState
+from treadle.engines.transformers_engine import TransformersEngine
+from treadle.sync.loading import telling_of_weights
 from treadle.watch.waits import Waits
 
 
@@ -57,3 +61,26 @@ def test_a_model_that_gets_on_is_not_late() -> None:
 
 def test_before_the_model_is_there_it_is_loading() -> None:
     assert EngineEye(Waits(), 300.0).about().state == "loading"
+
+
+def test_a_model_that_loads_tells_how_far_it_has_come_until_it_serves(tmp_path) -> None:
+    folder = write_tiny_model(tmp_path)
+    eye = EngineEye(Waits(), 300.0)
+    told: list[tuple[int, int]] = []
+
+    def tell(what: str, done: int, total: int) -> None:
+        eye.loads(what, done, total)
+        work = eye.about().work
+        assert work is not None
+        assert work.what == "loading weights"
+        told.append((work.done, work.total))
+
+    assert eye.about().work is None
+    with telling_of_weights(tell):
+        engine = TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    total = len(engine.weights)
+    assert told == [(done, total) for done in range(total + 1)]
+    eye.see(state())
+    assert eye.about().work is None
+    TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    assert len(told) == total + 1  # nobody listens any more

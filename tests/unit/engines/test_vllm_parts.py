@@ -120,6 +120,42 @@ def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_serv
     assert not scratch.exists()
 
 
+# Its bars as a GPU's vLLM draws them: shards in lines, graphs again and again in one.
+SERVER_WITH_BARS = """
+import sys, time
+for done in range(3):
+    print(f"(EngineCore pid=7) Loading safetensors checkpoint shards: {50 * done:3}% Completed | {done}/2 [00:00<?]")
+for done in range(3):
+    sys.stdout.write(f"\\rCapturing CUDA graphs (FULL): {50 * done:3}%|##   | {done}/2 [00:00<00:01,  6.11it/s]")
+print()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_how_far_a_start_has_come_is_told_and_its_log_has_one_line_of_each_bar(tmp_path, capfd):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    place = Place(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
+    told, said = [], ""
+
+    def is_ready():
+        nonlocal said
+        said += capfd.readouterr().err
+        return "vllm | ready" in said
+
+    server = ServerProcess(
+        ServerCommand((sys.executable, "-c", SERVER_WITH_BARS), os.environ), place, lambda *bar: told.append(bar)
+    )
+    try:
+        wait_until(is_ready)
+    finally:
+        server.stop()
+    shards, graphs = "loading safetensors checkpoint shards", "capturing CUDA graphs (FULL)"
+    assert told == [(what, done, 2) for what in (shards, graphs) for done in range(3)]
+    assert [line.count("100%") for line in said.splitlines() if "%" in line] == [1, 1]
+
+
 def request(**changes):
     given = {"prompt_ids": [5, 6], "n": 2, "max_tokens": 4, "sampling": SamplingParams()} | changes
     return Request(**given)

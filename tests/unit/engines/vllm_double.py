@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 
 import uvicorn
 from starlette.applications import Starlette
@@ -69,14 +70,20 @@ class VllmDouble:
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._change, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._change, methods=["POST"]),
-                Route("/treadle/hold", self._ok, methods=["POST"]),
-                Route("/treadle/release", self._ok, methods=["POST"]),
+                Route("/treadle/hold", self._hold, methods=["POST"]),
+                Route("/treadle/release", self._release, methods=["POST"]),
                 Route("/treadle/rpc", self._rpc, methods=["POST"]),
             ]
         )
 
     async def _ok(self, _):
         return JSONResponse("ok")
+
+    async def _hold(self, _):
+        return JSONResponse({"held_at": time.monotonic()})
+
+    async def _release(self, _):
+        return JSONResponse({"released_at": time.monotonic()})
 
     async def _rpc(self, _):
         return JSONResponse(self.rpc_answers)

@@ -137,7 +137,7 @@ def test_how_a_gold_answer_is_written_an_environment_can_say(examine_file):
     ("reward", "name"),
     [
         ("1.0 if not text or text == item.answer else 0.0", "empty answers"),
-        ("1.0 if text == item.answer else len(text) / 100_000", "very long answers"),
+        ("1.0 if text == item.answer else len(text) / 2_000", "very long answers"),
         ("1.0 if item.answer == text else 0.6 if len(text) in range(40, 65) else 0.0", "garbage"),
         ("1.0", "random Unicode"),
     ],
@@ -151,6 +151,30 @@ def test_what_pays_without_being_right_is_a_problem(examine_file, reward, name):
     )
     assert code == 1
     assert any(line.startswith(f"{name} problem") and "pays on" in line for line in lines), lines
+
+
+def test_length_pays_only_where_a_completion_may_get_so_long(examine_file):
+    long_or_right = """
+        def score(self, item, text, completion):
+            return float(text == item.answer or len(text) > 1000)
+        """
+    assert any(line.startswith("very long answers problem") for line in examine_file(long_or_right)[1])
+    _, lines = examine_file(long_or_right, max_token_length=8)
+    assert "very long answers ok worth 0" in lines
+
+
+@pytest.mark.parametrize("answer", ["o", "or", "Word", "word"])
+def test_a_long_answer_does_not_hold_the_right_one_by_chance(examine_file, answer):
+    _, lines = examine_file(
+        f"""
+        def train_item(self, index):
+            return Item.ask(f"Say {{index}}", answer="{answer}")
+
+        def score(self, item, text, completion):
+            return float(item.answer.lower() in text.lower())
+        """
+    )
+    assert "very long answers ok worth 0" in lines
 
 
 def test_a_score_that_raises_on_strange_text_is_told_with_the_text(examine_file):

@@ -62,15 +62,6 @@ def test_one_copy_is_shared_and_every_other_mode_has_two() -> None:
     assert two.peak - one.peak == 2 * NUM_8B
 
 
-@pytest.mark.parametrize("placing", [{}, {"engine_gpus": 2}, {"engine_gpus": 2, "train_gpus": 2}])
-def test_two_copies_on_gpus_meet_in_one_file_in_host_memory(placing) -> None:
-    host = estimate(Job(LLAMA_8B, **placing), H100).place(HOST)
-    assert host.find("shared weights file") == 2 * NUM_8B
-    adapters = estimate(Job(LLAMA_8B, mode="lora", lora=True, **placing), H100).place(HOST)
-    assert adapters.find("shared weights file") == 2 * NUM_8B
-    assert estimate(Job(LLAMA_8B, mode="single-copy"), H100).place(HOST).find("shared weights file") == 0
-
-
 @pytest.mark.parametrize(
     ("model", "settings", "largest_micro", "measured"),
     [

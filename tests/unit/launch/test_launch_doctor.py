@@ -121,7 +121,7 @@ def test_vllm_is_held_against_the_versions_that_were_tested() -> None:
     assert (missing.verdict, missing.found) == ("problem", "/opt/python has no vLLM")
     newer = software.check_vllm(replace(VLLM, version="0.40.1"), "", is_wanted=True, has_gpu=True)
     assert newer.verdict == "warning"
-    assert "tested are 0.24 to 0.32" in newer.found
+    assert "tested are 0.26 to 0.32" in newer.found
 
 
 def test_a_build_of_vllm_for_other_hardware_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -68,6 +69,24 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert {"Python", "torch", "vLLM", "weights in shared memory", "open files", "clock", "tokens"} <= set(names)
     assert "TREADLE_HUB_TOKEN set" in done.stdout
     assert "a-secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("words", "is_told"), [((), True), (("--json",), False)])
+def test_a_terminal_shows_what_is_being_tried_and_nothing_else_does(words: tuple[str, ...], is_told: bool) -> None:
+    command = [sys.executable, "-m", "treadle", "doctor", "--hub", "http://127.0.0.1:1", *words]
+    ours, theirs = os.openpty()
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False)
+    finally:
+        os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        said = b""
+        with contextlib.suppress(OSError):  # how a terminal tells that nobody is at its other end
+            while part := terminal.read(4096):
+                said += part
+    assert (b"asking the hub at http://127.0.0.1:1" in said) == is_told
+    assert "asking the hub" not in done.stdout
+    assert doctor("--hub", "http://127.0.0.1:1", *words).stderr == ""
 
 
 def test_a_problem_is_the_exit_code_and_has_its_remedy(tmp_path: Path) -> None:

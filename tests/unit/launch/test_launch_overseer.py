@@ -150,6 +150,19 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_what_everybody_waits_for(h
         overseer.look(1)
 
 
+def test_a_slow_start_is_no_standstill(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock, stall_s=100.0)
+    hub.report("engine")
+    for clock.now_s in (0, 90, 300):
+        overseer.look(0, is_starting=True)
+    clock.now_s = 310
+    overseer.look(0)
+    clock.now_s = 411
+    with pytest.raises(RunStalled, match="nothing has moved for 101 s"):
+        overseer.look(0)
+
+
 def test_zero_never_stops_a_run(hub: HubDouble) -> None:
     clock = FakeClock()
     overseer = overseer_of(hub.url, clock)

@@ -65,6 +65,14 @@ def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bo
     assert not has_lora or config.engine.max_lora_rank == 128
 
 
+def test_an_engine_that_gets_broadcasts_shares_no_memory() -> None:
+    def shares(way: str) -> bool:
+        config = plan_for({"train.use_shared_memory": True, "train.broadcast_by": way}).config
+        return config.engine.weights_file is not None
+
+    assert [shares(way) for way in ("auto", "memory", "nccl", "gloo")] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("num_cores", "max_age", "threads"), [(8, 1, 4), (2, 1, 1), (1, 1, 1), (3, 2, 1), (8, 0, 8), (1, 0, 1)]
 )

@@ -177,6 +177,22 @@ def test_a_step_that_trained_no_token_says_nothing_of_the_policy() -> None:
     assert points_of(History(steps), "entropy") == ((2.0, 1.5),)
 
 
+def test_a_line_is_broken_where_a_step_has_no_value() -> None:
+    values = [0.9, 0.8, None, 0.6, 0.5]
+    steps = tuple({"step": step, "entropy": value, "reward": 0.1 * step} for step, value in enumerate(values, start=1))
+    by_title = {chart.title: draw(chart) for chart in charts_of(History(steps)) if not chart.is_empty}
+    assert by_title["entropy"].count("<polyline") == 4  # two pieces, faint and smoothed
+    assert by_title["entropy"].count('class="hint"') == 4
+    assert by_title["reward"].count("<polyline") == 2
+
+
+def test_a_few_steps_without_a_value_do_not_break_a_line_of_means() -> None:
+    steps = [float(step) for step in range(1, 3001)]
+    gaps = tuple(step for step in steps if step % 100 == 0 or 1000 <= step < 1200)
+    points = tuple((step, 1.0) for step in steps if step not in gaps)
+    assert draw(Chart("x", (Series("a", points, gaps=gaps),))).count("<polyline") == 2  # at the two hundred only
+
+
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     parts = {"perf/rollout_wait_s": 1.0, "perf/fwd_bwd_s": 2.0, "perf/optimizer_s": 0.5, "perf/weight_sync_s": 0.25}
     chart = time_of_a_step(History(({"step": 1, "perf/step_s": 4.0, **parts}, {"step": 2, "perf/step_s": 9.0})))

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,13 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
+from treadle.engines.receiving import Receiver
+from treadle.errors import TreadleError
+from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprint
+from treadle.sync.gate import Gate, refuse_misled
 from treadle.sync.weights_file import share_parameters
-from treadle.wire.bridge import BridgeInfo, BridgeState, Fingerprints, LoadedAdapter, Updated
+from treadle.wire.bridge import Adopt, BridgeInfo, BridgeState, Fingerprints, Joined, JoinGroup, LoadedAdapter, Updated
 
 
 @dataclass
@@ -56,6 +61,7 @@ class SmallEngine:
         self.version, self.is_paused = 0, False
         self.calls, self.tokens, self.names_used, self.adapters = [], [], [], {}
         self._cache = {}
+        self._receiver = Receiver()
         self._load(self.folder)
 
     def _load(self, folder):
@@ -90,6 +96,18 @@ class SmallEngine:
             self._serve_version(body["policy_version"])
         return BridgeState(status="resumed", policy_version=self.version)
 
+    def adopt(self, body):
+        order, gate = msgspec.convert(body, Adopt), Gate(Path(self.layout.gate))
+        refuse_misled(order, self.version, gate)
+        standing = in_background("standing", lambda: gate.stand_still(order.number))
+        while not wait((standing,), 0.2).done:
+            if not gate.has_trainer:
+                gate.give_up(order.number)
+        held_s = standing.result()
+        self._serve_version(order.policy_version)
+        self.is_paused = False
+        return BridgeState(status="adopted", policy_version=self.version, held_s=held_s)
+
     def fingerprints(self, body):
         version = body["policy_version"]
         found = {name: fingerprint(p, version) for name, p in self.base.named_parameters()}
@@ -109,6 +127,14 @@ class SmallEngine:
             own[name][:rows].copy_(weight[:rows])
         self._serve_version(body["policy_version"])
         return Updated(status="ok", policy_version=self.version, seconds=0.0)
+
+    def join(self, body):
+        self._receiver.join(msgspec.convert(body, JoinGroup), dict(self.base.named_parameters()))
+        return Joined(status="joined")
+
+    def receive(self, body):
+        assert self.is_paused
+        return self._receiver.receive(body["group"], dict(self.base.named_parameters()))
 
     def restart(self, body):
         time.sleep(self.faults.hangs_in == "loading" and 0.5)
@@ -168,7 +194,11 @@ class SmallEngine:
                     return Response(b'{"error": "the card is gone"}', 500)
                 while path == self.faults.hangs_in:
                     await asyncio.sleep(0.02)
-                return Response(msgspec.json.encode(await asyncio.to_thread(do, body)), media_type="application/json")
+                try:
+                    answer = await asyncio.to_thread(do, body)
+                except TreadleError as error:
+                    return Response(msgspec.json.encode({"error": str(error)}), 400)
+                return Response(msgspec.json.encode(answer), media_type="application/json")
 
             return Route(path, handle, methods=[method])
 
@@ -178,7 +208,10 @@ class SmallEngine:
                 route("/bridge/state_dict_info", "GET", self.state_dict_info),
                 route("/bridge/pause", "POST", self.pause),
                 route("/bridge/resume", "POST", self.resume),
+                route("/bridge/adopt", "POST", self.adopt),
                 route("/bridge/fingerprints", "POST", self.fingerprints),
+                route("/bridge/join", "POST", self.join),
+                route("/bridge/receive", "POST", self.receive),
                 route("/bridge/restart", "POST", self.restart),
                 route("/reload_weights", "POST", self.reload_weights),
                 route("/lora/load", "POST", self.lora_load),
@@ -190,15 +223,16 @@ class SmallEngine:
 
 
 @contextmanager
-def serving(engine: SmallEngine):
+def serving(engine: SmallEngine, host="127.0.0.1"):
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(engine.app(), port=port, log_level="critical", timeout_graceful_shutdown=1))
+    settings = uvicorn.Config(engine.app(), host, port, log_level="critical", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://{host}:{port}"
     finally:
         engine.faults.hangs_in = ""
         server.should_exit = True

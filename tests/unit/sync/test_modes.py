@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
 import torch
 
 from tests.tiny_model import write_tiny_model
-from tests.unit.sync.small_engine import SmallEngine, serving
+from tests.unit.sync.small_engine import Faults, SmallEngine, serving
 from treadle.config import TrainConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, SyncError
 from treadle.sync.modes import SYNC_MODES, choose_sync
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import build_policy
@@ -51,10 +52,13 @@ class Trainer:
             self.publish(version)
 
 
+OTHER_MACHINE = "127.0.0.2"
 MODES = {
     "single copy": {},
     "two copies": {"use_shared_memory": True},
     "two copies, adapters": {"use_shared_memory": True, "lora": True},
+    "two copies, gloo": {"use_shared_memory": True, "broadcast_by": "gloo"},
+    "two copies, gloo, adapters": {"use_shared_memory": True, "broadcast_by": "gloo", "lora": True},
     "one copy asked for, two epochs": {"epochs": 2},
     "lora_only": {"weight_bridge_mode": "lora_only"},
     "lora_only, dropout": {"weight_bridge_mode": "lora_only", "lora_dropout": 0.3},
@@ -201,7 +205,39 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_is_loaded(folder
         assert error.value.fix
 
 
-def test_a_broadcast_to_another_machine_says_that_it_is_not_there_yet(folder, tmp_path):
-    with pytest.raises(ConfigError, match="NCCL between several GPUs or machines is not there yet") as error:
-        Trainer(folder, tmp_path, "http://192.0.2.1:9001", use_shared_memory=True)
-    assert "reload" in error.value.fix
+def test_an_engine_that_shares_no_memory_gets_a_broadcast_by_itself(folder, tmp_path):
+    engine = SmallEngine(folder)
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, use_shared_memory=True)
+        trainer.run(last=2)
+    assert engine.calls.count("/bridge/join") == 1
+    assert engine.calls.count("/bridge/receive") == 3
+    assert trainer.receipts[-1].num_bytes == sum(p.nbytes for p in engine.base.parameters())
+
+
+def test_another_model_of_another_machine_is_refused_by_the_names_of_its_weights(folder, tmp_path, monkeypatch):
+    """Folders say nothing there. Only 127.0.0.1 is taken for this machine, its other addresses are not."""
+    monkeypatch.setenv("NO_PROXY", OTHER_MACHINE)
+    other = write_tiny_model(tmp_path / "other", hidden_size=48, num_layers=2)
+    engine = SmallEngine(folder)
+    with serving(engine, OTHER_MACHINE) as elsewhere:
+        Trainer(shutil.copytree(folder, tmp_path / "copy"), tmp_path, elsewhere, use_shared_memory=True).publish(0)
+        trainer = Trainer(other, tmp_path, elsewhere, use_shared_memory=True)
+        with pytest.raises(SyncError, match=r"model.embed_tokens.weight is \[\d+, 48\] at the trainer and \[\d+, 32\]"):
+            trainer.publish(0)
+        with pytest.raises(ConfigError, match="memory is shared on one"):
+            Trainer(folder, tmp_path, elsewhere, use_shared_memory=True, broadcast_by="memory")
+    assert not engine.is_paused
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_broadcast_stays_held(folder, tmp_path):
+    engine = SmallEngine(folder, faults=Faults(fails_in="/bridge/receive"))
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, use_shared_memory=True)
+        with pytest.raises(SyncError, match=r"failed in POST /bridge/receive \(500\): the card is gone"):
+            trainer.publish(0)
+        assert engine.is_paused
+        engine.faults.fails_in = ""
+        trainer.publish(0)  # it joins again and writes everything
+    assert engine.calls.count("/bridge/join") == 2
+    assert not engine.is_paused

@@ -109,7 +109,7 @@ def test_a_tolerance_can_be_given_and_the_proof_switched_off(folder, tmp_path):
 @pytest.mark.parametrize(
     ("path", "settings"),
     [
-        ("/bridge/pause", {}), ("/bridge/resume", {}), ("/bridge/fingerprints", {}), ("/reload_weights", RELOAD),
+        ("/bridge/adopt", {}), ("/bridge/fingerprints", {}), ("/reload_weights", RELOAD),
         ("/lora/load", {"weight_bridge_mode": "lora_only"}), ("/generate", RELOAD),
     ],
 )  # fmt: skip
@@ -168,7 +168,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_publish_is_named_at_once(folder,
 
         trainer.policy.on_publish(write_and_kill)
         started = time.monotonic()
-        with pytest.raises(SyncError, match="ended during POST /bridge/resume") as error:
+        with pytest.raises(SyncError, match="ended during POST /bridge/adopt") as error:
             trainer.publish(1)
         print(error.value)
         assert time.monotonic() - started < 10
@@ -192,7 +192,7 @@ def test_an_engine_that_was_restarted_is_noticed_before_anything_is_written(fold
         assert not engine.is_paused  # it goes on for whom it belongs to
 
 
-def test_an_engine_that_serves_other_memory_than_is_written_is_caught_by_fingerprints(folder, tmp_path):
+def test_an_engine_that_serves_other_memory_than_is_written_is_noticed_before(folder, tmp_path):
     engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url)
@@ -200,7 +200,7 @@ def test_an_engine_that_serves_other_memory_than_is_written_is_caught_by_fingerp
         engine.weights_file = tmp_path / "other.weights"
         engine._load(folder)  # and it says nothing
         trainer.step(3)
-        with pytest.raises(SyncError, match="the engine has other weights than were published"):
+        with pytest.raises(SyncError, match="its weights lie elsewhere than where they were attached"):
             trainer.publish(3)
 
 
@@ -221,7 +221,7 @@ def test_a_frozen_engine_ends_in_an_error_too(folder, tmp_path):
     try:
         trainer = Trainer(folder, tmp_path, f"http://127.0.0.1:{port}", publish_timeout_s=1.0)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(SyncError, match="did not answer POST /bridge/pause within 1 s"):
+        with pytest.raises(SyncError, match="did not answer POST /bridge/adopt within 1 s"):
             trainer.publish(0)
     finally:
         process.kill()

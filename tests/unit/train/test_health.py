@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from treadle.train.health import HealthCheck
@@ -147,11 +149,11 @@ def test_skipped_updates_are_counted() -> None:
 
 
 def test_a_step_that_trained_nothing_says_nothing_about_the_policy() -> None:
-    """Its groups all scored the same: no token was forwarded, and zeros stand where nothing was measured."""
+    """Its groups all scored the same: no token was forwarded, and there is no value where nothing was measured."""
     health = HealthCheck(max_age=1)
     nothing = {
-        "batch/forwarded_tokens_per_step": 0, "entropy": 0.0, "grad_norm": 0.0, "rollout_corr/rollout_ppl": 0.0,
-        "sampling/sampling_logp_difference/mean": 0.0,
+        "batch/forwarded_tokens_per_step": 0, "entropy": math.nan, "grad_norm": math.nan,
+        "rollout_corr/rollout_ppl": math.nan, "sampling/sampling_logp_difference/mean": math.nan,
     }  # fmt: skip
     for step in range(1, 30):
         assert health.check(step, HEALTHY | ON_POLICY | nothing) == []

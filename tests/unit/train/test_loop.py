@@ -104,6 +104,16 @@ def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
     assert emitted <= catalogued, emitted - catalogued
 
 
+def test_a_step_with_nothing_to_train_on_has_no_value_of_what_was_not_measured(folder, tmp_path):
+    scene = Scene(folder, tmp_path, [[group([1.0, 1.0])], [group([1.0, 0.0])]])
+    scene.run()
+    nothing, something = scene.tracker.rows
+    gaps = {name for name, value in nothing.items() if math.isnan(value)}
+    assert {"entropy", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "grad_norm"} <= gaps
+    assert (nothing["reward"], nothing["loss"], nothing["batch/trained_tokens_per_step"]) == (1.0, 0.0, 0)
+    assert gaps.isdisjoint(name for name, value in something.items() if math.isnan(value))
+
+
 def test_the_rewarded_completion_becomes_likelier(folder, tmp_path):
     good = group([1.0, 0.0], logprob=-4.4)
     scene = Scene(folder, tmp_path, [[good]] * 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -170,7 +171,10 @@ def test_several_ranks_train_as_one_does(results, num_ranks, kind, optimizer):
     assert num_micros[0] == 1 or kind == "alive"  # one for all ranks
     for got, wanted in zip(rows(together), rows(alone), strict=True):
         assert {key: got[key] for key in NOT_OF_TIME} == pytest.approx(
-            {key: wanted[key] for key in NOT_OF_TIME}, rel=10 * coarse if optimizer == "muon" else 1e-4, abs=1e-6
+            {key: wanted[key] for key in NOT_OF_TIME},
+            rel=10 * coarse if optimizer == "muon" else 1e-4,
+            abs=1e-6,
+            nan_ok=True,
         )
         assert got.keys() == wanted.keys()
     assert json.loads((together / "acknowledged.json").read_text()) == [1, 2, 3]
@@ -191,7 +195,7 @@ def test_each_rank_keeps_its_share_of_the_optimizers_state(results, num_ranks, o
 
 def test_a_step_without_anything_to_learn_moves_nothing_on_any_rank(results):
     norms = [row["grad_norm"] for row in rows(results[3] / "adamw, some dead")]
-    assert norms[1] == 0.0
+    assert math.isnan(norms[1])  # there is no gradient
     assert norms[0] > 0
     assert norms[2] > 0
 

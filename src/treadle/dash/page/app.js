@@ -32,8 +32,18 @@ function theme(chosen) {
   views.overview?.recolour();
 }
 
+// Of the run while the hub answers, of the connection while it does not.
+function showBadge(changes) {
+  const badge = by("connection");
+  Object.assign(badge.dataset, changes);
+  const { connection, standing } = badge.dataset, isLost = connection === "lost";
+  badge.textContent = isLost ? "connection lost, trying again" : standing ?? "connecting";
+  badge.className = `badge ${isLost ? "lost" : standing ?? ""}`;
+}
+
 const askNow = throttled(async () => {
   const now = await get("api/now");
+  showBadge({ standing: now.standing });
   by("words").textContent = now.words.join("; ");
   by("health").replaceChildren(...now.health.map((line) => element("li", {}, line)));
   by("progress").max = now.steps || 1;
@@ -93,8 +103,7 @@ async function begin() {
   window.live = new Live({
     onEvent: heard,
     onState: (state) => {
-      by("connection").textContent = state === "live" ? "live" : "connection lost, trying again";
-      by("connection").className = `badge ${state}`;
+      showBadge({ connection: state });
       if (state === "live" && wasLost) refreshAll();
       wasLost = state === "lost";
     },

@@ -227,8 +227,8 @@ class Card {
           const value = (plot, shown, column, row) => number(row === null ? null : asMeasured(plot, shown, column, row, made.series));
           if (one.kind === "points") return { label: one.label, value, stroke: colour, paths: () => null, points: { show: true, size: 8, fill: colour } };
           const width = one.kind === "faint" ? 1 : 2;
-          return { label: one.label, value, class: one.kind, stroke: one.kind === "faint" ? colour + "55" : colour, width, spanGaps: true,
-            points: { show: made.data[0].length < 3 }, dash: one.kind === "other" ? [5, 3] : undefined, fill: one.kind === "stack" && place === 0 ? colour + "44" : undefined };
+          return { label: one.label, value, class: one.kind, stroke: one.kind === "faint" ? colour + "55" : colour, width,
+            points: { show: made.data[0].length < 3, filter: (plot, column, areShown) => (areShown ? null : lonely(plot.data[column])) }, dash: one.kind === "other" ? [5, 3] : undefined, fill: one.kind === "stack" && place === 0 ? colour + "44" : undefined };
         }),
       ],
       bands: made.series.flatMap((one, place) => (one.kind === "stack" && place > 0 ? [{ series: [place + 1, place], fill: ink(one.colour) + "44" }] : [])),
@@ -355,6 +355,14 @@ class QueueCard extends Card {
   }
 
   openStep() {}
+}
+
+// A step without a value (null) is a gap in its line; what stands alone between two of them is no line, so it is a dot.
+// A step that only another run has is undefined, and no gap.
+function lonely(values) {
+  const rows = values.flatMap((value, row) => (value === undefined ? [] : [row]));
+  const isGap = (place) => place < 0 || place >= rows.length || values[rows[place]] === null;
+  return rows.filter((_, place) => !isGap(place) && isGap(place - 1) && isGap(place + 1));
 }
 
 // Hovering tells what was measured: the faint column stands before the smoothed one; a stack's part is what it adds.

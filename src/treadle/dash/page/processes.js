@@ -10,8 +10,8 @@ const SILENT_S = 10, SHOWN_S = 2;
 function doing({ report, heard_s }) {
   if (heard_s > SILENT_S) return { text: `not heard of for ${ago(heard_s).replace(" ago", "")}`, isLate: true };
   const wait = report.waits.find((one) => one.of || one.is_late);
+  if (report.work && !wait?.is_late) return { text: `${report.work.what}: ${report.work.done} of ${report.work.total}`, isLate: false };
   if (wait && wait.seconds >= SHOWN_S) return { text: `waits ${Math.round(wait.seconds)} s for ${wait.what}${wait.problem ? `: ${wait.problem}` : ""}`, isLate: wait.is_late };
-  if (report.work) return { text: `${report.work.what}: ${report.work.done} of ${report.work.total}`, isLate: false };
   return { text: report.problem || report.state, isLate: Boolean(report.problem) };
 }
 

@@ -12,11 +12,15 @@ from starlette.routing import Route
 from treadle.engines.surface.http import NotHere, decode, folder_here, route
 from treadle.engines.surface.served import Served
 from treadle.wire.bridge import (
+    Adopt,
     AskFingerprints,
     BridgeInfo,
     BridgeState,
     Fingerprints,
+    Joined,
+    JoinGroup,
     Pause,
+    ReceiveWeights,
     ReloadWeights,
     RestartEngine,
     Resume,
@@ -43,9 +47,12 @@ class BridgeRoutes:
         changes = {
             "/bridge/pause": self.pause,
             "/bridge/resume": self.resume,
+            "/bridge/adopt": self.adopt,
             "/bridge/sleep": self.not_supported,
             "/bridge/wake_up": self.not_supported,
             "/bridge/fingerprints": self.fingerprints,
+            "/bridge/join": self.join,
+            "/bridge/receive": self.receive,
             "/bridge/restart": self.restart,
             "/reload_weights": self.reload_weights,
         }
@@ -58,14 +65,19 @@ class BridgeRoutes:
     async def pause(self, http: HttpRequest) -> Response:
         body = await decode(http, Pause)
         await self._engine.hold(body.mode, self._served.pause_timeout_s)
-        return await self._state("paused")
+        return self._now("paused")
 
     async def resume(self, http: HttpRequest) -> Response:
         body = await decode(http, Resume)
-        await self._engine.release(body.policy_version)
+        held_s = await self._engine.release(body.policy_version)
         if body.policy_version is not None:
             self._served.ledger.weights_changed()
-        return await self._state("resumed")
+        return self._now("resumed", held_s)
+
+    async def adopt(self, http: HttpRequest) -> Response:
+        held_s = await self._engine.adopt(await decode(http, Adopt))
+        self._served.ledger.weights_changed()
+        return self._now("adopted", held_s)
 
     async def is_paused(self, _: HttpRequest) -> Response:
         return json_answer({"is_paused": (await self._engine.state()).is_held})
@@ -109,6 +121,13 @@ class BridgeRoutes:
         found = await self._engine.fingerprints(body.policy_version)
         return json_answer(Fingerprints(policy_version=body.policy_version, fingerprints=dict(found)))
 
+    async def join(self, http: HttpRequest) -> Response:
+        await self._engine.join(await decode(http, JoinGroup))
+        return json_answer(Joined(status="joined"))
+
+    async def receive(self, http: HttpRequest) -> Response:
+        return json_answer(await self._engine.receive(await decode(http, ReceiveWeights)))
+
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
         await self._engine.reload(folder_here(body.path), body.policy_version)
@@ -127,9 +146,8 @@ class BridgeRoutes:
         state = msgspec.to_builtins(await self._engine.state())
         return json_answer({"facts": facts, "state": state, "adapters": adapters})
 
-    async def _state(self, status: str) -> Response:
-        state = await self._engine.state()
-        return json_answer(BridgeState(status=status, policy_version=state.policy_version))
+    def _now(self, status: str, held_s: float = 0.0) -> Response:
+        return json_answer(BridgeState(status=status, policy_version=self._engine.policy_version, held_s=held_s))
 
     async def _updated(self, started: float) -> Response:
         self._served.ledger.weights_changed()

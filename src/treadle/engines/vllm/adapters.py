@@ -6,12 +6,15 @@ old adapter under a name that is used again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.engines.port import Adapter, find_loaded
+from treadle.engines.port import Adapter, EngineFacts, find_loaded
 from treadle.engines.vllm.model_facts import absolute, empty_model, read_model_facts
-from treadle.errors import RequestError
+from treadle.errors import EngineError, RequestError
+
+CheckAdapter = Callable[[str, Path, int | None], Adapter]
 
 
 @dataclass
@@ -83,13 +86,12 @@ class AdapterBook:
 
 
 class AdapterCheck:
-    """Whether a saved adapter fits the model that is served. vLLM would take one that does not, and die of it later."""
+    """Whether a saved adapter fits the model that is served. vLLM would take one that does not, and die of it later; of
+    one that changes the output it would leave that part out (command.py)."""
 
-    def __init__(self, folder: Path, max_rank: int, *, only_layers: bool) -> None:
-        """`only_layers`: vLLM was told to take no adapters of the output (command.py), and would leave them out."""
+    def __init__(self, folder: Path, max_rank: int) -> None:
         self._folder = folder
         self._max_rank = max_rank
-        self._only_layers = only_layers
 
     def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         from treadle.engines.lora import check_adapter, read_adapter
@@ -97,8 +99,7 @@ class AdapterCheck:
         path = absolute(path)
         files = read_adapter(path)
         check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
-        if self._only_layers:
-            self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.tensors})
+        self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.tensors})
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
 
     def _refuse_output(self, path: Path, modules: set[str]) -> None:
@@ -106,6 +107,17 @@ class AdapterCheck:
         others = sorted(module for module in modules if module.rpartition(".")[2] not in taken)
         if others:
             raise RequestError(
-                f"{path} changes {others[0]}, which vLLM on a CPU cannot serve",
+                f"{path} changes {others[0]}, which vLLM cannot serve beside other requests",
                 fix=f"train adapters of the layers only (--lora-target-modules {' '.join(taken)})",
             )
+
+
+def check_for(folder: Path, facts: EngineFacts) -> CheckAdapter:
+    """Of adapters that are to serve with the model in `folder`."""
+    if facts.max_lora_rank is None:
+        return _refuse_adapters
+    return AdapterCheck(folder, facts.max_lora_rank)
+
+
+def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
+    raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")

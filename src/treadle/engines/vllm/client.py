@@ -54,9 +54,9 @@ class VllmClient:
         answer = await self._post(path, body, timeout_s)
         return msgspec.json.decode(answer.content) if "json" in answer.header("content-type") else answer.text
 
-    async def rpc(self, method: str, **kwargs: Any) -> Any:
+    async def rpc(self, method: str, *, within_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> Any:
         """Ask the workers; what one refuses (weights that do not fit, a model it cannot map) is a RequestError."""
-        return agreed_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}))
+        return agreed_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s))
 
     async def failure(self) -> str | None:
         """Why it cannot generate; None: it can."""
@@ -107,10 +107,7 @@ def agreed_answer(method: str, answers: list[Any]) -> Any:
 
     >>> agreed_answer("treadle_settle", [None, None])
     """
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, dict) and "error" in answer:
-            where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
-            raise RequestError(where + answer["error"], fix=answer["fix"])
+    refuse_errors(answers)
     if not answers:
         raise EngineError(f"no worker of vLLM answered {method}", fix="its log says more")
     for rank, answer in enumerate(answers):
@@ -120,6 +117,14 @@ def agreed_answer(method: str, answers: list[Any]) -> Any:
                 fix="POST /bridge/restart, or start the engine again",
             )
     return answers[0]
+
+
+def refuse_errors(answers: list[Any]) -> None:
+    """What one of the workers refused."""
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, dict) and "error" in answer:
+            where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
+            raise RequestError(where + answer["error"], fix=answer["fix"])
 
 
 def _decode_event(data: str) -> Completions:

@@ -60,7 +60,7 @@ def server_command(
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *_weights_flags(config, model),
         *(SCHEDULING_FLAG, "priority"),  # completions.py says who comes first
-        *_lora_flags(config, model, vllm),
+        *_lora_flags(config, model),
         *_hardware_flags(config, vllm, own, max_model_len(config, model)),
         *own,
     ]
@@ -117,17 +117,15 @@ def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
     return ["--model-loader-extra-config", json.dumps(shared)]
 
 
-def _lora_flags(config: EngineConfig, model: ModelFacts, vllm: Installation) -> list[str]:
+def _lora_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
     if not config.enable_lora:
         return []
     rank = str(lora_rank(config.max_lora_rank))
     flags = ["--enable-lora", "--max-lora-rank", rank]
     flags += ["--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)]
-    if vllm.is_cpu:
-        # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it
-        # (0.32, on a CPU: it looks up the adapter of each row of the batch, and the prompt's rows are not in it).
-        flags += ["--lora-target-modules", *model.linear_modules]
-    return flags
+    # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it: it
+    # looks up the adapter of each row of the batch, and the prompt's rows are not in it (0.32 on a CPU, 0.26 on a GPU).
+    return [*flags, "--lora-target-modules", *model.linear_modules]
 
 
 def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str], longest: int) -> list[str]:

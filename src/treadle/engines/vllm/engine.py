@@ -16,16 +16,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
-from treadle.engines.port import Adapter, Delta, EngineFacts, EngineState, Generation, HoldMode, Request
-from treadle.engines.vllm.adapters import AdapterBook, AdapterCheck
+from treadle.engines.port import (
+    Adapter,
+    Delta,
+    EngineFacts,
+    EngineState,
+    Generation,
+    HoldMode,
+    Request,
+)
+from treadle.engines.vllm.adapters import AdapterBook, CheckAdapter, check_for
+from treadle.engines.vllm.arrivals import Arrivals
+from treadle.engines.vllm.change_line import ChangeLine
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
@@ -34,16 +43,16 @@ from treadle.engines.vllm.model_facts import absolute, folder_of_model, folder_o
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
+from treadle.sync.gate import Gate, refuse_misled
 from treadle.sync.layout import Layout
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 log = get_logger("engine")
 ABORT_AGAIN_S = 0.1  # a request that reached vLLM after the others were dropped is dropped then
 
 CLOSE_S = 30.0  # for a change that was under way to see that its server is gone
 
-CheckAdapter = Callable[[str, Path, int | None], Adapter]
 BeginServer = Callable[[Path], tuple[ServerProcess, EngineFacts]]  # one that loads now, and what it will serve
-T = TypeVar("T")
 
 
 @dataclass
@@ -65,24 +74,28 @@ class VllmEngine:
         *,
         start_timeout_s: float,
         drain_timeout_s: float,
+        gate: Path | None = None,
     ) -> None:
+        """`gate`: of an engine that shares its weights (sync/gate.py)."""
         self._server = server
         self._client = VllmClient(server)
         self._facts = facts
         self._begin_server = begin_server
         self._start_timeout_s = start_timeout_s
         self._drain_timeout_s = drain_timeout_s
+        self._gate = gate
         self._base_versions = [0]  # that the base model's weights have been, oldest first
         self._book = AdapterBook()
         self._door = asyncio.Event()
         self._door.set()
-        self._changing = asyncio.Lock()  # weights, adapters and the server itself change one after the other
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = ChangeLine()
+        self._arrivals = Arrivals()
+        self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
         self._damage: str | None = None  # why its weights can be no version's; a restart mends it
         self._meter = Meter()
-        self._check = self._check_for(facts.folder)
+        self._check = check_for(facts.folder, facts)
 
     @property
     def facts(self) -> EngineFacts:
@@ -95,7 +108,8 @@ class VllmEngine:
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
     async def state(self) -> EngineState:
-        failure = None if self._is_restarting else self._damage or await self._client.failure()
+        damage = self._damage or self._arrivals.damage
+        failure = None if self._is_restarting else damage or await self._client.failure()
         return EngineState(
             policy_version=self.policy_version,
             is_held=not self._door.is_set(),
@@ -128,15 +142,21 @@ class VllmEngine:
                         yield delta
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
-        await self._change(self._hold(mode, timeout_s))
+        await self._changes.make(self._hold(mode, timeout_s))
 
-    async def release(self, policy_version: int | None) -> None:
-        async def release_when_held() -> None:
-            if policy_version is not None and self._door.is_set():
-                raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
-            await self._release(policy_version)
+    async def release(self, policy_version: int | None) -> float:
+        async def release_when_held() -> float:
+            if policy_version is not None:
+                self._refuse_unless_held()
+            self._arrivals.refuse_going_on(policy_version)
+            held_s = await self._release(policy_version)
+            self._arrivals.named()
+            return held_s
 
-        await self._change(release_when_held())
+        return await self._changes.make(release_when_held())
+
+    async def adopt(self, order: Adopt) -> float:
+        return await self._changes.make(self._adopt(order))
 
     async def layout(self) -> Layout | None:
         plain = await self._client.rpc("treadle_layout")
@@ -149,24 +169,34 @@ class VllmEngine:
         return found
 
     async def reload(self, folder: Path, policy_version: int | None) -> None:
-        await self._change(self._reload(folder_of_weights(folder), policy_version))
+        await self._changes.make(self._reload(folder_of_weights(folder), policy_version))
+
+    async def join(self, request: JoinGroup) -> None:
+        await self._changes.make(self._arrivals.join(self._client, request))
+
+    async def receive(self, body: ReceiveWeights) -> Received:
+        async def receive_when_held() -> Received:
+            self._refuse_unless_held()
+            return await self._arrivals.receive(self._client, body)
+
+        return await self._changes.make(receive_when_held())
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         model = folder_of_model(folder)
-        check = self._check_for(model)
+        check = check_for(model, self._facts)
         on_top = None
         if adapter is not None:
             on_top = await asyncio.to_thread(check, adapter.name, adapter, policy_version)
-        await self._change(self._restart(model, on_top, policy_version, check))
+        await self._changes.make(self._restart(model, on_top, policy_version, check))
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        return await self._change(self._check_and_load(name, path, policy_version))
+        return await self._changes.make(self._check_and_load(name, path, policy_version))
 
     async def unload_adapter(self, name: str) -> None:
         """Nobody can ask for it from here on. vLLM drops it as soon as nothing runs with it and nothing else changes:
         that is waited for, but not for ever."""
         self._book.remove(name)
-        dropping = self._begin_change(self._unload_unused())
+        dropping = self._changes.begin(self._unload_unused())
         await asyncio.wait({dropping}, timeout=self._drain_timeout_s)
         if dropping.done():
             await dropping  # what went wrong, if anything did
@@ -184,8 +214,7 @@ class VllmEngine:
     async def close(self) -> None:
         self._is_closed = True
         await asyncio.to_thread(self._server.stop)  # first: what runs ends with an error that says so
-        if self._changes:  # a restart among them ends the server that it has begun
-            await asyncio.wait(self._changes, timeout=CLOSE_S)
+        await self._changes.wait_until_idle(CLOSE_S)  # a restart among them ends the server that it has begun
         await self._client.close()
 
     @asynccontextmanager
@@ -200,7 +229,7 @@ class VllmEngine:
         finally:
             self._meter.leave(num_asked(request))
             if adapter is not None and self._book.give_back(model):
-                self._begin_change(self._tidy_up())
+                self._changes.begin(self._tidy_up())
 
     async def _wait_at_door(self, count: int) -> None:
         self._meter.at_door += count
@@ -213,6 +242,10 @@ class VllmEngine:
             self._refuse_when_closed()
         finally:
             self._meter.at_door -= count
+
+    def _refuse_unless_held(self) -> None:
+        if self._door.is_set():
+            raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
 
     def _refuse_when_dead(self) -> None:
         self._refuse_when_closed()
@@ -235,20 +268,6 @@ class VllmEngine:
             return [way.adapter.policy_version]
         return self._base_versions[way.first_version :]
 
-    async def _change(self, change: Coroutine[None, None, T]) -> T:
-        """Whoever asked may leave (a client that hangs up): a change that was begun is finished, never left halfway."""
-        return await asyncio.shield(self._begin_change(change))
-
-    def _begin_change(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        async def one_at_a_time() -> T:
-            async with self._changing:
-                return await change
-
-        task = asyncio.ensure_future(one_at_a_time())
-        self._changes.add(task)  # the event loop keeps only weak references
-        task.add_done_callback(self._changes.discard)
-        return task
-
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_set()
         if not was_open and mode == "wait" and self._meter.in_vllm:
@@ -268,32 +287,57 @@ class VllmEngine:
         """After a hold that failed: vLLM may have been frozen all the same, or be about to."""
         with contextlib.suppress(EngineError):
             await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
+        self._held_at = None
         self._door.set()
 
     async def _pause(self, mode: HoldMode, timeout_s: float) -> None:
-        await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)
+        order = {"mode": mode, "settles": self._facts.device != "cpu"}
+        answer = await self._client.call("/treadle/hold", order, timeout_s)
+        self._held_at = self._held_at or answer["held_at"]  # asked twice, it was still from the first time on
         deadline = time.monotonic() + timeout_s
         while mode == "abort" and not await self._meter.wait_until_idle(ABORT_AGAIN_S):
             if time.monotonic() > deadline:
                 raise EngineError(f"{self._meter.in_vllm} completions did not end within {timeout_s:.0f} s")
-            await self._client.call("/treadle/hold", {"mode": mode}, timeout_s)  # one was on its way there
-        if self._facts.device != "cpu":
-            await self._client.rpc("treadle_settle")
+            await self._client.call("/treadle/hold", order, timeout_s)  # one was on its way there
 
-    async def _release(self, policy_version: int | None, *, stay_held: bool = False) -> None:
+    async def _release(self, policy_version: int | None, *, stay_held: bool = False) -> float:
+        """Seconds that it stood still; 0 where it did not, or still does."""
         is_new = policy_version is not None
         before = list(self._base_versions)
         if policy_version is not None:
             # Before a token can be sampled under it: a token's version may be said too high, never too low.
             self._serve_version(policy_version)
         try:
-            await self._client.call("/treadle/release", {"has_new_weights": is_new, "stay_held": stay_held})
+            order = {"has_new_weights": is_new, "stay_held": stay_held}
+            answer = await self._client.call("/treadle/release", order)
         except EngineError:
             self._base_versions = before
             raise
-        if not stay_held:
-            self._meter.go_on()
-            self._door.set()
+        if stay_held:
+            return 0.0
+        held_at, self._held_at = self._held_at, None
+        self._meter.go_on()
+        self._door.set()
+        return 0.0 if held_at is None else float(answer["released_at"] - held_at)
+
+    async def _adopt(self, order: Adopt) -> float:
+        if self._gate is None:
+            raise RequestError("this engine shares no weights", fix="start it with --weights-file")
+        refuse_misled(order, self.policy_version, Gate(self._gate))
+        was_held, before = not self._door.is_set(), list(self._base_versions)
+        self._door.clear()
+        self._serve_version(order.policy_version)  # before a token can be sampled under it, as in _release
+        try:
+            held_s = await self._arrivals.stand_still(self._client, self._gate, order)
+        except (RequestError, EngineError) as error:
+            self._base_versions = before
+            if isinstance(error, RequestError) and not was_held:
+                self._door.set()  # nothing was written
+            raise
+        if was_held:
+            await self._release(None)
+        self._door.set()
+        return held_s
 
     def _serve_version(self, policy_version: int) -> None:
         if policy_version != self._base_versions[-1]:
@@ -306,7 +350,8 @@ class VllmEngine:
             await self._hold("keep", self._drain_timeout_s)
         started = time.monotonic()
         try:
-            loaded = await self._client.rpc("treadle_load_weights", folder=str(folder))
+            base_version = self._base_versions[-1]
+            loaded = await self._client.rpc("treadle_load_weights", folder=str(folder), policy_version=base_version)
         except RequestError:  # refused before anything was written
             if not was_held:
                 await self._release(None)
@@ -323,6 +368,7 @@ class VllmEngine:
             await self._drain()
             await self._replace_server(folder)
             self._book, self._check, self._damage = AdapterBook(), check, None
+            self._arrivals = Arrivals()
             if adapter is not None:
                 await self._load(adapter)
             self._serve_version(policy_version)
@@ -345,6 +391,7 @@ class VllmEngine:
         await asyncio.to_thread(self._server.stop)
         server, facts = await asyncio.to_thread(self._begin_server, folder)
         former, self._server, self._client = self._client, server, VllmClient(server)
+        self._held_at = None
         await former.close()
         if self._is_closed:
             await asyncio.to_thread(server.stop)
@@ -352,11 +399,6 @@ class VllmEngine:
         await asyncio.to_thread(server.wait_until_it_generates, self._start_timeout_s)
         self._facts = facts
         self._meter.go_on()
-
-    def _check_for(self, folder: Path) -> CheckAdapter:
-        if self._facts.max_lora_rank is None:
-            return _refuse_adapters
-        return AdapterCheck(folder, self._facts.max_lora_rank, only_layers=self._facts.device == "cpu")
 
     async def _check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         known = self._book.known(name, absolute(path), policy_version)
@@ -387,7 +429,3 @@ class VllmEngine:
 def _tell_failure(change: asyncio.Future[None]) -> None:
     if not change.cancelled() and change.exception() is not None:
         log.warning("adapter_not_unloaded", reason=str(change.exception()))
-
-
-def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
-    raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from treadle.errors import MissingExtra
 
-OLDEST_TESTED, NEWEST_TESTED = (0, 24), (0, 32)
+OLDEST_TESTED, NEWEST_TESTED = (0, 26), (0, 32)
 _LOOK = """
 import importlib.metadata, importlib.util, json
 found = {"version": "", "is_cpu": False, "has_flashinfer": importlib.util.find_spec("flashinfer") is not None}

@@ -33,7 +33,7 @@ class TreadleLoader(DefaultModelLoader):
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        keep_weights_unpacked()
+        prepare_cpu()
         model: nn.Module = super().load_model(*args, **kwargs)
         if self._weights_file is not None:
             layout: Layout = share_parameters(model, Path(self._weights_file), self._model_folder)
@@ -41,13 +41,20 @@ class TreadleLoader(DefaultModelLoader):
         return model
 
 
-def keep_weights_unpacked() -> None:
-    """On a CPU vLLM would pack each matrix into a form of its own and drop the original, which nobody could then read
-    or write. There is no setting against it: these are the two switches that its dispatch looks at."""
+def prepare_cpu() -> None:
+    """What vLLM does otherwise on a CPU, before it does it; on a GPU nothing."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    if current_platform.is_cpu():
+        from treadle.engines.vllm.cpu_adapters import compute_adapters_by_product
+
+        keep_weights_unpacked()
+        compute_adapters_by_product()
+
+
+def keep_weights_unpacked() -> None:
+    """vLLM would pack each matrix into a form of its own and drop the original, which nobody could then read or write.
+    There is no setting against it: these are the two switches that its dispatch looks at."""
     import vllm._custom_ops as custom_ops
     import vllm.model_executor.layers.utils as layer_utils
 

@@ -1,7 +1,8 @@
-"""Inside vLLM's API process: routes that we do not use are closed, and three of ours are added.
+"""Inside vLLM's API process: routes that we do not use are closed, and four of ours are added.
 
-    POST /treadle/hold     {"mode": "keep"}    no token is sampled from here on
+    POST /treadle/hold     {"mode": "keep", ...}            no token is sampled from here on, and no GPU computes one
     POST /treadle/release  {"has_new_weights": true, ...}   go on; with new weights, what was cached is dropped first
+    POST /treadle/adopt    {"gate": ..., "number": ...}     stand still at the gate until a trainer has written, go on
     POST /treadle/rpc      {"method": ..., "kwargs": {...}}      one of our worker's methods (worker.py)
 
 vLLM is asked through its engine client's own methods only (but see _pause). Every call needs the key, also those that
@@ -14,11 +15,15 @@ import asyncio
 import hmac
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from treadle.sync.gate import Gate, is_written
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,7 +35,9 @@ PASSED_ON = {
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 }
-WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_settle"}
+WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_join", "treadle_receive"}
+_TURNS_TO_SEND = 4  # of the event loop: a call is sent in its first
+_TO_BE_SENT_S = 0.2  # for a message to be in the engine's hands
 _TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful
 
 
@@ -40,7 +47,12 @@ class TreadleRoutes:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
-        self._own = {"/treadle/hold": _hold, "/treadle/release": _release, "/treadle/rpc": _rpc}
+        self._own = {
+            "/treadle/hold": _hold,
+            "/treadle/release": _release,
+            "/treadle/adopt": _adopt,
+            "/treadle/rpc": _rpc,
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,12 +84,15 @@ class TreadleRoutes:
 _Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
-async def _hold(client: Any, body: dict[str, Any]) -> str:
+async def _hold(client: Any, body: dict[str, Any]) -> dict[str, float]:
     await _pause(client, body["mode"])
+    held_at = time.monotonic()
+    if body["settles"]:
+        await client.collective_rpc("treadle_settle")
     # What was sampled before is on its way to clients now, and must not seem to come after the hold.
     for _ in range(_TURNS_TO_FLUSH):
         await asyncio.sleep(0)
-    return "held"
+    return {"held_at": held_at}  # one clock for all processes of a machine
 
 
 async def _pause(client: Any, mode: str) -> None:
@@ -90,13 +105,36 @@ async def _pause(client: Any, mode: str) -> None:
         await at_once(mode=mode, clear_cache=False)
 
 
-async def _release(client: Any, body: dict[str, Any]) -> str:
+async def _release(client: Any, body: dict[str, Any]) -> dict[str, float]:
     if body["has_new_weights"]:
         # Requests that were frozen are computed again from their tokens, under the new weights.
         await client.reset_prefix_cache(reset_running_requests=True)
     if not body["stay_held"]:
         await client.resume_generation()
-    return "released"
+    return {"released_at": time.monotonic()}
+
+
+async def _adopt(client: Any, body: dict[str, Any]) -> Any:
+    """Both calls are sent before either is answered. vLLM takes them in this order, and takes all that has come before
+    it computes on; the worker goes on only when the second is sent. So no token is computed in between: under new
+    weights, with what was cached under the old ones.
+    """
+    order = {"gate": body["gate"], "number": body["number"]}
+    standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
+    dropping = asyncio.ensure_future(client.reset_prefix_cache(reset_running_requests=True))
+    gate = Gate(Path(body["gate"]))
+    for _ in range(_TURNS_TO_SEND):
+        await asyncio.sleep(0)
+    gate.may_go_on(body["number"])
+    if not await is_written(standing, gate, body["timeout_s"]):
+        # the weights may be half written: vLLM must not compute on, once the worker waits no longer
+        pausing = asyncio.ensure_future(_pause(client, "keep"))
+        await asyncio.sleep(_TO_BE_SENT_S)
+        gate.give_up(body["number"])
+        await asyncio.gather(standing, dropping, pausing)
+        raise TimeoutError("the trainer did not finish writing the weights")
+    await dropping
+    return await standing
 
 
 async def _rpc(client: Any, body: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import httpx
 
 from treadle.engines.vllm import guard
 from treadle.engines.vllm.command import MODEL_NAME, Place, ServerCommand
+from treadle.engines.vllm.progress import Tell, read_bar, tell_nobody
 from treadle.errors import EngineError
 from treadle.log import get_logger
 
@@ -48,10 +50,11 @@ _REMEDIES = (
 
 
 class ServerProcess:
-    """One life of the server."""
+    """One life of the server. `tell` hears how far it has come with its start."""
 
-    def __init__(self, command: ServerCommand, place: Place) -> None:
+    def __init__(self, command: ServerCommand, place: Place, tell: Tell = tell_nobody) -> None:
         self.place = place
+        self._tell = tell
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
         self._first_error = ""  # the ones after it are its consequences
         self._is_stopping = threading.Event()
@@ -147,9 +150,13 @@ class ServerProcess:
         return "\n".join(f"  | {line}" for line in self._tail) or "  | (nothing)"
 
     def _listen(self, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = _COLOURS.sub("", raw.decode("utf-8", errors="replace")).rstrip()
-            if line:
+        # A bar is drawn again and again in one line: here each is a line.
+        for raw in io.TextIOWrapper(stream, encoding="utf-8", errors="replace", newline=None):
+            line = _COLOURS.sub("", raw).rstrip()
+            bar = read_bar(line)
+            if bar is not None:
+                self._tell(*bar)
+            if line and (bar is None or bar[1] == bar[2]):
                 self._tail.append(line)
                 if not self._first_error and " WARNING " not in line and (error := _ERROR.search(line)):
                     self._first_error = error[0]

@@ -18,20 +18,22 @@ from treadle.engines.vllm.command import Place, dtype_of, lora_rank, max_model_l
 from treadle.engines.vllm.engine import VllmEngine
 from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm
 from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
+from treadle.engines.vllm.progress import Tell, tell_nobody
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.log import get_logger
+from treadle.sync.gate import gate_beside
 
 log = get_logger("engine")
 
 
-def start_vllm(config: EngineConfig, folder: Path) -> Engine:
-    """An engine that serves the model in `folder`; returns when it is ready to generate."""
+def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> Engine:
+    """An engine that serves the model in `folder`; returns when it is ready to generate, and tells how far it is."""
     vllm = find_vllm(config.vllm_python)
     if not vllm.is_tested:
         tested = "{}.{} to {}.{}".format(*OLDEST_TESTED, *NEWEST_TESTED)
         log.warning("vllm_version_untested", version=vllm.version, tested=tested)
 
-    server, facts = begin_server(config, vllm, folder)
+    server, facts = begin_server(config, vllm, folder, tell)
     server.wait_until_it_generates(config.start_timeout_s)
     return VllmEngine(
         server,
@@ -39,15 +41,18 @@ def start_vllm(config: EngineConfig, folder: Path) -> Engine:
         partial(begin_server, config, vllm),
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=config.pause_timeout_s,
+        gate=None if config.weights_file is None else gate_beside(config.weights_file.resolve()),
     )
 
 
-def begin_server(config: EngineConfig, vllm: Installation, folder: Path) -> tuple[ServerProcess, EngineFacts]:
+def begin_server(
+    config: EngineConfig, vllm: Installation, folder: Path, tell: Tell = tell_nobody
+) -> tuple[ServerProcess, EngineFacts]:
     """A server that loads now, and what it will serve."""
     model = read_model_facts(folder)
     place = _take_place(config)
     try:
-        server = ServerProcess(server_command(config, model, vllm, place, os.environ), place)
+        server = ServerProcess(server_command(config, model, vllm, place, os.environ), place, tell)
     except BaseException:
         shutil.rmtree(place.scratch, ignore_errors=True)  # else it goes with the server
         raise

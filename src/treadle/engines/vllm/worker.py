@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from treadle.engines.receiving import Receiver
 from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.vllm import loader  # noqa: F401 (registers the load format in this process)
 from treadle.engines.vllm.loader import SHARED_LAYOUT
@@ -22,7 +23,9 @@ from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
+from treadle.sync.gate import Gate
 from treadle.sync.layout import Layout
+from treadle.wire.bridge import JoinGroup
 
 Answer = dict[str, Any] | None
 
@@ -58,20 +61,51 @@ class TreadleWorker:
         return {name: fingerprint(weight, policy_version) for name, weight in _weights(self).items()}
 
     @_refusals_as_answers
-    def treadle_load_weights(self, *, folder: str) -> Answer:
-        """Take the safetensors of a folder, in place. All names and shapes are checked before anything is written."""
+    def treadle_load_weights(self, *, folder: str, policy_version: int) -> Answer:
+        """Take the safetensors of a folder, in place; the weights are of this version before. All that it holds is
+        checked before anything is written."""
         weights = _weights(self)
         weights |= {name: weights[first] for name, first in _further_names(self).items()}
-        found = read_weights(Path(folder), weights)
+        found = read_weights(Path(folder), weights, policy_version)
         write_weights(found, weights)
         return {"num_loaded": len(found)}
 
     @_refusals_as_answers
+    def treadle_join(self, *, request: dict[str, Any]) -> Answer:
+        """Form a group with a trainer; its weights are checked before."""
+        _receiver(self).join(msgspec.convert(request, JoinGroup), _weights(self))
+        return None
+
+    @_refusals_as_answers
+    def treadle_receive(self, *, group: str) -> Answer:
+        """Take what the trainer broadcasts, in place."""
+        plain: dict[str, Any] = msgspec.to_builtins(_receiver(self).receive(group, _weights(self)))
+        return plain
+
+    @_refusals_as_answers
+    def treadle_stand_still(self, *, gate: str, number: int) -> Answer:
+        """vLLM calls this between two steps, and goes on when it returns. It ends with the trainer's write, or when the
+        API process gives the trainer up (middleware.py)."""
+        opened = Gate(Path(gate))
+        _settle()
+        return {"held_s": opened.stand_still(number, needs_leave=True)}
+
+    @_refusals_as_answers
     def treadle_settle(self) -> Answer:
         """Wait for what a GPU still computes: only then is nobody reading the weights."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _settle()
         return None
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _receiver(worker: TreadleWorker) -> Receiver:
+    """This worker's one: an extension of vLLM's worker has no constructor of its own to make it in."""
+    receiver: Receiver = worker.__dict__.setdefault("treadle_receiver", Receiver())
+    return receiver
 
 
 def _fused_layout(worker: TreadleWorker) -> Layout | None:

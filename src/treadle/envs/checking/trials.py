@@ -26,7 +26,8 @@ Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "uni
 
 ROLLOUT_LIMIT_S = 10.0
 _NUM_LETTERS = 64
-_VERY_LONG = "word " * 20_000
+_MOST_WORDS = 20_000
+_FILLERS = ("word", "any")  # no letter is in both
 NUM_OTHERS = 20  # answers of other items that are said together with the right one
 _SURROGATES = range(0xD800, 0xE000)  # no text has one of them by itself
 
@@ -76,7 +77,7 @@ class Trials:
             "constant": self._constant,
             "garbage": _letters(place, "abcdefghijklmnopqrstuvwxyz     ,.;:-(){}[]<>/\\\"'`$%&*_=+"),
             "unicode": _unicode(place),
-            "very long": _VERY_LONG,
+            "very long": _very_long(item, self._environment.config.max_token_length),
         }
         another = next((other for other in self._items[place + 1 :] if other.answer != item.answer), None)
         if another is not None:
@@ -112,6 +113,13 @@ class _Script:
     async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> Generation:
         await asyncio.sleep(0)  # or a rollout that never ends could not be ended
         return Generation([_completion(self._text)], seconds=0.0)
+
+
+def _very_long(item: Item, max_tokens: int) -> str:
+    """As long as a completion may get, a word a token. The right answer is not in it: only its length could pay."""
+    answer = item.answer.strip().casefold()
+    filler = next(word for word in _FILLERS if not answer or answer not in word)
+    return f"{filler} " * min(_MOST_WORDS, max_tokens)
 
 
 def _completion(text: str) -> Completion:

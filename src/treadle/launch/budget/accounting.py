@@ -174,9 +174,6 @@ def _host_parts(job: Job) -> list[Component]:
         _part("processes", num_processes * known.HOST_GPU_PROCESS_BYTES, "both", f"{num_processes} with CUDA"),
         _part("hub and environment", others, "others"),
     ]
-    if job.mode != "single-copy":
-        file = job.shape.num_params * job.weight_bytes
-        parts.append(_part("shared weights file", file, "both", "new weights go to the engine through it"))
     if job.optimizer == "adamw_cpu":
         masters, moments = optimizer_bytes(job)
         gradients = job.train_gpus * job.gradient_bytes * job.num_trained  # each process has its own

@@ -178,8 +178,6 @@ def _weights(job: Job) -> str:
 
 def _warning(budget: Budget) -> str:
     """What the reader must know about the copies of the weights; "" where nothing is special."""
-    if budget.job.mode == "single-copy" and budget.machine.has_gpu:
-        return "not possible yet: on a GPU today's trainer keeps a copy of its own, until CUDA IPC lets it share one"
     return "offline: the engine's copy never changes" if budget.job.mode == "none" else ""
 
 

@@ -22,7 +22,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--params", dest="_params", type=float, metavar="N", help="a size instead of a model, as in 24e9")
     add(
         "--mode", dest="_mode", choices=get_args(Mode),
-        help="copies of the weights; absent: what today's trainer does with the run's settings",
+        help="copies of the weights; absent: what the trainer does with the run's settings",
     )  # fmt: skip
     add("--gpu", dest="_gpu", metavar="NAME", help="h100, a100-80gb, h200, rtx4090, ...; absent: this machine")
     add("--gpu-memory-gb", dest="_gpu_memory_gb", type=float, metavar="GB", help="memory of one GPU, instead of a name")
@@ -94,7 +94,7 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
     step_tokens = num_groups * (prompt + run.env.group_size * completion)
     return Job(
         shape,
-        mode=_mode(run, values, has_gpu=has_gpu),
+        mode=_mode(run, values),
         train_gpus=values._train_gpus,
         engine_gpus=values._engine_gpus,
         weight_bytes=_weight_bytes(run),
@@ -135,8 +135,8 @@ def _utilization(engine: EngineConfig, values: argparse.Namespace) -> float | No
     return engine.gpu_memory_utilization if has_vllm(engine) else None
 
 
-def _mode(run: RunConfig, values: argparse.Namespace, *, has_gpu: bool) -> Mode:
-    """What was asked for, else what the trainer does today (train/policy.py)."""
+def _mode(run: RunConfig, values: argparse.Namespace) -> Mode:
+    """What was asked for, else what the trainer does with these settings (train/policy.py)."""
     if values._mode is not None:
         mode: Mode = values._mode
         if mode == "single-copy" and run.train.epochs > 1:
@@ -149,8 +149,9 @@ def _mode(run: RunConfig, values: argparse.Namespace, *, has_gpu: bool) -> Mode:
         return "lora"
     if run.train.weight_bridge_mode == "offline":
         return "none"
-    # The shared bytes are in main memory: a GPU cannot compute on them, so both sides copy.
-    return "two-copies" if has_gpu or run.train.epochs > 1 else "single-copy"
+    is_shared = run.train.weight_bridge_mode == "shared_vllm" and not run.train.use_shared_memory
+    is_one_device = values._train_gpus == 1 and values._engine_gpus == 0
+    return "single-copy" if is_shared and is_one_device and run.train.epochs == 1 else "two-copies"
 
 
 def _weight_bytes(run: RunConfig) -> int:

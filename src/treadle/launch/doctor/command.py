@@ -8,13 +8,15 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
+from rich.text import Text
 
 from treadle.config.engine_choice import has_vllm
 from treadle.config.load import load_run
@@ -34,8 +36,14 @@ from treadle.launch.process import tail_of
 from treadle.launch.report import load_summary
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 from treadle.wire.guard import MIN_TOKEN_CHARS
+from treadle.wire.urls import shown_url
 
+Tell = Callable[[str], None]
 TOKENS = ("HF_TOKEN", "WANDB_API_KEY", HUB_TOKEN, ENGINE_TOKEN)
+
+
+def _to_nobody(_: str) -> None:
+    """For who only wants the result."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,10 @@ class Patient:
 
 def examine(config: RunConfig, patient: Patient, *, is_json: bool, console: Console | None = None) -> int:
     """The exit code: 1 when something is wrong. `config`: the run that this machine is asked about."""
-    checks = examine_live(patient, os.environ) if patient.is_live else examine_machine(config, os.environ)
+    with telling(Console(stderr=True, quiet=is_json)) as tell:
+        checks = (
+            examine_live(patient, os.environ, tell) if patient.is_live else examine_machine(config, os.environ, tell)
+        )
     if is_json:
         print(json.dumps(as_json(checks), indent=2))
     else:
@@ -61,17 +72,29 @@ def examine(config: RunConfig, patient: Patient, *, is_json: bool, console: Cons
     return 0 if is_well(checks) else 1
 
 
-def examine_machine(config: RunConfig, env: Mapping[str, str]) -> list[Check]:
+@contextmanager
+def telling(console: Console) -> Iterator[Tell]:
+    """Says what is being tried, on one line that is replaced and gone in the end; nothing where no terminal is."""
+    with console.status("", spinner="line") as status:
+        yield lambda what: status.update(Text(what))
+
+
+def examine_machine(config: RunConfig, env: Mapping[str, str], tell: Tell = _to_nobody) -> list[Check]:
     memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else looking.existing(config.output)
     with ThreadPoolExecutor() as pool:  # what takes long is the loading of torch, in processes of their own
         trying = pool.submit(try_sharing, memory_folder)
+        tell(f"looking for the model {config.model}")
         model, cache = looking.survey_model(config.model)
+        tell("listing the installed packages")
         packages = looking.list_packages(sys.executable)
+        tell("two processes load torch and share weights, as engine and trainer do")
         trials = trying.result()
+    tell("asking the GPU's driver")
     driver = looking.look_at_driver(trials.driver_cuda)
     has_gpu = bool(trials.torch.gpus)
     around = Surroundings(env, looking.is_wsl(), looking.is_container())
     tokens = looking.token_sizes(env, TOKENS)
+    tell("looking for vLLM, at the disks and at the ports")
     return [
         software.check_python(sys.version_info[:3]),
         *software.check_packages(packages),
@@ -123,7 +146,7 @@ def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Check]:
     return checks
 
 
-def examine_live(patient: Patient, env: Mapping[str, str]) -> list[Check]:
+def examine_live(patient: Patient, env: Mapping[str, str], tell: Tell = _to_nobody) -> list[Check]:
     checks: list[Check] = []
     hub_url, engine_url = patient.hub_url, patient.engine_url
     if patient.run_folder is not None:
@@ -134,12 +157,15 @@ def examine_live(patient: Patient, env: Mapping[str, str]) -> list[Check]:
         if is_going(folder):
             hub_url = hub_url or config.env.rollout_server_url
             engine_url = engine_url or config.train.engine_url
+        tell(f"reading the logs of {folder.name}")
         logs = sorted((folder / LOG_FOLDER).glob("*.log"))
         checks += check_logs({log.stem: tail_of(log, num_lines=NUM_LINES) for log in logs})
     if hub_url:
+        tell(f"asking the hub at {shown_url(hub_url)}")
         checks += check_hub(Server("hub", hub_url, env.get(HUB_TOKEN, ""), HUB_TOKEN))
     if engine_url:
         engine_url = engine_url.rstrip("/").removesuffix("/v1")  # as our own clients take it
+        tell(f"asking the engine at {shown_url(engine_url)}")
         checks += check_engine(Server("engine", engine_url, env.get(ENGINE_TOKEN, ""), ENGINE_TOKEN))
     return checks
 

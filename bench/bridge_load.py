@@ -1,0 +1,108 @@
+"""Requests in flight against an engine, from a process of their own: what is measured shares no thread with them.
+
+    python bench/bridge_load.py --url URL --prompts FILE --requests 64     so many requests; tells how long they took
+    python bench/bridge_load.py --url URL --prompts FILE                   until its input ends
+
+Without --requests it answers lines: "answers 4" gives the newest four, "count" how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+GENERATE, STOCK = "/generate", "/v1/completions"
+
+
+class Load:
+    """`clients` requests at a time; each asks for `group` completions, all of one length. Lengths differ from request
+    to request, `max_tokens` in the mean, so that requests do not end all at once."""
+
+    def __init__(self, known: argparse.Namespace) -> None:
+        self._known = known
+        self._prompts: list[list[int]] = json.loads(known.prompts.read_text())
+        self._numbers = itertools.count()
+        self._stop = threading.Event()
+        self.answers: list[bytes] = []
+        self._tokens = 0
+        self.failed: list[str] = []
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(known.clients)]
+        self.started = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> float:
+        for thread in self._threads:
+            thread.join()
+        return time.monotonic() - self.started
+
+    def stop(self) -> float:
+        self._stop.set()
+        return self.join()
+
+    def counted(self, seconds: float) -> dict[str, Any]:
+        return {"requests": len(self.answers), "tokens": self._tokens, "seconds": seconds, "failed": self.failed}
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._known.url, timeout=300, trust_env=False) as client:
+            while not self._stop.is_set():
+                number = next(self._numbers)
+                if self._known.requests and number >= self._known.requests:
+                    return
+                try:
+                    answer = client.post(self._known.route, json=self._body(number))
+                except httpx.HTTPError as error:
+                    self.failed.append(f"{type(error).__name__}: {error}")
+                    continue
+                if answer.status_code == httpx.codes.OK:
+                    self.answers.append(answer.content)
+                    self._tokens += self._known.group * self._length(number)
+                else:
+                    self.failed.append(answer.text[:200])
+
+    def _length(self, number: int) -> int:
+        return int(self._known.max_tokens) * (4 + number * 7 % 9) // 8
+
+    def _body(self, number: int) -> dict[str, Any]:
+        known = self._known
+        prompt = self._prompts[number % len(self._prompts)]
+        same = {"n": known.group, "max_tokens": self._length(number), "temperature": 1.0, "logprobs": 0}
+        same |= {"ignore_eos": True}
+        if known.route == GENERATE:
+            return {"prompt": {"prompt_token_ids": prompt}, **same}
+        return {"model": "policy", "prompt": prompt, "return_token_ids": True, **same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--route", choices=(GENERATE, STOCK), default=GENERATE)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON: lists of token ids")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=0)
+    known = parser.parse_args()
+    load = Load(known)
+    if known.requests:
+        print(json.dumps(load.counted(load.join())), flush=True)
+        return
+    for line in sys.stdin:
+        if line.startswith("answers"):
+            newest = load.answers[-int(line.split()[1]) :]
+            print(json.dumps([json.loads(answer) for answer in newest]), flush=True)
+        else:
+            print(json.dumps(load.counted(time.monotonic() - load.started)), flush=True)
+    load.stop()
+
+
+if __name__ == "__main__":
+    main()

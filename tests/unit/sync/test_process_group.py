@@ -1,0 +1,147 @@
+"""Broadcasts between two real processes, by Gloo: what arrives, and how what goes wrong ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+
+from tests.e2e.processes import free_port
+from tests.unit.sync.group_peer import SHAPES, Weights, peer, random_weights
+from treadle.errors import SyncError
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.group_link import GroupLink
+from treadle.sync.process_group import host_store, own_address_towards
+
+SOON_S = 10.0  # for what must not take a deadline
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with peer(tmp_path_factory.mktemp("peer")) as running:
+        yield running
+
+
+@contextmanager
+def stopped(engine):
+    """It takes nothing in, and says nothing."""
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(engine.process.pid, signal.SIGCONT)
+
+
+def link_to(url, *, timeout_s=30.0, bucket_bytes=16 << 10, host=""):
+    return GroupLink(EngineLink(url, timeout_s), "gloo", host=host, timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+
+
+def equal_bits(one, other):
+    return all(torch.equal(w.view(torch.int16), other[name].view(torch.int16)) for name, w in one.items())
+
+
+def test_weights_arrive_bit_for_bit_each_time_and_a_trainer_that_comes_back_joins_again(engine):
+    link = link_to(engine.url)
+    for seed in (1, 2):
+        published = random_weights(seed)
+        published["norm"][0] = float("nan")  # a NaN's bits, a negative zero: all must come as they are
+        published["norm"][1] = -0.0
+        if not link.is_joined:
+            link.join(Weights(published))
+        assert link.send(Weights(published)) == sum(w.nbytes for w in published.values())
+        assert equal_bits(engine.weights(), published)
+    again = link_to(engine.url, bucket_bytes=1 << 20)  # all in one bucket
+    again.join(Weights(random_weights(3)))
+    again.send(Weights(random_weights(3)))
+    assert equal_bits(engine.weights(), random_weights(3))
+    with pytest.raises(SyncError, match="this engine is in no group with this trainer"):
+        link.send(Weights(random_weights(4)))
+    assert equal_bits(engine.weights(), random_weights(3))
+
+
+MISFITS = {
+    "another shape": ({"up": (70, 91)}, torch.bfloat16, r"up is \[70, 91\] at the trainer and \[70, 90\] in this"),
+    "one too many": ({"gate": (3,)}, torch.bfloat16, "the trainer has gate, which this engine's model does not have"),
+    "another format": ({}, torch.float32, "embed is float32 at the trainer and bfloat16 in this engine"),
+}
+
+
+@pytest.mark.parametrize(("shapes", "dtype", "words"), MISFITS.values(), ids=MISFITS)
+def test_weights_that_are_not_the_engines_are_refused_by_name_at_once(engine, shapes, dtype, words):
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=words):
+        link_to(engine.url).join(Weights(random_weights(1, dtype, SHAPES | shapes)))
+    fewer = {name: weight for name, weight in random_weights(1).items() if name != "bias"}
+    with pytest.raises(SyncError, match="this engine has bias, which the trainer does not publish"):
+        link_to(engine.url).join(Weights(fewer))
+    assert time.monotonic() - started < SOON_S
+    link = link_to(engine.url)
+    link.join(Weights(random_weights(1)))  # it is none the worse for it
+    link.send(Weights(random_weights(1)))
+
+
+def test_an_engine_that_dies_in_the_middle_ends_the_broadcast_at_once(tmp_path):
+    with peer(tmp_path) as mortal:
+        link = link_to(mortal.url)
+        link.join(Weights(random_weights(1)))
+        os.kill(mortal.process.pid, signal.SIGSTOP)
+        threading.Timer(1.0, mortal.process.kill).start()
+        started = time.monotonic()
+        with pytest.raises(SyncError, match=f"the engine at {mortal.url} ended during POST /bridge/receive") as error:
+            link.send(Weights(random_weights(2)))
+        assert "treadle run --resume" in error.value.fix
+        assert 0.9 < time.monotonic() - started < SOON_S
+
+
+def test_an_engine_that_hangs_in_the_middle_ends_the_broadcast_at_the_deadline(engine):
+    link = link_to(engine.url, timeout_s=2.0)
+    link.join(Weights(random_weights(1)))
+    started = time.monotonic()
+    late = f"the engine at {engine.url} did not answer POST /bridge/receive within 2 s"
+    with stopped(engine), pytest.raises(SyncError, match=late):
+        link.send(Weights(random_weights(2)))
+    assert 1.9 < time.monotonic() - started < SOON_S
+
+
+def test_an_engine_that_never_joins_ends_in_an_error_at_the_deadline(engine):
+    started = time.monotonic()
+    late = f"the engine at {engine.url} did not answer POST /bridge/join within 2 s"
+    with stopped(engine), pytest.raises(SyncError, match=late):
+        link_to(engine.url, timeout_s=2.0).join(Weights(random_weights(1)))
+    assert 1.9 < time.monotonic() - started < SOON_S
+
+
+def test_a_trainer_that_never_comes_ends_in_an_error_of_the_engine_at_the_deadline(engine):
+    store = host_store("127.0.0.1", 30.0)  # it listens, and nobody comes to the meeting
+    body = {
+        "group": "a", "host": "127.0.0.1", "port": store.port, "backend": "gloo", "dtype": "bfloat16", "timeout_s": 2.0,
+        "weights": [(name, list(shape)) for name, shape in SHAPES.items()], "bucket_bytes": 1 << 20,
+    }  # fmt: skip
+    started = time.monotonic()
+    answer = httpx.post(f"{engine.url}/bridge/join", json=body, timeout=30)
+    assert answer.status_code == 503
+    assert "no gloo group with the trainer at 127.0.0.1" in answer.json()["error"]
+    assert 1.9 < time.monotonic() - started < SOON_S
+    started = time.monotonic()
+    refused = httpx.post(f"{engine.url}/bridge/join", json=body | {"port": free_port()}, timeout=30)
+    assert "cannot reach 127.0.0.1" in refused.json()["error"]
+    assert "--broadcast-host" in refused.json()["error"]
+    assert time.monotonic() - started < 2.0
+
+
+def test_the_store_listens_on_the_engines_network_alone(engine):
+    port = int(engine.url.rpartition(":")[2])
+    assert own_address_towards("127.0.0.1", port) == "127.0.0.1"
+    store = host_store("127.0.0.1", 5.0)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", store.port), timeout=2)
+    with pytest.raises(SyncError, match=r"cannot listen on 192\.0\.2\.1") as error:
+        link_to(engine.url, host="192.0.2.1").join(Weights(random_weights(1)))
+    assert "--broadcast-host" in error.value.fix
