@@ -3,7 +3,7 @@
     python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER; one copy of the weights
     python bench/bridge.py --engine vllm --shape 1.7b        the shape of Qwen3-1.7B, random weights
     python bench/bridge.py --engine vllm --compare           beside it vLLM's own server and ours in eager mode, in turn
-    python bench/bridge.py --engine vllm --mode lora_only    adapters, 50 of them; or two_copies, reload, delta
+    python bench/bridge.py --engine vllm --mode lora_only --steps 50      adapters; or two_copies, reload, delta
 
 An engine process is started as `treadle engine` starts it; this process is the trainer: it takes real optimizer steps
 on what the engine sampled, and publishes while requests are in flight (bridge_load.py). One line of JSON at the end:
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="of a timed turn")
     parser.add_argument("--lr", default="1e-6")
     parser.add_argument("--lock", type=Path, help="of benches that name the same file one measures at a time")
+    parser.add_argument("--logs", type=Path, help="a folder for what the servers say; without it, it goes")
     known = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="treadle-bridge-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
     try:
@@ -287,7 +288,9 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"model": str(model), "mode": known.mode}
     with contextlib.ExitStack() as started:
         began = time.monotonic()
-        running = {name: started.enter_context(starting(argv, work / f"{name}.log")) for name, argv in servers.items()}
+        logs = known.logs or work
+        logs.mkdir(parents=True, exist_ok=True)
+        running = {name: started.enter_context(starting(argv, logs / f"{name}.log")) for name, argv in servers.items()}
         for name, server in running.items():
             wait_until_healthy(server)
             result[f"{name}_start_s"] = round(time.monotonic() - began, 1)

@@ -728,6 +728,28 @@ def test_a_broadcast_that_breaks_off_leaves_the_engine_held_until_one_comes_whol
     check_against_plain(surface, surface.generate(seed=4), other_weights)
 
 
+def test_all_weights_from_files_mend_what_a_broadcast_left_and_a_part_does_not(
+    surface, other_weights, tmp_path, as_before
+):
+    before = surface.version()
+    link, trainers = link_to(surface), weights_of(other_weights)
+    link.join(trainers)
+    paused(surface, "keep")
+    with pytest.raises(SyncError, match="nothing is to be sent where"):
+        link.send(Weights(dict(list(trainers.weights.items())[:2])))
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file({name: trainers.weights[name]}, tmp_path / "model.safetensors")
+    part = surface.post("/reload_weights", path=str(tmp_path))
+    assert part.status_code == 400
+    assert "are a mixture since a publish broke off" in part.json()["error"]
+    assert surface.post("/bridge/resume").status_code == 503
+    assert surface.post("/reload_weights", path=str(other_weights), policy_version=before + 1).status_code == 200
+    assert surface.get("/bridge/is_paused").json() == {"is_paused": True}  # whoever paused it lets it go
+    assert surface.post("/bridge/resume").status_code == 200
+    check_against_plain(surface, surface.generate(seed=4), other_weights)
+    assert surface.version() == before + 1
+
+
 def test_a_restart_serves_a_saved_model_and_requests_wait_for_it(surface, other_weights):
     before = surface.version()
     stop = threading.Event()

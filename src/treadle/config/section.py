@@ -13,6 +13,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+EngineDtype = Literal["fast", "auto", "bfloat16", "float16", "float32"]
 
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from treadle.errors import EngineError
 
+MEND_FIX = "let the trainer publish again (treadle run --resume), or POST /bridge/restart"
+
 
 class Arrival:
     """begin ──> came ──> named          as it should be: on their way, whole, served under a version
-    ──> broke_off                     a mixture now; the next one that comes mends it, or a restart
+    ──> broke_off                     a mixture now; the next that comes whole mends it, or a restart
     """
 
     def __init__(self) -> None:
         self._problem: str | None = None  # why the weights are no version's; None: they are one's
         self._are_whole = True
+
+    @property
+    def is_mixture(self) -> bool:
+        return not self._are_whole
 
     def begin(self) -> None:
         self._problem, self._are_whole = "they are on their way", False
@@ -35,5 +41,5 @@ class Arrival:
             f"new weights came in part, and nothing may be sampled from a mixture: {self._problem}"
             if not self._are_whole
             else f"new weights wait for their version: {self._problem}",
-            fix="let the trainer publish again (treadle run --resume), or POST /bridge/restart",
+            fix=MEND_FIX,
         )

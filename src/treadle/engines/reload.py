@@ -13,9 +13,12 @@ from treadle.errors import RequestError
 from treadle.sync.changes import DELTA_FROM, Sent, from_tensors, misfit, set_weight
 
 
-def read_weights(folder: Path, weights: Mapping[str, Tensor], policy_version: int) -> dict[str, Sent]:
+def read_weights(
+    folder: Path, weights: Mapping[str, Tensor], policy_version: int, *, must_be_all: bool = False
+) -> dict[str, Sent]:
     """What `folder` holds, each of which has its place in `weights`, which are of this version; anything that has no
-    place, or that is the difference to another version, is refused by name."""
+    place, or that is the difference to another version, is refused by name. `must_be_all`: the weights there are a
+    mixture, which nothing less can mend."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RequestError(f"{folder} holds no *.safetensors", fix="save the weights there first")
@@ -33,7 +36,10 @@ def read_weights(folder: Path, weights: Mapping[str, Tensor], policy_version: in
             raise RequestError(f"{file} cannot be read: {error}", fix="save it again") from None
     if not tensors and not is_delta:  # a step that changed nothing is a delta without weights
         raise RequestError(f"the files in {folder} hold no weights", fix="save the weights there first")
-    return _checked(tensors, folder, weights)
+    found = _checked(tensors, folder, weights)
+    if must_be_all:
+        _refuse_part(found, folder, weights)
+    return found
 
 
 def write_weights(found: Mapping[str, Sent], weights: Mapping[str, Tensor]) -> None:
@@ -54,6 +60,17 @@ def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, 
         if reason is not None:
             raise RequestError(f"{name} in {folder} does not fit: {reason}", fix="use the engine's model")
     return found
+
+
+def _refuse_part(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """A tied weight has several names; one of them is enough."""
+    given = {weights[name].data_ptr() for name, sent in found.items() if isinstance(sent, Tensor)}
+    missing = next((name for name, weight in weights.items() if weight.data_ptr() not in given), None)
+    if missing is not None:
+        raise RequestError(
+            f"the engine's weights are a mixture since a publish broke off, and {folder} has not all of {missing}",
+            fix="load all weights, or POST /bridge/restart",
+        )
 
 
 def _refuse_other_base(file: Path, base: str, policy_version: int) -> None:

@@ -186,6 +186,13 @@ class Scheduler:
         if self._hold is None or (self._hold == "wait" and self._running):
             raise EngineError("weights may change only while the engine is paused", fix="POST /bridge/pause first")
 
+    def stay_still(self) -> None:
+        """From this errand on, until it is let go. A wave would be finished first: it ends here instead."""
+        with self._changed:
+            self._hold, self._held_at = "keep", self._held_at or time.monotonic()
+        if self._runs_wave():
+            self._abandon_running()
+
     def replace_engine(self, engine: TransformersEngine, policy_version: int) -> None:
         """What runs goes on in another engine, which has no adapters yet."""
         engine.take_over(self.engine)

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from treadle.config import EngineConfig
@@ -21,7 +22,7 @@ from treadle.engines.surface.app import access_of, app_of
 from treadle.errors import EngineError, require
 from treadle.log import get_logger
 from treadle.sync.bridge_file import is_switched_on, place_to_write
-from treadle.sync.weights_file import remove_shared_file
+from treadle.sync.weights_file import claimed
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import Watchdog
 from treadle.wire.guard import Access
@@ -43,13 +44,12 @@ def run_engine(config: EngineConfig) -> None:
     listener = take_port(config.host, config.port)  # before the slow part: a port in use is known at once
     waits = Waits()
     eye = EngineEye(waits, config.patience_s)
-    try:
-        with Watchdog("engine", "engine", waits, config.hub_url, eye.about) as watchdog:
-            _serve(config, access, listener, waits, eye, watchdog)
-    finally:
-        listener.close()
-        if config.weights_file is not None:
-            remove_shared_file(config.weights_file)
+    with (
+        closing(listener),
+        contextlib.nullcontext() if config.weights_file is None else claimed(config.weights_file),
+        Watchdog("engine", "engine", waits, config.hub_url, eye.about) as watchdog,
+    ):
+        _serve(config, access, listener, waits, eye, watchdog)
 
 
 def _serve(

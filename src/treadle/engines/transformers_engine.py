@@ -28,6 +28,7 @@ from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import report, sample, uniforms
 from treadle.engines.text import Text, Written
 from treadle.errors import ConfigError, ModelError
+from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.weights_file import share_parameters
@@ -67,8 +68,8 @@ class TransformersEngine:
         self.folder = folder
         self.max_model_len = config.max_model_len
         self._reports_raw = config.logprobs_mode == "raw_logprobs"
-        dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.model = load_model(folder, dtype).to(self.device).eval()
+        dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
+        self.model = load_model(folder, "auto" if dtype == "auto" else getattr(torch, dtype)).to(self.device).eval()
         self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
         # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.

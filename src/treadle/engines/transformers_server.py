@@ -12,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 
 from treadle.config import EngineConfig
-from treadle.engines.arrival import Arrival
+from treadle.engines.arrival import MEND_FIX, Arrival
 from treadle.engines.models import resolve_model
 from treadle.engines.port import (
     Adapter,
@@ -175,13 +175,21 @@ class TransformersServer:
 
     async def reload(self, folder: Path, policy_version: int | None) -> None:
         def write() -> None:
-            write_weights(found, self._engine.named_weights)
+            try:
+                write_weights(found, self._engine.named_weights)
+            except Exception as error:
+                self._arrival.broke_off(f"weights of {folder} were taken over in part: {error}")
+                self._scheduler.stay_still()
+                raise EngineError(f"weights of {folder} were taken over in part: {error}", fix=MEND_FIX) from error
             following = self._scheduler.policy_version + 1
             self._scheduler.weights_changed(following if policy_version is None else policy_version)
+            self._arrival.named()
 
         async with self._changing:
-            version = self._scheduler.policy_version
-            found = await asyncio.to_thread(read_weights, folder, self._engine.named_weights, version)
+            version, must_be_all = self._scheduler.policy_version, self._arrival.is_mixture
+            found = await asyncio.to_thread(
+                read_weights, folder, self._engine.named_weights, version, must_be_all=must_be_all
+            )
             await self._between_tokens(write)
 
     async def join(self, request: JoinGroup) -> None:

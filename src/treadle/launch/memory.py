@@ -12,8 +12,8 @@ import psutil  # type: ignore[import-untyped]
 class MemorySampler:
     """Sample once a second, in a thread of its own, and keep the peaks.
 
-    `pids` gives the children by name, each the leader of its session: {"engine": 4711}. Whatever runs in
-    the session of a child counts as that child.
+    `pids` gives the children by name, each the leader of its session: {"engine": 4711}. What they have started counts
+    as theirs, and so does what runs in their session.
     """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]], *, interval_s: float = 1.0) -> None:
@@ -38,9 +38,10 @@ class MemorySampler:
         names = {pid: name for name, pid in self._pids().items()}
         launcher = psutil.Process()
         used: dict[str, int] = {}
+        owners = {process.pid: name for pid, name in names.items() for process in _family(pid)}
         for process in [launcher, *launcher.children(recursive=True)]:
             try:
-                name = names.get(os.getsid(process.pid), "launcher")
+                name = owners.get(process.pid) or names.get(os.getsid(process.pid), "launcher")
                 used[name] = used.get(name, 0) + memory_of(process)
             except (psutil.Error, ProcessLookupError):
                 continue  # it ended between the listing and the look
@@ -55,6 +56,14 @@ class MemorySampler:
                 self.sample()
             except (psutil.Error, OSError):
                 continue  # a figure for the report is no reason to end a run
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def memory_of(process: psutil.Process) -> int:

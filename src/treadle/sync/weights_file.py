@@ -7,8 +7,11 @@ trainer: bind_parameters(model, layout)  builds its model on the same bytes
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -76,6 +79,26 @@ def bind_parameters(model: nn.Module, layout: Layout) -> None:
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """The engine's own for as long as this lasts: two engines at one file would write over each other's weights. The
+    lock goes with its process; what an engine that was killed has left behind is taken over."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    claim = path.with_name(path.name + ".claim")
+    with claim.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SyncError(
+                f"another engine shares its weights through {path}", fix="give each engine a --weights-file of its own"
+            ) from None
+        try:
+            yield
+        finally:
+            remove_shared_file(path)
+            claim.unlink(missing_ok=True)
 
 
 def remove_shared_file(path: Path) -> None:

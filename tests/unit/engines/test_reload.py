@@ -53,6 +53,17 @@ def test_a_delta_to_another_version_is_refused_and_whole_weights_are_not(tmp_pat
     assert list(read_weights(tmp_path, weights, VERSION)) == ["norm"]
 
 
+def test_only_all_weights_mend_a_mixture_and_one_name_of_a_tied_weight_is_enough(tmp_path, weights):
+    norm, embedding = {"norm": torch.zeros(3)}, torch.ones(5, 3)
+    for sent in (norm, norm | elements("embed", [1], [2.0])):
+        save(tmp_path, sent)
+        with pytest.raises(RequestError, match=r"are a mixture since a publish broke off.* has not all of embed"):
+            read_weights(tmp_path, weights, VERSION, must_be_all=True)
+    for name in ("embed", "head"):
+        save(tmp_path, norm | {name: embedding}, base=None)
+        assert set(read_weights(tmp_path, weights, VERSION, must_be_all=True)) == {"norm", name}
+
+
 def test_a_delta_may_be_empty_and_a_file_of_weights_may_not(tmp_path, weights):
     save(tmp_path, {})
     assert read_weights(tmp_path, weights, VERSION) == {}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
+from treadle.engines import transformers_server
 from treadle.engines.eye import EngineEye
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
@@ -182,6 +183,31 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
         assert await server.fingerprints(0) == before
         check(await server.generate(ask()), folder)
         assert (await server.state()).policy_version == 0
+
+    asyncio.run(story())
+
+
+def test_a_reload_that_fails_halfway_leaves_the_engine_still_until_a_whole_one(server, folder, monkeypatch):
+    def write_some(found, weights):
+        name, value = next(iter(found.items()))
+        weights[name].data.copy_(value + 1)
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    async def story():
+        with monkeypatch.context() as patched:
+            patched.setattr(transformers_server, "write_weights", write_some)
+            with pytest.raises(EngineError, match="taken over in part: CUDA error"):
+                await server.reload(folder, 1)
+        waiting = asyncio.ensure_future(server.generate(ask()))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert (await server.state()).is_held
+        with pytest.raises(EngineError, match="came in part"):
+            await server.release(None)
+        await server.reload(folder, 1)
+        await server.release(None)
+        assert (await waiting).completions[0].policy_versions == [1]
+        check(await waiting, folder)
 
     asyncio.run(story())
 

@@ -13,6 +13,7 @@ from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
 from treadle.engines.vllm.server_process import remedy
 from treadle.errors import ConfigError, ModelError
+from treadle.processor import fast_dtype
 
 CPU = Installation(python="/env/bin/python", version="0.32.0", is_cpu=True, has_flashinfer=False)
 GPU = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)
@@ -54,6 +55,11 @@ def test_settings_become_flags():
     assert flag(argv, "--max-model-len") == "99"
     assert flag(argv, "--logprobs-mode") == "raw_logprobs"
     assert flag(argv, "--dtype") == "bfloat16"
+
+
+def test_where_no_number_format_is_named_it_is_what_the_processor_or_the_gpu_is_fast_in():
+    assert flag(command().argv, "--dtype") == fast_dtype("cpu")
+    assert flag(command(vllm=GPU).argv, "--dtype") == "bfloat16"
 
 
 def test_auto_is_the_checkpoints_own_number_format_and_the_model_bounds_the_length():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle import processor
 from treadle.cli import main
 
 
@@ -16,6 +17,22 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
         main(["plan", *words])
     printed = capsys.readouterr()
     return int(ended.value.code or 0), printed.out, printed.err
+
+
+@pytest.fixture(autouse=True)
+def processor_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"amx_bf16"}))
+
+
+def test_on_a_processor_without_bf16_weights_take_four_bytes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"avx2"}))
+    for device, num_bytes in (("cpu", 4), ("cuda", 2)):
+        where = ("--gpu", "h200") if device == "cuda" else ("--train.device", "cpu")
+        answer = json.loads(plan(capsys, *where, "--json")[1])
+        sizes = {part["name"]: part["bytes"] for part in answer["places"][0]["components"]}
+        assert sizes["weights"] == num_bytes * 134_515_008
 
 
 def test_without_arguments_the_default_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,10 @@ def test_pictures_for_cuda_beside_a_vllm_for_cpus_are_told() -> None:
 
 def test_matrix_units_are_seen() -> None:
     assert hardware.check_cpu(2, frozenset({"avx512f", "amx_bf16"})).verdict == "ok"
-    assert hardware.check_cpu(2, frozenset({"avx2"})).verdict == "warning"
+    assert hardware.check_cpu(2, frozenset({"bf16"})).verdict == "ok"
+    slow = hardware.check_cpu(2, frozenset({"avx2"}))
+    assert slow.verdict == "warning"
+    assert "without bf16" in slow.found
 
 
 def test_a_busy_default_port_is_only_a_warning_and_names_who_has_it() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 from written_run import evaluation, step_values, write_run
 
@@ -186,3 +187,21 @@ def test_memory_counts_the_launcher_and_each_child_by_name(make_spec) -> None:
         sampler.sample()
     assert sampler.peak_by_process["trainer"] > 80_000_000
     assert sampler.peak_bytes >= sampler.peak_by_process["trainer"] + sampler.peak_by_process["launcher"]
+
+
+def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(make_spec) -> None:
+    """As vLLM's server is, which the engine process starts."""
+    from treadle.launch.supervisor import StopRequest, Supervisor
+
+    hoard = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hoard!r}], start_new_session=True)"
+    spec = make_spec("engine", starts)
+    with Supervisor(StopRequest()) as supervisor:
+        supervisor.start([spec])
+        sampler = MemorySampler(lambda: supervisor.pids)
+        while "full" not in spec.log_path.read_text():
+            pass
+        sampler.sample()
+        for process in psutil.Process(supervisor.pids["engine"]).children():
+            process.kill()
+    assert sampler.peak_by_process["engine"] > 80_000_000

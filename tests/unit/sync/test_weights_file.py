@@ -10,7 +10,7 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.layout import Layout, Placement
-from treadle.sync.weights_file import bind_parameters, map_weights, remove_shared_file, share_parameters
+from treadle.sync.weights_file import bind_parameters, claimed, map_weights, remove_shared_file, share_parameters
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
@@ -105,6 +105,18 @@ def test_a_checkpoint_mends_a_publish_that_was_cut_short(tmp_path, settings, is_
     assert [name for name, weight in served.items() if not torch.equal(weight, saved[name])] == []
     changed = {name for name, weight in served.items() if not torch.equal(weight, original[name])}
     assert changed == {name for name in served if is_trained(name)}
+
+
+def test_a_file_is_one_engines_and_goes_with_it(shared, tmp_path):
+    file = tmp_path / "weights"
+    (tmp_path / "weights.claim").touch()  # of an engine that was killed
+    with claimed(file):
+        with pytest.raises(SyncError, match=f"another engine shares its weights through {file}"), claimed(file):
+            pass
+        assert file.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    with claimed(file):
+        pass
 
 
 def test_removal_leaves_nothing(shared, tmp_path):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.processors import NEEDS_BF16
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
@@ -199,7 +200,7 @@ ESSENCE = ("loss", "grad_norm", "entropy", "mean_ratio", "kl", "num_tokens", "sk
         {},
         {"optimizer": "adamw_8bit", "dtype": "bfloat16"},
         {"optimizer": "adafactor"},
-        {"optimizer": "muon", "objective": "gspo"},
+        pytest.param({"optimizer": "muon", "objective": "gspo"}, marks=NEEDS_BF16),
         {"optimizer": "adamw_cpu", "gradient_dtype": "bfloat16"},
         {"lora": True, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "down_proj")},
         {"epochs": 3, "mismatch": "strict"},

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.processors import NEEDS_BF16
 from tests.tiny_policy import TinyPolicy, gradients_of
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, TrainingError
@@ -14,7 +15,7 @@ from treadle.train.optim import OPTIMIZERS, build_optimizer, learning_rate
 from treadle.train.optim.adafactor import Adafactor
 from treadle.train.optim.eight_bit import BLOCK, Moment, round_stochastically
 
-NAMES = list(OPTIMIZERS)
+NAMES = [pytest.param(name, marks=NEEDS_BF16) if name == "muon" else name for name in OPTIMIZERS]
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
 
 

@@ -55,6 +55,10 @@ class Arrivals:
         self._arrival.named()
         return max(float(answer["held_s"]) for answer in answers)
 
+    @property
+    def left_mixture(self) -> bool:
+        return self._arrival.is_mixture
+
     def refuse_going_on(self, policy_version: int | None) -> None:
         self._arrival.refuse_going_on(policy_version)
 

@@ -12,6 +12,7 @@ from treadle.config import EngineConfig
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts
 from treadle.errors import ConfigError
+from treadle.processor import fast_dtype
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "treadle.engines.vllm.middleware.TreadleRoutes"
@@ -54,7 +55,7 @@ def server_command(
         *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
-        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model)),
+        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model, vllm)),
         # A model's own sampling defaults would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
@@ -67,8 +68,10 @@ def server_command(
     return ServerCommand(tuple(argv), _environment(config, vllm, place, inherited))
 
 
-def dtype_of(config: EngineConfig, model: ModelFacts) -> str:
+def dtype_of(config: EngineConfig, model: ModelFacts, vllm: Installation) -> str:
     """`auto` is the checkpoint's own; vLLM's `auto` would make bfloat16 of float32."""
+    if config.dtype == "fast":
+        return fast_dtype("cpu" if vllm.is_cpu else "cuda")
     return model.dtype if config.dtype == "auto" else config.dtype
 
 

@@ -32,14 +32,16 @@ from treadle.engines.port import (
     HoldMode,
     Request,
 )
-from treadle.engines.vllm.adapters import AdapterBook, CheckAdapter, check_for
+from treadle.engines.vllm.adapter_loading import AdapterLoading
+from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
 from treadle.engines.vllm.change_line import ChangeLine
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
+from treadle.engines.vllm.door import Door
 from treadle.engines.vllm.meter import Meter
-from treadle.engines.vllm.model_facts import absolute, folder_of_model, folder_of_weights
+from treadle.engines.vllm.model_facts import folder_of_model, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
@@ -85,9 +87,7 @@ class VllmEngine:
         self._drain_timeout_s = drain_timeout_s
         self._gate = gate
         self._base_versions = [0]  # that the base model's weights have been, oldest first
-        self._book = AdapterBook()
-        self._door = asyncio.Event()
-        self._door.set()
+        self._adapters = AdapterLoading(self._client, check_for(facts.folder, facts))
         self._changes = ChangeLine()
         self._arrivals = Arrivals()
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
@@ -95,7 +95,7 @@ class VllmEngine:
         self._is_closed = False
         self._damage: str | None = None  # why its weights can be no version's; a restart mends it
         self._meter = Meter()
-        self._check = check_for(facts.folder, facts)
+        self._door = Door(self._meter, self._refuse_when_dead)
 
     @property
     def facts(self) -> EngineFacts:
@@ -103,7 +103,7 @@ class VllmEngine:
 
     @property
     def policy_version(self) -> int:
-        serving = self._book.serving
+        serving = self._adapters.book.serving
         by_adapter = serving.policy_version if serving is not None else None
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
@@ -112,7 +112,7 @@ class VllmEngine:
         failure = None if self._is_restarting else damage or await self._client.failure()
         return EngineState(
             policy_version=self.policy_version,
-            is_held=not self._door.is_set(),
+            is_held=not self._door.is_open,
             num_running=min(self._meter.in_vllm, self._facts.max_num_seqs),
             num_waiting=max(self._meter.in_vllm - self._facts.max_num_seqs, 0) + self._meter.at_door,
             generated_tokens=self._meter.tokens,
@@ -190,12 +190,15 @@ class VllmEngine:
         await self._changes.make(self._restart(model, on_top, policy_version, check))
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        return await self._changes.make(self._check_and_load(name, path, policy_version))
+        async def load() -> Adapter:
+            return await self._adapters.check_and_load(name, path, policy_version)
+
+        return await self._changes.make(load())
 
     async def unload_adapter(self, name: str) -> None:
         """Nobody can ask for it from here on. vLLM drops it as soon as nothing runs with it and nothing else changes:
         that is waited for, but not for ever."""
-        self._book.remove(name)
+        self._adapters.book.remove(name)
         dropping = self._changes.begin(self._unload_unused())
         await asyncio.wait({dropping}, timeout=self._drain_timeout_s)
         if dropping.done():
@@ -205,11 +208,11 @@ class VllmEngine:
             dropping.add_done_callback(_tell_failure)
 
     def adapters(self) -> list[Adapter]:
-        return self._book.listed()
+        return self._adapters.book.listed()
 
     @property
     def serving_adapter(self) -> Adapter | None:
-        return self._book.serving
+        return self._adapters.book.serving
 
     async def close(self) -> None:
         self._is_closed = True
@@ -219,8 +222,9 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _through_door(self, request: Request) -> AsyncIterator[_Pass]:
-        await self._wait_at_door(num_asked(request))
-        borrowed = self._book.borrow(request.adapter)
+        await self._door.wait(num_asked(request))
+        self._refuse_when_closed()
+        borrowed = self._adapters.book.borrow(request.adapter)
         adapter, model = borrowed if borrowed is not None else (None, MODEL_NAME)
         way = _Pass(model, adapter, len(self._base_versions) - 1, cache_salt=f"v{self._base_versions[-1]}")
         self._meter.enter(num_asked(request))
@@ -228,23 +232,11 @@ class VllmEngine:
             yield way
         finally:
             self._meter.leave(num_asked(request))
-            if adapter is not None and self._book.give_back(model):
-                self._changes.begin(self._tidy_up())
-
-    async def _wait_at_door(self, count: int) -> None:
-        self._meter.at_door += count
-        try:
-            while not self._door.is_set():
-                try:
-                    await asyncio.wait_for(self._door.wait(), timeout=1.0)
-                except TimeoutError:
-                    self._refuse_when_dead()
-            self._refuse_when_closed()
-        finally:
-            self._meter.at_door -= count
+            if adapter is not None and self._adapters.book.give_back(model):
+                self._changes.begin(self._unload_unused()).add_done_callback(_tell_failure)
 
     def _refuse_unless_held(self) -> None:
-        if self._door.is_set():
+        if self._door.is_open:
             raise EngineError("weights may change only while the engine is held", fix="POST /bridge/pause first")
 
     def _refuse_when_dead(self) -> None:
@@ -269,10 +261,10 @@ class VllmEngine:
         return self._base_versions[way.first_version :]
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
-        was_open = self._door.is_set()
+        was_open = self._door.is_open
         if not was_open and mode == "wait" and self._meter.in_vllm:
             raise EngineError("requests are frozen and cannot finish", fix="POST /bridge/resume first")
-        self._door.clear()
+        self._door.close()
         try:
             if mode == "wait" and not await self._meter.wait_until_idle(timeout_s):
                 raise EngineError(f"{self._meter.in_vllm} completions were still running after {timeout_s:.0f} s")
@@ -288,7 +280,7 @@ class VllmEngine:
         with contextlib.suppress(EngineError):
             await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
         self._held_at = None
-        self._door.set()
+        self._door.open()
 
     async def _pause(self, mode: HoldMode, timeout_s: float) -> None:
         order = {"mode": mode, "settles": self._facts.device != "cpu"}
@@ -317,26 +309,26 @@ class VllmEngine:
             return 0.0
         held_at, self._held_at = self._held_at, None
         self._meter.go_on()
-        self._door.set()
+        self._door.open()
         return 0.0 if held_at is None else float(answer["released_at"] - held_at)
 
     async def _adopt(self, order: Adopt) -> float:
         if self._gate is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
         refuse_misled(order, self.policy_version, Gate(self._gate))
-        was_held, before = not self._door.is_set(), list(self._base_versions)
-        self._door.clear()
+        was_held, before = not self._door.is_open, list(self._base_versions)
+        self._door.close()
         self._serve_version(order.policy_version)  # before a token can be sampled under it, as in _release
         try:
             held_s = await self._arrivals.stand_still(self._client, self._gate, order)
         except (RequestError, EngineError) as error:
             self._base_versions = before
             if isinstance(error, RequestError) and not was_held:
-                self._door.set()  # nothing was written
+                self._door.open()  # nothing was written
             raise
         if was_held:
             await self._release(None)
-        self._door.set()
+        self._door.open()
         return held_s
 
     def _serve_version(self, policy_version: int) -> None:
@@ -345,13 +337,17 @@ class VllmEngine:
 
     async def _reload(self, folder: Path, policy_version: int | None) -> None:
         version = self.policy_version + 1 if policy_version is None else policy_version
-        was_held = not self._door.is_set()
+        was_held = not self._door.is_open
         if not was_held:
             await self._hold("keep", self._drain_timeout_s)
         started = time.monotonic()
         try:
-            base_version = self._base_versions[-1]
-            loaded = await self._client.rpc("treadle_load_weights", folder=str(folder), policy_version=base_version)
+            loaded = await self._client.rpc(
+                "treadle_load_weights",
+                folder=str(folder),
+                policy_version=self._base_versions[-1],
+                must_be_all=self._arrivals.left_mixture,
+            )
         except RequestError:  # refused before anything was written
             if not was_held:
                 await self._release(None)
@@ -361,29 +357,30 @@ class VllmEngine:
             raise
         log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
         await self._release(version, stay_held=was_held)
+        self._arrivals.named()
 
     async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int, check: CheckAdapter) -> None:
         self._is_restarting = True
         try:
             await self._drain()
             await self._replace_server(folder)
-            self._book, self._check, self._damage = AdapterBook(), check, None
-            self._arrivals = Arrivals()
+            self._adapters, self._arrivals = AdapterLoading(self._client, check), Arrivals()
+            self._damage = None
             if adapter is not None:
-                await self._load(adapter)
+                await self._adapters.load(adapter)
             self._serve_version(policy_version)
         finally:
             self._is_restarting = False
-            self._door.set()
+            self._door.open()
 
     async def _drain(self) -> None:
         """Let what runs finish; what does not in time, or cannot, ends with the server."""
         try:
-            if self._door.is_set() and self._client.death() is None:
+            if self._door.is_open and self._client.death() is None:
                 await self._hold("wait", self._drain_timeout_s)
         except EngineError as error:
             log.warning("restart_ends_requests", reason=error.message)
-        self._door.clear()
+        self._door.close()
 
     async def _replace_server(self, folder: Path) -> None:
         """Whatever it waits for, `close` ends: by ending the server that it waits for."""
@@ -400,30 +397,8 @@ class VllmEngine:
         self._facts = facts
         self._meter.go_on()
 
-    async def _check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        known = self._book.known(name, absolute(path), policy_version)
-        if known is not None:
-            return known  # the same call came twice
-        adapter = await asyncio.to_thread(self._check, name, path, policy_version)
-        await self._load(adapter)
-        return adapter
-
-    async def _load(self, adapter: Adapter) -> None:
-        served_name = self._book.new_name(adapter.name)
-        started = time.monotonic()
-        await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(adapter.path)})
-        self._book.add(adapter, served_name)
-        log.info("adapter_loaded", name=served_name, seconds=time.monotonic() - started)
-
     async def _unload_unused(self) -> None:
-        for served_name in self._book.take_unused():
-            await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
-
-    async def _tidy_up(self) -> None:
-        try:
-            await self._unload_unused()
-        except EngineError as error:
-            log.warning("adapter_not_unloaded", reason=error.message)
+        await self._adapters.unload_unused()  # of the server that is there when it is this change's turn
 
 
 def _tell_failure(change: asyncio.Future[None]) -> None:

@@ -65,7 +65,7 @@ def _facts(config: EngineConfig, vllm: Installation, model: ModelFacts) -> Engin
         version=vllm.version,
         folder=model.folder,
         device="cpu" if vllm.is_cpu else "cuda" if config.device == "auto" else config.device,
-        dtype=dtype_of(config, model),
+        dtype=dtype_of(config, model, vllm),
         max_model_len=max_model_len(config, model),
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,

@@ -61,12 +61,12 @@ class TreadleWorker:
         return {name: fingerprint(weight, policy_version) for name, weight in _weights(self).items()}
 
     @_refusals_as_answers
-    def treadle_load_weights(self, *, folder: str, policy_version: int) -> Answer:
+    def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
         """Take the safetensors of a folder, in place; the weights are of this version before. All that it holds is
         checked before anything is written."""
         weights = _weights(self)
         weights |= {name: weights[first] for name, first in _further_names(self).items()}
-        found = read_weights(Path(folder), weights, policy_version)
+        found = read_weights(Path(folder), weights, policy_version, must_be_all=must_be_all)
         write_weights(found, weights)
         return {"num_loaded": len(found)}
 

@@ -13,6 +13,7 @@ from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memo
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.launch.plan import explicit_keys
+from treadle.processor import fast_dtype
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +98,7 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         mode=_mode(run, values),
         train_gpus=values._train_gpus,
         engine_gpus=values._engine_gpus,
-        weight_bytes=_weight_bytes(run),
+        weight_bytes=_weight_bytes(run, has_gpu=has_gpu),
         optimizer=train.optimizer,
         gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
         train_layers=train.train_layer_indices,
@@ -154,8 +155,10 @@ def _mode(run: RunConfig, values: argparse.Namespace) -> Mode:
     return "single-copy" if is_shared and is_one_device and run.train.epochs == 1 else "two-copies"
 
 
-def _weight_bytes(run: RunConfig) -> int:
-    dtype = run.engine.dtype if run.train.dtype == "auto" else run.train.dtype
+def _weight_bytes(run: RunConfig, *, has_gpu: bool) -> int:
+    dtype: str = run.engine.dtype if run.train.dtype == "auto" else run.train.dtype
+    if dtype == "fast":
+        dtype = fast_dtype("cuda" if has_gpu else "cpu")
     return 4 if dtype == "float32" else 2
 
 

@@ -34,6 +34,7 @@ from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
 from treadle.launch.process import tail_of
 from treadle.launch.report import load_summary
+from treadle.processor import processor_flags
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 from treadle.wire.guard import MIN_TOKEN_CHARS
 from treadle.wire.urls import shown_url
@@ -120,7 +121,7 @@ def _check_hardware(config: RunConfig, cache: Path) -> list[Check]:
     wished = wished_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
-        hardware.check_cpu(count_cores(), looking.cpu_flags()),
+        hardware.check_cpu(count_cores(), processor_flags()),
         hardware.check_memory(memory.available, memory.total),
         hardware.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
         hardware.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),

@@ -24,7 +24,6 @@ from treadle.launch.machine import is_port_busy
 
 SURVEY_TIMEOUT_S = 60.0
 _NVIDIA = Path("/dev/nvidiactl")
-_CPUINFO = Path("/proc/cpuinfo")
 _KERNEL = Path("/proc/version")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _HF_TOKEN_FILE = Path("~/.cache/huggingface/token")
@@ -87,14 +86,6 @@ def look_at_driver(cuda: str) -> DriverFacts:
             done = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True)
             version = done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
     return DriverFacts(has_device=_NVIDIA.exists(), cuda=cuda, version=version, has_smi=smi is not None)
-
-
-def cpu_flags() -> frozenset[str]:
-    try:
-        lines = _CPUINFO.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def existing(place: Path) -> Path:

@@ -1,0 +1,93 @@
+"""Everything that docs/weights.md says of training on one GPU: real runs with vLLM and one copy of the weights, and
+adapters that are exchanged under load, side by side on one card.
+
+    python bench/one_gpu.py OUT [--gsm8k FOLDER]      FOLDER: train.jsonl and test.jsonl of GSM8K, for a run on it
+
+Prints for each run its reward over the steps, in ten parts, accuracy on held-out prompts before and after, and what the
+publishes cost; then the line of bench/bridge.py for adapters. Runs and the servers' logs stay in OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# Of a card with 80 GB or more: each vLLM gets a part by name, whatever else is on the card when it looks.
+ENGINE = [
+    "--engine.engine", "vllm", "--engine.gpu-memory-utilization", "0.15",
+    "--engine.vllm-args=--kv-cache-memory-bytes=8G", "--engine.max-num-seqs", "256",
+]  # fmt: skip
+PARTS = 10
+
+
+def begin(name: str, argv: list[str], out: Path) -> subprocess.Popen[bytes]:
+    with (out / f"{name}.log").open("w") as log:
+        return subprocess.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
+
+
+def run_flags(name: str, out: Path, *more: str) -> list[str]:
+    return ["-m", "treadle", "run", "--plain", "--output", str(out / name), *ENGINE, *more]
+
+
+def curve(values: list[float]) -> str:
+    """Means of ten parts.
+
+    >>> curve([0.0, 1.0] * 10)
+    '0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50'
+    """
+    size = max(1, len(values) // PARTS)
+    return " ".join(f"{statistics.mean(values[i : i + size]):.2f}" for i in range(0, size * PARTS, size) if values[i:])
+
+
+def tell(name: str, out: Path) -> None:
+    for folder in sorted((out / name).glob("*/summary.json")):
+        summary: dict[str, Any] = json.loads(folder.read_text())
+        rows = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
+
+        def middle(key: str, rows: list[dict[str, Any]] = rows) -> float:
+            found = [row[key] for row in rows if row.get(key) is not None]
+            return statistics.median(found) if found else float("nan")
+
+        print(f"{name}: {len(rows)} steps in {summary['total_s']:.0f} s")
+        print(f"  reward    {curve([row['reward'] for row in rows])}")
+        print(f"  held out  {json.dumps(summary['held_out_before'])}")
+        print(f"         -> {json.dumps(summary['held_out_after'])}")
+        for key in ("perf/weight_sync_s", "perf/weight_sync_hold_s", "sampling/sampling_logp_difference/mean"):
+            print(f"  {key} median {middle(key):.5f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gsm8k", type=Path)
+    parser.add_argument("--steps", type=int, default=45, help="of the default job")
+    parser.add_argument("--gsm8k-steps", type=int, default=150)
+    known = parser.parse_args()
+    out: Path = known.out
+    out.mkdir(parents=True, exist_ok=True)
+    started = {"default": begin("default", run_flags("default", out, "--steps", str(known.steps)), out)}
+    if known.gsm8k is not None:
+        flags = [
+            "--env.name", str(HERE.parent / "examples" / "gsm8k_small.py"), "--env.data", str(known.gsm8k),
+            "--steps", str(known.gsm8k_steps), "--train.batch-size", "256", "--train.lr", "2e-6",
+            "--env.num-eval", "512", "--env.steps-per-eval", "0", "--hub.port", "8100", "--engine.port", "9101",
+        ]  # fmt: skip
+        started["gsm8k"] = begin("gsm8k", run_flags("gsm8k", out, *flags), out)
+    adapters = ["--engine", "vllm", "--mode", "lora_only", "--steps", "50", "--logs", str(out / "adapters")]
+    started["adapters"] = begin("bridge", [str(HERE / "bridge.py"), *adapters], out)
+    codes = {name: process.wait() for name, process in started.items()}
+    for name in codes:
+        if name != "adapters":
+            tell(name, out)
+    print((out / "bridge.log").read_text()[-3000:])
+    print(f"ended with {codes}")
+
+
+if __name__ == "__main__":
+    main()
