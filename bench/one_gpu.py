@@ -10,6 +10,7 @@ publishes cost; then the line of bench/bridge.py for adapters. Runs and the serv
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -41,8 +42,8 @@ def curve(values: list[float]) -> str:
     >>> curve([0.0, 1.0] * 10)
     '0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50'
     """
-    size = max(1, len(values) // PARTS)
-    return " ".join(f"{statistics.mean(values[i : i + size]):.2f}" for i in range(0, size * PARTS, size) if values[i:])
+    edges = [len(values) * i // PARTS for i in range(PARTS + 1)]
+    return " ".join(f"{statistics.mean(values[a:b]):.2f}" for a, b in itertools.pairwise(edges) if b > a)
 
 
 def tell(name: str, out: Path) -> None:

@@ -24,34 +24,39 @@ make_venv() {
 }
 
 # install VENV FLAG... PACKAGE...: by uv, which takes seconds where pip takes minutes, and shares what environments have in
-# common; by pip where uv cannot do it. Both take these flags; UV_COMPILE_BYTECODE=1 compiles what was installed.
+# common; by pip where uv cannot do it. UV_COMPILE_BYTECODE=1 compiles what was installed.
 install() {
   local venv=$1; shift
-  if "$venv/bin/python" -m pip install --disable-pip-version-check --quiet uv; then
-    speak_as_pip_does "$venv"
-    if VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet "$@"; then
-      return
-    fi
-    echo "== uv could not install it; pip is asked (this takes longer)" >&2
+  if install_by_uv "$venv" "$@"; then
+    return
   fi
+  echo "== uv could not install it; pip is asked (this takes longer)" >&2
   "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"
 }
 
-# uv reads none of pip's settings: where packages come from has to be said again. As with pip, no index comes before another.
-speak_as_pip_does() {
-  local venv=$1
-  UV_FIND_LINKS=${PIP_FIND_LINKS:-$(pip_setting "$venv" find-links)}
-  UV_DEFAULT_INDEX=${PIP_INDEX_URL:-$(pip_setting "$venv" index-url)}
-  UV_INDEX=${PIP_EXTRA_INDEX_URL:-$(pip_setting "$venv" extra-index-url)}
-  export UV_INDEX_STRATEGY=unsafe-best-match
-  local name
-  for name in UV_FIND_LINKS UV_DEFAULT_INDEX UV_INDEX; do
-    if [ -n "${!name}" ]; then export "${name?}"; else unset "$name"; fi
-  done
+install_by_uv() {
+  local venv=$1; shift
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "uv==0.13.7" || return 1
+  take_over "$venv" UV_FIND_LINKS "${PIP_FIND_LINKS:-}" find-links ,
+  take_over "$venv" UV_DEFAULT_INDEX "${PIP_INDEX_URL:-}" index-url ' '
+  take_over "$venv" UV_INDEX "${PIP_EXTRA_INDEX_URL:-}" extra-index-url ' '
+  take_over "$venv" UV_NO_INDEX "${PIP_NO_INDEX:-}" no-index ' '
+  take_over "$venv" SSL_CERT_FILE "${PIP_CERT:-}" cert ' '
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as with pip, no index comes before another
+  VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet "$@"
 }
 
-pip_setting() {
-  "$1/bin/python" -m pip config get "global.$2" 2>/dev/null | tr '\n' ' ' | sed 's/ *$//' || true
+# take_over VENV NAME VALUE SETTING SEPARATOR: uv reads none of pip's settings. Where its own variable NAME is not set, it
+# gets pip's: VALUE, which is that of pip's variable, else what pip's files say.
+take_over() {
+  local value=${!2:-}
+  if [ -n "$value" ]; then
+    return
+  fi
+  value=${3:-$("$1/bin/python" -m pip config get "global.$4" 2>/dev/null || true)}
+  if [ -n "$value" ]; then
+    export "$2=$(echo $value | tr ' ' "$5")"  # unquoted: what lies between several of them is one space then
+  fi
 }
 
 # is_ready VENV STAMP: next time there is nothing to do.

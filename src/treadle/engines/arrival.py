@@ -17,8 +17,9 @@ class Arrival:
         self._are_whole = True
 
     @property
-    def is_mixture(self) -> bool:
-        return not self._are_whole
+    def is_settled(self) -> bool:
+        """Whether the weights are those of the version that is served; else only all of them, anew, can mend that."""
+        return self._problem is None
 
     def begin(self) -> None:
         self._problem, self._are_whole = "they are on their way", False

@@ -186,11 +186,13 @@ class TransformersServer:
             self._arrival.named()
 
         async with self._changing:
-            version, must_be_all = self._scheduler.policy_version, self._arrival.is_mixture
+            version, mends = self._scheduler.policy_version, not self._arrival.is_settled
             found = await asyncio.to_thread(
-                read_weights, folder, self._engine.named_weights, version, must_be_all=must_be_all
+                read_weights, folder, self._engine.named_weights, version, must_be_all=mends
             )
             await self._between_tokens(write)
+            if mends:  # what was held because a publish broke off goes on: nobody else would let it
+                await asyncio.to_thread(self._scheduler.release, None)
 
     async def join(self, request: JoinGroup) -> None:
         async with self._changing:

@@ -38,10 +38,11 @@ class MemorySampler:
         names = {pid: name for name, pid in self._pids().items()}
         launcher = psutil.Process()
         used: dict[str, int] = {}
-        owners = {process.pid: name for pid, name in names.items() for process in _family(pid)}
-        for process in [launcher, *launcher.children(recursive=True)]:
+        for process in [launcher, *launcher.children(recursive=True)]:  # whoever started another comes before it
             try:
-                name = owners.get(process.pid) or names.get(os.getsid(process.pid), "launcher")
+                pid = process.pid
+                name = names.get(pid) or names.get(process.ppid()) or names.get(os.getsid(pid), "launcher")
+                names[pid] = name
                 used[name] = used.get(name, 0) + memory_of(process)
             except (psutil.Error, ProcessLookupError):
                 continue  # it ended between the listing and the look
@@ -56,14 +57,6 @@ class MemorySampler:
                 self.sample()
             except (psutil.Error, OSError):
                 continue  # a figure for the report is no reason to end a run
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        first = psutil.Process(pid)
-        return [first, *first.children(recursive=True)]
-    except psutil.Error:
-        return []
 
 
 def memory_of(process: psutil.Process) -> int:

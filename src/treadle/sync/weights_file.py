@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
@@ -87,18 +88,27 @@ def claimed(path: Path) -> Iterator[None]:
     lock goes with its process; what an engine that was killed has left behind is taken over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     claim = path.with_name(path.name + ".claim")
-    with claim.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SyncError(
-                f"another engine shares its weights through {path}", fix="give each engine a --weights-file of its own"
-            ) from None
+    with _locked(claim, path):
         try:
             yield
         finally:
             remove_shared_file(path)
             claim.unlink(missing_ok=True)
+
+
+def _locked(claim: Path, path: Path) -> IO[str]:
+    while True:
+        file = claim.open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise SyncError(
+                f"another engine shares its weights through {path}", fix="give each engine a --weights-file of its own"
+            ) from None
+        if claim.exists() and claim.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return file
+        file.close()  # whose it was has ended in between, and removed it
 
 
 def remove_shared_file(path: Path) -> None:

@@ -148,9 +148,10 @@ def test_pictures_for_cuda_beside_a_vllm_for_cpus_are_told() -> None:
 
 
 def test_matrix_units_are_seen() -> None:
-    assert hardware.check_cpu(2, frozenset({"avx512f", "amx_bf16"})).verdict == "ok"
-    assert hardware.check_cpu(2, frozenset({"bf16"})).verdict == "ok"
-    slow = hardware.check_cpu(2, frozenset({"avx2"}))
+    assert hardware.check_cpu(2, frozenset({"avx512f", "amx_bf16"}), has_gpu=False).verdict == "ok"
+    assert hardware.check_cpu(2, frozenset({"bf16"}), has_gpu=False).verdict == "ok"
+    assert hardware.check_cpu(2, frozenset({"avx2"}), has_gpu=True).verdict == "ok"
+    slow = hardware.check_cpu(2, frozenset({"avx2"}), has_gpu=False)
     assert slow.verdict == "warning"
     assert "without bf16" in slow.found
 

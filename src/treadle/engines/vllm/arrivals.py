@@ -56,8 +56,11 @@ class Arrivals:
         return max(float(answer["held_s"]) for answer in answers)
 
     @property
-    def left_mixture(self) -> bool:
-        return self._arrival.is_mixture
+    def are_settled(self) -> bool:
+        return self._arrival.is_settled
+
+    def broke_off(self, reason: str) -> None:
+        self._arrival.broke_off(reason)
 
     def refuse_going_on(self, policy_version: int | None) -> None:
         self._arrival.refuse_going_on(policy_version)

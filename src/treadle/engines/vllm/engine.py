@@ -172,7 +172,10 @@ class VllmEngine:
         await self._changes.make(self._reload(folder_of_weights(folder), policy_version))
 
     async def join(self, request: JoinGroup) -> None:
-        await self._changes.make(self._arrivals.join(self._client, request))
+        async def join_now() -> None:
+            await self._arrivals.join(self._client, request)
+
+        await self._changes.make(join_now())
 
     async def receive(self, body: ReceiveWeights) -> Received:
         async def receive_when_held() -> Received:
@@ -337,7 +340,7 @@ class VllmEngine:
 
     async def _reload(self, folder: Path, policy_version: int | None) -> None:
         version = self.policy_version + 1 if policy_version is None else policy_version
-        was_held = not self._door.is_open
+        was_held, mends = not self._door.is_open, not self._arrivals.are_settled
         if not was_held:
             await self._hold("keep", self._drain_timeout_s)
         started = time.monotonic()
@@ -346,7 +349,7 @@ class VllmEngine:
                 "treadle_load_weights",
                 folder=str(folder),
                 policy_version=self._base_versions[-1],
-                must_be_all=self._arrivals.left_mixture,
+                must_be_all=mends,
             )
         except RequestError:  # refused before anything was written
             if not was_held:
@@ -354,9 +357,11 @@ class VllmEngine:
             raise
         except EngineError as error:
             self._damage = f"weights of {folder} were taken over in part, or may yet be: {error.message}"
+            self._arrivals.broke_off(self._damage)
             raise
         log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
-        await self._release(version, stay_held=was_held)
+        # What was held because a publish broke off goes on: nobody else would let it.
+        await self._release(version, stay_held=was_held and not mends)
         self._arrivals.named()
 
     async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int, check: CheckAdapter) -> None:

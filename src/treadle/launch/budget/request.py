@@ -158,7 +158,7 @@ def _mode(run: RunConfig, values: argparse.Namespace) -> Mode:
 def _weight_bytes(run: RunConfig, *, has_gpu: bool) -> int:
     dtype: str = run.engine.dtype if run.train.dtype == "auto" else run.train.dtype
     if dtype == "fast":
-        dtype = fast_dtype("cuda" if has_gpu else "cpu")
+        dtype = fast_dtype("cuda" if has_gpu and run.engine.device != "cpu" else "cpu")
     return 4 if dtype == "float32" else 2
 
 

@@ -106,7 +106,7 @@ def examine_machine(config: RunConfig, env: Mapping[str, str], tell: Tell = _to_
         settings.check_allocator(env, has_gpu=has_gpu),
         check_memory_sharing(trials, str(memory_folder)),
         check_cuda_sharing(trials, around),
-        *_check_hardware(config, cache),
+        *_check_hardware(config, cache, has_gpu=has_gpu),
         settings.check_threads(env, count_cores()),
         settings.check_bytecode(env),
         settings.check_model(model, env, has_hub_token=bool(tokens["HF_TOKEN"])),
@@ -114,14 +114,14 @@ def examine_machine(config: RunConfig, env: Mapping[str, str], tell: Tell = _to_
     ]
 
 
-def _check_hardware(config: RunConfig, cache: Path) -> list[Check]:
+def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Check]:
     memory = psutil.virtual_memory()
     output, cache = looking.existing(config.output), looking.existing(cache)
     clock, trouble = looking.look_at_clock(output)
     wished = wished_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
-        hardware.check_cpu(count_cores(), processor_flags()),
+        hardware.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
         hardware.check_memory(memory.available, memory.total),
         hardware.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
         hardware.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),

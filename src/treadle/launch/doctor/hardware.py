@@ -16,8 +16,8 @@ EARLIEST_YEAR = 2026
 MAX_SKEW_S = 5.0
 
 
-def check_cpu(num_cores: int, flags: frozenset[str]) -> Check:
-    """Without bf16 units a run is in float32 (processor.py): slower; that is worth knowing before a long one."""
+def check_cpu(num_cores: int, flags: frozenset[str], *, has_gpu: bool) -> Check:
+    """Without bf16 units a run on it is in float32 (processor.py): slower; that is worth knowing before a long one."""
     name = f"{num_cores} core{'s' if num_cores != 1 else ''}, {platform.machine()}"
     if "amx_bf16" in flags:
         return Check("CPU", "ok", f"{name}, AMX (fast bf16)")
@@ -25,8 +25,11 @@ def check_cpu(num_cores: int, flags: frozenset[str]) -> Check:
         return Check("CPU", "ok", f"{name}, AVX-512 with bf16")
     if "bf16" in flags:
         return Check("CPU", "ok", f"{name}, with bf16")
-    slow = "nothing need be done: runs are in float32 here, which takes longer and twice the memory for weights"
-    return Check("CPU", "warning", f"{name}, {'AVX-512 ' if 'avx512f' in flags else ''}without bf16", slow)
+    found = f"{name}, {'AVX-512 ' if 'avx512f' in flags else ''}without bf16"
+    if has_gpu:
+        return Check("CPU", "ok", found)
+    slow = "nothing need be done: weights are float32 here by default, which takes longer and twice the memory for them"
+    return Check("CPU", "warning", found, slow)
 
 
 def check_memory(available: float, total: float) -> Check:
