@@ -64,8 +64,8 @@ def assert_all_gone(children: dict[str, psutil.Process], within_s: float) -> Non
     assert not alive, f"orphans: {alive}"
 
 
-def shared_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("treadle-")}
+def shared_files(run: Path) -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"treadle-{run.name}-")}
 
 
 def essence(run: Path) -> list[tuple[float, ...]]:
@@ -86,9 +86,9 @@ def resume(run: Path) -> None:
 
 
 def test_ctrl_c_stops_in_order_and_the_resumed_run_equals_an_undisturbed_one(model, undisturbed, tmp_path):
-    before = shared_files()
     process = start(tmp_path, model)
     wait_for_step(tmp_path, process, 5)
+    assert shared_files(newest_run(tmp_path))
     children = children_of(process)
     assert set(children) == {"hub", "engine", "env", "train"}
     asked = time.monotonic()
@@ -101,7 +101,7 @@ def test_ctrl_c_stops_in_order_and_the_resumed_run_equals_an_undisturbed_one(mod
     run = newest_run(tmp_path)
     assert f"run --resume {run}" in output
     assert_all_gone(children, 0.5)
-    assert shared_files() <= before
+    assert not shared_files(run)
     resume(run)
     assert essence(run) == essence(undisturbed)
     assert final_weights(run) == final_weights(undisturbed)

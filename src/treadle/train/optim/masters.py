@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from treadle.config import TrainConfig
+from treadle.log import get_logger
+from treadle.processor import fast_dtype
 from treadle.train.gradients import HostBridge
 from treadle.train.optim.adafactor import Adafactor, relative_rate
 from treadle.train.optim.optimizer import Optimizer, part_of
@@ -23,6 +25,7 @@ from treadle.train.optim.optimizer import Optimizer, part_of
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
 
+log = get_logger("trainer")
 Masters = dict[str, nn.Parameter]
 
 
@@ -134,6 +137,10 @@ def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
         choice = ((_muon_rule, matrices), (_adamw_rule, others))
         return [rule(part, config) for rule, part in choice if part]  # adapters, for one, are all matrices
 
+    if fast_dtype(policy.device.type) != "bfloat16":
+        log.warning(
+            "muon_is_slow", reason="it multiplies in bf16, which this processor cannot", fix="--optimizer adamw"
+        )
     return MasterOptimizer(policy, config, rules)
 
 
