@@ -21,9 +21,9 @@ def test_the_default_job_teaches_the_model_to_add(tmp_path):
     before, after = summary["held_out_before"], summary["held_out_after"]
     assert before["num_prompts"] == after["num_prompts"] == 256
     assert before["accuracy"] < 0.2
-    assert after["accuracy"] >= (0.65 if is_fast else 0.25)
+    assert after["accuracy"] >= (0.65 if is_fast else 0.4)
     assert len(summary["examples"]) == 3
-    assert summary["peak_memory_bytes"] <= 6e9
+    assert summary["peak_memory_bytes"] <= (6e9 if is_fast else 7e9)
     # Six minutes on two free cores with bf16; a machine that does other work meanwhile may take longer.
     assert summary["total_s"] < 600 or not is_fast
     rows = metrics_of(run)
