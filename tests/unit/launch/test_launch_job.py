@@ -174,34 +174,31 @@ def test_chat_finds_the_result_of_a_run(tmp_path: Path) -> None:
     assert find_model(None, tmp_path / "runs") == run / "checkpoints" / "final_model"
 
 
-def test_memory_counts_the_launcher_and_each_child_by_name(make_spec) -> None:
+HOARD = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
+
+
+def memory_while_full(spec) -> MemorySampler:
+    """Sampled when the process, or what it has started, holds 80 MB."""
     from treadle.launch.supervisor import StopRequest, Supervisor
 
-    hoard = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
-    spec = make_spec("trainer", hoard)
     with Supervisor(StopRequest()) as supervisor:
         supervisor.start([spec])
         sampler = MemorySampler(lambda: supervisor.pids)
         while "full" not in spec.log_path.read_text():
             pass
         sampler.sample()
+        for process in psutil.Process(supervisor.pids[spec.name]).children():
+            process.kill()
+    return sampler
+
+
+def test_memory_counts_the_launcher_and_each_child_by_name(make_spec) -> None:
+    sampler = memory_while_full(make_spec("trainer", HOARD))
     assert sampler.peak_by_process["trainer"] > 80_000_000
     assert sampler.peak_bytes >= sampler.peak_by_process["trainer"] + sampler.peak_by_process["launcher"]
 
 
 def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(make_spec) -> None:
     """As vLLM's server is, which the engine process starts."""
-    from treadle.launch.supervisor import StopRequest, Supervisor
-
-    hoard = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hoard!r}], start_new_session=True)"
-    spec = make_spec("engine", starts)
-    with Supervisor(StopRequest()) as supervisor:
-        supervisor.start([spec])
-        sampler = MemorySampler(lambda: supervisor.pids)
-        while "full" not in spec.log_path.read_text():
-            pass
-        sampler.sample()
-        for process in psutil.Process(supervisor.pids["engine"]).children():
-            process.kill()
-    assert sampler.peak_by_process["engine"] > 80_000_000
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOARD!r}], start_new_session=True)"
+    assert memory_while_full(make_spec("engine", starts)).peak_by_process["engine"] > 80_000_000

@@ -38,7 +38,7 @@ class Arrivals:
             self._arrival.broke_off(error.message)
             raise EngineError(error.message, fix=error.fix) from None
         except EngineError as error:
-            self.damage = f"weights of a broadcast were taken over in part, or may yet be: {error.message}"
+            self.damaged(f"weights of a broadcast were taken over in part, or may yet be: {error.message}")
             raise
         self._arrival.came()
         return msgspec.convert(plain, Received)
@@ -59,7 +59,9 @@ class Arrivals:
     def are_settled(self) -> bool:
         return self._arrival.is_settled
 
-    def broke_off(self, reason: str) -> None:
+    def damaged(self, reason: str) -> None:
+        """The worker may be writing yet: nothing that comes later mends that."""
+        self.damage = reason
         self._arrival.broke_off(reason)
 
     def refuse_going_on(self, policy_version: int | None) -> None:

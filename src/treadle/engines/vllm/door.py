@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from treadle.engines.port import Adapter
 from treadle.engines.vllm.meter import Meter
 
 LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A request's way through the door: what it is served by."""
+
+    model: str  # vLLM's name of it
+    adapter: Adapter | None
+    first_version: int  # its place in the list of the base model's versions
+    cache_salt: str
+
+    def versions(self, of_base: list[int]) -> list[int]:
+        """What the tokens until now may have come from: an adapter's one version, or those of the base model since."""
+        if self.adapter is not None and self.adapter.policy_version is not None:
+            return [self.adapter.policy_version]
+        return of_base[self.first_version :]
 
 
 class Door:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ from treadle.engines.vllm.change_line import ChangeLine
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
-from treadle.engines.vllm.door import Door
+from treadle.engines.vllm.door import Door, Pass
 from treadle.engines.vllm.meter import Meter
 from treadle.engines.vllm.model_facts import folder_of_model, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
@@ -55,16 +54,6 @@ ABORT_AGAIN_S = 0.1  # a request that reached vLLM after the others were dropped
 CLOSE_S = 30.0  # for a change that was under way to see that its server is gone
 
 BeginServer = Callable[[Path], tuple[ServerProcess, EngineFacts]]  # one that loads now, and what it will serve
-
-
-@dataclass
-class _Pass:
-    """A request's way through the door: what it is served by."""
-
-    model: str  # vLLM's name of it
-    adapter: Adapter | None
-    first_version: int  # its place in the list of the base model's versions
-    cache_salt: str
 
 
 class VllmEngine:
@@ -93,7 +82,6 @@ class VllmEngine:
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
-        self._damage: str | None = None  # why its weights can be no version's; a restart mends it
         self._meter = Meter()
         self._door = Door(self._meter, self._refuse_when_dead)
 
@@ -108,8 +96,7 @@ class VllmEngine:
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
     async def state(self) -> EngineState:
-        damage = self._damage or self._arrivals.damage
-        failure = None if self._is_restarting else damage or await self._client.failure()
+        failure = None if self._is_restarting else self._arrivals.damage or await self._client.failure()
         return EngineState(
             policy_version=self.policy_version,
             is_held=not self._door.is_open,
@@ -126,7 +113,7 @@ class VllmEngine:
             started = time.monotonic()
             body = self._body(request, way, stream=False)
             answer = await self._client.complete(body)
-            generation = as_generation(answer, request, self._versions_of(way), time.monotonic() - started)
+            generation = as_generation(answer, request, way.versions(self._base_versions), time.monotonic() - started)
             self._meter.tokens += sum(len(choice.token_ids or []) for choice in answer.choices)
             return generation
 
@@ -138,7 +125,7 @@ class VllmEngine:
             async with aclosing(events):  # a client that leaves: vLLM must hear of it at once
                 async for event in events:
                     self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
-                    for delta in as_deltas(event, request, self._versions_of(way)[-1]):
+                    for delta in as_deltas(event, request, way.versions(self._base_versions)[-1]):
                         yield delta
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
@@ -224,12 +211,12 @@ class VllmEngine:
         await self._client.close()
 
     @asynccontextmanager
-    async def _through_door(self, request: Request) -> AsyncIterator[_Pass]:
+    async def _through_door(self, request: Request) -> AsyncIterator[Pass]:
         await self._door.wait(num_asked(request))
         self._refuse_when_closed()
         borrowed = self._adapters.book.borrow(request.adapter)
         adapter, model = borrowed if borrowed is not None else (None, MODEL_NAME)
-        way = _Pass(model, adapter, len(self._base_versions) - 1, cache_salt=f"v{self._base_versions[-1]}")
+        way = Pass(model, adapter, len(self._base_versions) - 1, cache_salt=f"v{self._base_versions[-1]}")
         self._meter.enter(num_asked(request))
         try:
             yield way
@@ -252,16 +239,10 @@ class VllmEngine:
         if self._is_closed:
             raise EngineError("the engine is shutting down", fix="start it again")
 
-    def _body(self, request: Request, way: _Pass, *, stream: bool) -> dict[str, object]:
+    def _body(self, request: Request, way: Pass, *, stream: bool) -> dict[str, object]:
         return completions_body(
             request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream
         )
-
-    def _versions_of(self, way: _Pass) -> Sequence[int]:
-        """What the tokens until now may have come from: an adapter's one version, or those of the base model since."""
-        if way.adapter is not None and way.adapter.policy_version is not None:
-            return [way.adapter.policy_version]
-        return self._base_versions[way.first_version :]
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_open
@@ -356,8 +337,7 @@ class VllmEngine:
                 await self._release(None)
             raise
         except EngineError as error:
-            self._damage = f"weights of {folder} were taken over in part, or may yet be: {error.message}"
-            self._arrivals.broke_off(self._damage)
+            self._arrivals.damaged(f"weights of {folder} were taken over in part, or may yet be: {error.message}")
             raise
         log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
         # What was held because a publish broke off goes on: nobody else would let it.
@@ -370,7 +350,6 @@ class VllmEngine:
             await self._drain()
             await self._replace_server(folder)
             self._adapters, self._arrivals = AdapterLoading(self._client, check), Arrivals()
-            self._damage = None
             if adapter is not None:
                 await self._adapters.load(adapter)
             self._serve_version(policy_version)
