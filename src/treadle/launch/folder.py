@@ -93,8 +93,9 @@ def requested_keys(folder: Path) -> frozenset[str]:
 def remove_stale_weights(folder: Path) -> None:
     """A launcher that was killed left its weights in memory; whoever holds the run's lock may remove them."""
     if SHARED_MEMORY.is_dir():
-        for path in SHARED_MEMORY.glob(f"treadle-{glob.escape(folder.name)}-*.weights"):
-            remove_weights(path)
+        # With what lies beside them: weights on a GPU have no file, but a gate.
+        for path in SHARED_MEMORY.glob(f"treadle-{glob.escape(folder.name)}-*.weights*"):
+            path.unlink(missing_ok=True)
 
 
 def remove_weights(path: Path) -> None:

@@ -125,6 +125,14 @@ def test_weights_are_removed_with_what_describes_them(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run-10.weights"]
 
 
+def test_what_a_killed_launcher_left_in_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folders, "SHARED_MEMORY", tmp_path)
+    for name in ("treadle-run-1-7.weights", "treadle-run-1-8.weights.gate", "treadle-run-10-7.weights"):
+        (tmp_path / name).touch()
+    run_folders.remove_stale_weights(Path("runs/run-1"))
+    assert [path.name for path in tmp_path.iterdir()] == ["treadle-run-10-7.weights"]
+
+
 def test_what_the_user_gave_is_known_again_on_resume(tmp_path: Path) -> None:
     config = load_run(None, {"hub.port": "8100", "engine.threads": "3"})
     run_folders.save_request(config, tmp_path)
