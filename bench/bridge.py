@@ -2,7 +2,7 @@
 
     python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER; one copy of the weights
     python bench/bridge.py --engine vllm --shape 1.7b        the shape of Qwen3-1.7B, random weights
-    python bench/bridge.py --engine vllm --compare           beside it vLLM's own server and ours in eager mode, in turn
+    python bench/bridge.py --engine vllm --compare stock eager      in turn with vLLM's own server, and eager mode
     python bench/bridge.py --engine vllm --mode lora_only --steps 50      adapters; or two_copies, reload, delta
 
 An engine process is started as `treadle engine` starts it; this process is the trainer: it takes real optimizer steps
@@ -45,7 +45,6 @@ from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 START_S = 500.0
 NUM_PROMPTS = 64
-TURNS = {"ours": 5, "stock": 5, "eager": 1}
 TEXT = "Tom has {} apples and buys {} more, then gives half of them to his {} friends. How many does he keep? Explain."
 LOAD = Path(__file__).with_name("bridge_load.py")
 MODES: dict[str, dict[str, Any]] = {
@@ -165,7 +164,7 @@ class Load:
 def throughput(url: str, prompts: Path, known: argparse.Namespace, *more: str) -> float:
     found = Load(url, prompts, known, "--requests", str(known.requests), *more).result()
     assert not found["failed"], found["failed"][:3]
-    return float(found["tokens"] / found["seconds"])
+    return float(found["tokens_per_s"])
 
 
 def as_group(answer: dict[str, Any]) -> ScoredGroup:
@@ -244,12 +243,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=("1.7b",))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=tuple(MODES), default="one_copy")
-    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--compare", nargs="*", choices=("stock", "eager"), default=[])
+    parser.add_argument("--turns", type=int, default=5, help="of ours and of stock; eager has one")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=64, help="of a timed turn")
+    parser.add_argument("--requests", type=int, default=128, help="that a turn counts")
     parser.add_argument("--lr", default="1e-6")
     parser.add_argument("--lock", type=Path, help="of benches that name the same file one measures at a time")
     parser.add_argument("--logs", type=Path, help="a folder for what the servers say; without it, it goes")
@@ -278,8 +278,9 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
     adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode == "lora_only" else []
     servers = {"ours": [*ours, *shared, *adapters]}
-    if known.compare:
+    if "eager" in known.compare:
         servers["eager"] = [*ours, "--enforce-eager"]
+    if "stock" in known.compare:
         servers["stock"] = [
             "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy",
             "--generation-config", "vllm", "--gpu-memory-utilization", "0.2", "--uvicorn-log-level", "warning",
@@ -298,10 +299,10 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         routes = {name: ("--route", "/v1/completions") if name == "stock" else () for name in urls}
         with undisturbed(known.lock):
             for name, url in urls.items():  # the first requests of a server are slow
-                throughput(url, prompts, known, *routes[name])
+                throughput(url, prompts, known, *routes[name], "--requests", "16")
             speeds: dict[str, list[float]] = {name: [] for name in urls}
-            for turn in range(max(TURNS.values())):
-                for name in (name for name in urls if turn < TURNS[name]):
+            for turn in range(known.turns):
+                for name in (name for name in urls if name != "eager" or not turn):
                     speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
             result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}
             result |= publish_under_load(urls["ours"], prompts, known, work)

@@ -1,9 +1,11 @@
 """Requests in flight against an engine, from a process of their own: what is measured shares no thread with them.
 
-    python bench/bridge_load.py --url URL --prompts FILE --requests 64     so many requests; tells how long they took
+    python bench/bridge_load.py --url URL --prompts FILE --requests 128    tokens a second over so many answers
     python bench/bridge_load.py --url URL --prompts FILE                   until its input ends
 
-Without --requests it answers lines: "answers 4" gives the newest four, "count" how many there were.
+With --requests, what is counted begins when every client has had an answer, and ends while all are still busy: neither
+the first wave nor the last stragglers are in it. Without, it answers lines: "answers 4" gives the newest four, "count"
+how many there were.
 """
 
 from __future__ import annotations
@@ -32,31 +34,35 @@ class Load:
         self._numbers = itertools.count()
         self._stop = threading.Event()
         self.answers: list[bytes] = []
-        self._tokens = 0
+        self._arrived: list[tuple[float, int]] = []  # when, and how many tokens
         self.failed: list[str] = []
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(known.clients)]
-        self.started = time.monotonic()
         for thread in self._threads:
             thread.start()
 
-    def join(self) -> float:
+    def stop(self) -> None:
+        self._stop.set()
         for thread in self._threads:
             thread.join()
-        return time.monotonic() - self.started
 
-    def stop(self) -> float:
-        self._stop.set()
-        return self.join()
+    def counted(self) -> dict[str, Any]:
+        return {"requests": len(self.answers), "failed": self.failed}
 
-    def counted(self, seconds: float) -> dict[str, Any]:
-        return {"requests": len(self.answers), "tokens": self._tokens, "seconds": seconds, "failed": self.failed}
+    def speed(self) -> dict[str, Any]:
+        """What is still on its way when it is known ends with this process."""
+        first, last = self._known.clients - 1, self._known.clients - 1 + self._known.requests
+        while len(self._arrived) <= last and not self.failed:
+            time.sleep(0.01)
+        if self.failed:
+            return {"failed": self.failed}
+        arrived = sorted(self._arrived[: last + 1])
+        tokens = sum(num for _, num in arrived[first + 1 :])
+        return {"tokens_per_s": tokens / (arrived[last][0] - arrived[first][0]), "failed": []}
 
     def _ask(self) -> None:
         with httpx.Client(base_url=self._known.url, timeout=300, trust_env=False) as client:
             while not self._stop.is_set():
                 number = next(self._numbers)
-                if self._known.requests and number >= self._known.requests:
-                    return
                 try:
                     answer = client.post(self._known.route, json=self._body(number))
                 except httpx.HTTPError as error:
@@ -64,7 +70,7 @@ class Load:
                     continue
                 if answer.status_code == httpx.codes.OK:
                     self.answers.append(answer.content)
-                    self._tokens += self._known.group * self._length(number)
+                    self._arrived.append((time.monotonic(), self._known.group * self._length(number)))
                 else:
                     self.failed.append(answer.text[:200])
 
@@ -93,14 +99,14 @@ def main() -> None:
     known = parser.parse_args()
     load = Load(known)
     if known.requests:
-        print(json.dumps(load.counted(load.join())), flush=True)
+        print(json.dumps(load.speed()), flush=True)
         return
     for line in sys.stdin:
         if line.startswith("answers"):
             newest = load.answers[-int(line.split()[1]) :]
             print(json.dumps([json.loads(answer) for answer in newest]), flush=True)
         else:
-            print(json.dumps(load.counted(time.monotonic() - load.started)), flush=True)
+            print(json.dumps(load.counted()), flush=True)
     load.stop()
 
 

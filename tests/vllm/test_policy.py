@@ -4,6 +4,7 @@ of that is put to the test in test_surface.py."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import httpx
 import psutil
@@ -17,6 +18,7 @@ from tests.vllm.conftest import vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm.command import MAX_CPU_LORAS
 from treadle.errors import EngineError, RequestError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
@@ -25,7 +27,7 @@ from treadle.sync.weights_file import bind_parameters, map_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
 LONG = 230  # tokens: enough that a test can do something in the middle
-NUM_SWAPS = 10  # more than vLLM keeps adapters, on its device and beside it
+NUM_SWAPS = MAX_CPU_LORAS + 4  # more than vLLM keeps, on its device and beside it
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +272,34 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapte
     with pytest.raises(RequestError, match="no adapter 'policy-0'"):
         served(engine.generate(request(adapter="policy-0")))
     served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
+
+
+def test_requests_that_outlive_many_adapters_finish_under_their_own(served, adapters, tiny_model, tmp_path):
+    """More of them than vLLM keeps, so that it reads them again; of the files only the two newest stay, as a trainer
+    has it."""
+    engine = served.engine
+    first = served(engine.state()).policy_version + 100
+
+    async def swap():
+        asked = []
+        for number in range(NUM_SWAPS):
+            folder = shutil.copytree(adapters[number % 2], tmp_path / f"{number}")
+            await engine.load_adapter(f"policy-{number}", folder, first + number)
+            asked.append(asyncio.ensure_future(engine.generate(request(max_tokens=48))))
+            await asyncio.sleep(0)  # it goes through the door
+            if number:
+                await engine.unload_adapter(f"policy-{number - 1}")
+            if number > 1:
+                shutil.rmtree(tmp_path / f"{number - 2}")
+        assert not asked[-3].done(), "too fast: nothing outlived its files"
+        return await asyncio.gather(*asked)
+
+    generations = served(swap(), timeout_s=300)
+    served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
+    reference = [load(tiny_model, folder) for folder in adapters]
+    for number, generation in enumerate(generations):
+        assert generation.completions[0].policy_versions == [first + number]
+        assert mean_difference(reference[number % 2], PROMPT, generation.completions) < 1e-4
 
 
 def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(served, plain, adapters, tiny_model):

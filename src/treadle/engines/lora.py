@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from treadle.engines.port import ADAPTER_FILES
 from treadle.errors import RequestError
 
 # PEFT warns that a model gets a second adapter, and that one which was in use is deleted: that is what we are here for.
@@ -49,15 +50,16 @@ class AdapterFiles:
 
 def read_adapter(path: Path) -> AdapterFiles:
     try:
-        told = json.loads((path / "adapter_config.json").read_text())
+        settings, weights = (path / name for name in ADAPTER_FILES)
+        told = json.loads(settings.read_text())
         if told.get("peft_type") != "LORA":
             raise RequestError(f"{path} holds no LoRA adapter but {told.get('peft_type')}", fix="save one with PEFT")
         config = LoraConfig.from_pretrained(str(path))
-        tensors = load_file(path / "adapter_model.safetensors")
+        tensors = load_file(weights)
     except (OSError, ValueError, AttributeError, TypeError, SafetensorError) as error:
         raise RequestError(
             f"{path} cannot be read as a LoRA adapter: {error}",
-            fix="it must hold adapter_config.json and adapter_model.safetensors, as PEFT saves them",
+            fix=f"it must hold {' and '.join(ADAPTER_FILES)}, as PEFT saves them",
         ) from None
     config.inference_mode = True
     return AdapterFiles(path, config, tensors)

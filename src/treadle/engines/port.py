@@ -108,6 +108,9 @@ class EngineState:
     failure: str | None = None
 
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT saves an adapter
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter that can be asked for by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from tests.unit.engines.vllm_double import VllmDouble
 from treadle.config import EngineConfig
-from treadle.engines.port import EngineFacts, Request
+from treadle.engines.port import ADAPTER_FILES, EngineFacts, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm.client import agreed_answer
 from treadle.engines.vllm.engine import VllmEngine
@@ -244,6 +245,46 @@ def test_unloading_does_not_wait_for_ever_for_another_change(models):
             await until(lambda: server.adapters == ["second@2"])
 
     asyncio.run(unload())
+
+
+def test_an_adapter_that_serves_needs_no_files_of_its_owner(models, tmp_path):
+    """vLLM may read it again as long as it has it; the owner deletes it when he likes."""
+    _, large, adapter = models
+
+    async def load():
+        async with engines(folder=large) as made:
+            (server,) = made.servers
+            await made.engine.load_adapter("policy", shutil.copytree(adapter, tmp_path / "policy"), 1)
+            shutil.rmtree(tmp_path / "policy")
+            server.may_answer.clear()
+            running = asyncio.ensure_future(made.engine.generate(request()))
+            await until(lambda: server.bodies)
+            await made.engine.unload_adapter("policy")
+            read = server.adapter_paths["policy@1"]
+            for name in ADAPTER_FILES:
+                assert (read / name).read_bytes() == (adapter / name).read_bytes()
+            server.may_answer.set()
+            await running
+            await until(lambda: not read.exists())
+            assert server.adapters == []
+
+    asyncio.run(load())
+
+
+def test_a_disk_without_room_for_an_adapter_is_named(models, tmp_path):
+    _, large, adapter = models
+
+    async def load():
+        async with engines(folder=large) as made:
+            (server,) = made.servers
+            shutil.rmtree(server.scratch)
+            server.scratch.symlink_to("/dev/full")
+            with pytest.raises(EngineError, match=f"could not be copied to {server.scratch}") as refused:
+                await made.engine.load_adapter("policy", adapter, 1)
+            assert "TMPDIR" in refused.value.fix
+            assert made.engine.adapters() == []
+
+    asyncio.run(load())
 
 
 def test_two_reloads_without_a_version_are_two_versions(models):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,6 +30,8 @@ class VllmDouble:
         self.rpc_answers = [None]  # of each worker
         self.bodies = []  # of completions
         self.adapters = []
+        self.adapter_paths = {}  # where it reads each from; one that goes leaves it here
+        self.scratch = Path(tempfile.mkdtemp())  # goes with it
         self.may_answer = threading.Event()  # completions wait for it; a streamed one after its first token
         self.may_answer.set()
         self.may_change = threading.Event()  # adapters wait for it
@@ -62,6 +67,7 @@ class VllmDouble:
         self.is_ready.set()
         self._http.force_exit = self._http.should_exit = True
         self._thread.join(10)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _app(self):
         return Starlette(
@@ -89,10 +95,12 @@ class VllmDouble:
         return JSONResponse(self.rpc_answers)
 
     async def _change(self, http):
-        name = (await http.json())["lora_name"]
+        body = await http.json()
+        name = body["lora_name"]
         await _until(self.may_change)
         if http.url.path == "/v1/load_lora_adapter":
             self.adapters.append(name)
+            self.adapter_paths[name] = Path(body["lora_path"])
         else:
             self.adapters.remove(name)
         return Response("done")

@@ -22,8 +22,10 @@ MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
-MAX_LORAS = 2  # side by side in one batch: the adapter that serves, and its predecessor while that finishes
-MAX_CPU_LORAS = 4
+# Side by side in one batch: the adapter that serves, and those before it under which long completions still run. One
+# more waits for a place, and with it everybody who asks for the newest.
+MAX_LORAS = 8
+MAX_CPU_LORAS = 16  # and kept in memory; any other is read from its files again
 SCHEDULING_FLAG = "--scheduling-policy"
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 

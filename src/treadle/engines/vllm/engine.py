@@ -76,7 +76,7 @@ class VllmEngine:
         self._drain_timeout_s = drain_timeout_s
         self._gate = gate
         self._base_versions = [0]  # that the base model's weights have been, oldest first
-        self._adapters = AdapterLoading(self._client, check_for(facts.folder, facts))
+        self._adapters = AdapterLoading(self._client, check_for(facts.folder, facts), server.scratch)
         self._changes = ChangeLine()
         self._arrivals = Arrivals()
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
@@ -349,7 +349,8 @@ class VllmEngine:
         try:
             await self._drain()
             await self._replace_server(folder)
-            self._adapters, self._arrivals = AdapterLoading(self._client, check), Arrivals()
+            self._adapters = AdapterLoading(self._client, check, self._server.scratch)
+            self._arrivals = Arrivals()
             if adapter is not None:
                 await self._adapters.load(adapter)
             self._serve_version(policy_version)

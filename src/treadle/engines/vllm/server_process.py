@@ -71,6 +71,10 @@ class ServerProcess:
         self._listener.start()
 
     @property
+    def scratch(self) -> Path:
+        return self.place.scratch
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.place.port}"
 
