@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--gsm8k", type=Path)
     parser.add_argument("--steps", type=int, default=45, help="of the default job")
-    parser.add_argument("--gsm8k-steps", type=int, default=100)
+    parser.add_argument("--gsm8k-steps", type=int, default=80)
     known = parser.parse_args()
     out: Path = known.out
     out.mkdir(parents=True, exist_ok=True)
@@ -76,11 +76,11 @@ def main() -> None:
     if known.gsm8k is not None:
         flags = [
             "--env.name", str(HERE.parent / "examples" / "gsm8k_small.py"), "--env.data", str(known.gsm8k),
-            "--steps", str(known.gsm8k_steps), "--train.batch-size", "256", "--train.lr", "1e-5",
+            "--steps", str(known.gsm8k_steps), "--train.batch-size", "128", "--train.lr", "1e-5",
             "--env.num-eval", "512", "--env.steps-per-eval", "0", "--hub.port", "8100", "--engine.port", "9101",
         ]  # fmt: skip
         started["gsm8k"] = begin("gsm8k", run_flags("gsm8k", out, *flags), out)
-    adapters = ["--engine", "vllm", "--mode", "lora_only", "--steps", "50", "--logs", str(out / "adapters")]
+    adapters = ["--engine", "vllm", "--mode", "lora_only", "--steps", "50", "--turns", "1", "--logs", str(out / "adapters")]
     started["adapters"] = begin("bridge", [str(HERE / "bridge.py"), *adapters], out)
     codes = {name: process.wait() for name, process in started.items()}
     for name in codes:

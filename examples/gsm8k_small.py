@@ -1,6 +1,9 @@
-"""GSM8K for a model too small to keep to a form: the last number that it writes counts as its answer.
+"""GSM8K for a model too small for it: the last number that it writes counts as its answer.
 
 treadle run --env.name examples/gsm8k_small.py --env.data FOLDER      train.jsonl and test.jsonl of GSM8K
+
+Of a model with 135 million parameters nearly all groups are wrong in all their answers, and teach nothing. So it also
+gets a little for coming to an end in time, with a number in its last line; accuracy counts the right number alone.
 """
 
 import re
@@ -21,9 +24,14 @@ def last_number(completion: RewardInput) -> float:
     return found is not None and gold is not None and found.value == gold.value
 
 
+@reward(weight=0.2)
+def comes_to_an_end(completion: RewardInput) -> float:
+    return completion.finish_reason == "stop" and bool(NUMBER.search(completion.text.rstrip().rpartition("\n")[2]))
+
+
 @environment("gsm8k_small")
 class Gsm8kSmall(Gsm8k):
-    rewards = (last_number,)
+    rewards = (last_number, comes_to_an_end)
     defaults: ClassVar = {**Gsm8k.defaults, "group_size": 16, "max_token_length": 256, "length_penalty": False}
 
     def own_system_prompt(self) -> str:

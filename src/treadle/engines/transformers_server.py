@@ -31,7 +31,7 @@ from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError, SyncError
 from treadle.faults import reach
 from treadle.sync.background import in_background
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints
 from treadle.sync.gate import Gate, is_written, refuse_misled
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
@@ -169,7 +169,7 @@ class TransformersServer:
 
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
         def read() -> dict[str, str]:
-            return {name: fingerprint(weight, policy_version) for name, weight in self._engine.weights.items()}
+            return fingerprints(self._engine.weights.items(), policy_version)
 
         return await self._between_tokens(read)
 

@@ -53,10 +53,10 @@ class Stopped(Exception):
 class Supervisor:
     """Owns the children of one run.
 
-    >>> with Supervisor(stop, on_tick=view.update) as supervisor:
-    ...     supervisor.start(plan.processes[:2])
-    ...     supervisor.start(plan.processes[2:])
-    ...     supervisor.watch(is_trained=lambda: True)
+    with Supervisor(stop, on_tick=view.update) as supervisor:
+        supervisor.start(plan.processes[:2])
+        supervisor.start(plan.processes[2:])
+        supervisor.watch(is_trained=lambda: True)
     """
 
     def __init__(

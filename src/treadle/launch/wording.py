@@ -23,7 +23,8 @@ def program() -> str:
 
 
 def duration(seconds: float) -> str:
-    """>>> duration(75), duration(3723)
+    """
+    >>> duration(75), duration(3723)
     ('1 min 15 s', '1 h 02 min')
     """
     whole = round(seconds)

@@ -23,7 +23,7 @@ from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints
 from treadle.sync.receipt import NOT_VERIFIED, Publishable, Verified
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 
@@ -65,9 +65,9 @@ class Proof:
     def expect(self, policy: Publishable, version: int) -> Expected:
         """After the live weights were written, and before they change again."""
         started = time.monotonic()
-        fingerprints = canary = other_canary = None
+        own = canary = other_canary = None
         if self._config.verify_publish and self._compares_weights:
-            fingerprints = {name: fingerprint(weight, version) for name, weight in policy.served_weights()}
+            own = fingerprints(policy.served_weights(), version)
         if self._config.verify_publish and self._asks_canary(version):
             canary = prepare_canary(policy)
             other_canary = None if self._is_checked_later else partial(prepare_canary, policy, OTHER_TEXT)
@@ -75,7 +75,7 @@ class Proof:
             version=version,
             dtype=str(policy.dtype).removeprefix("torch."),
             mean_bound=self._config.canary_tolerance or MEAN_BOUNDS[policy.dtype],
-            fingerprints=fingerprints,
+            fingerprints=own,
             canary=canary,
             other_canary=other_canary,
             seconds=time.monotonic() - started,

@@ -22,8 +22,8 @@ log = get_logger("track")
 def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> Tracker:
     """Open every sink that `config` asks for; `resolved` is what a service shows as the run's settings.
 
-    >>> build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})
-    # writes runs/one/metrics.jsonl and runs/one/tensorboard/
+    `build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})` writes
+    runs/one/metrics.jsonl and runs/one/tensorboard/.
     """
     wanted = list(dict.fromkeys([*config.track, *(["wandb"] if config.use_wandb else [])]))
     last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=0)

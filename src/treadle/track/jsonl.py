@@ -16,12 +16,8 @@ from treadle.track.names import with_todays_names
 
 
 class JsonlTracker:
-    """Append one line per step.
-
-    >>> tracker = JsonlTracker(Path("metrics.jsonl"))
-    >>> tracker.log(3, {"reward": 0.25, "policy_loss": float("nan")})
-    # {"step": 3, "reward": 0.25, "policy_loss": null}
-    """
+    """Append one line per step: `log(3, {"reward": 0.25, "policy_loss": float("nan")})` appends
+    {"step": 3, "reward": 0.25, "policy_loss": null}."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

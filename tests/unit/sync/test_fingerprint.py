@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treadle.sync.fingerprint import BLOCK_WORDS, PARTS, fingerprint, whole_fingerprint
+from treadle.sync import fingerprint as module
+from treadle.sync.fingerprint import BLOCK_WORDS, PARTS, fingerprint, fingerprints, whole_fingerprint
 
 WORD = 8 // 2  # bf16 numbers in a 64-bit word
 BLOCK = BLOCK_WORDS * WORD
@@ -50,3 +51,27 @@ def test_shapes_do_not_count_and_number_formats_do():
     assert fingerprint(own.view(8, 8), 0) == fingerprint(own, 0)
     assert fingerprint(own.float(), 0) != fingerprint(own, 0)
     assert fingerprint(own.view(8, 8).t(), 0) != fingerprint(own, 0)
+
+
+def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
+    """Also in several turns, and where some have no whole block, or nothing left over."""
+    monkeypatch.setattr(module, "GATHERED_BYTES", 10_000)
+    sizes = (1, 40 * BLOCK + 5, 7, BLOCK, 40 * BLOCK, 3, 2 * BLOCK + 1, 17 * BLOCK)
+    weights = {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)}
+    for version in range(PARTS):
+        alone = {name: fingerprint(own, version) for name, own in weights.items()}
+        assert fingerprints(weights.items(), version) == alone
+    assert fingerprints([], 0) == {}
+
+
+def test_the_sum_is_the_one_that_is_described():
+    """Word by word, in plain numbers: trainer and engine may be of different releases."""
+    num_blocks, version = 35, 3
+    own = weight(num_blocks * BLOCK + 9)
+    words = torch.nn.functional.pad(own, (0, 3)).view(torch.int64).tolist()
+    factors = [(i * 2 * 11400714819323198485 + 1) for i in range(BLOCK_WORDS)]
+    sums = [sum(w * f for w, f in zip(words[b * BLOCK_WORDS :], factors, strict=False)) for b in range(num_blocks + 1)]
+    part = module.part_of(version)
+    total = sums[-1] + len(own) + sums[0] * factors[5] + sums[num_blocks - 1] * factors[6]
+    total += sum(sums[b] * (2 * b + 7) for b in range(part, num_blocks, PARTS))
+    assert fingerprint(own, version) == f"{total % 2**64:016x}"

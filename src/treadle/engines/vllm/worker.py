@@ -21,7 +21,7 @@ from treadle.engines.vllm import loader  # noqa: F401 (registers the load format
 from treadle.engines.vllm.loader import SHARED_LAYOUT
 from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
 from treadle.sync.gate import Gate
 from treadle.sync.layout import Layout
@@ -58,7 +58,7 @@ class TreadleWorker:
 
     @_refusals_as_answers
     def treadle_fingerprints(self, *, policy_version: int) -> Answer:
-        return {name: fingerprint(weight, policy_version) for name, weight in _weights(self).items()}
+        return fingerprints(_weights(self).items(), policy_version)
 
     @_refusals_as_answers
     def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
