@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from treadle.engines.port import Adapter, EngineFacts, find_loaded
@@ -102,8 +103,12 @@ class AdapterCheck:
         self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.tensors})
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
 
+    @cached_property
+    def _taken(self) -> tuple[str, ...]:
+        return read_model_facts(self._folder).linear_modules
+
     def _refuse_output(self, path: Path, modules: set[str]) -> None:
-        taken = read_model_facts(self._folder).linear_modules
+        taken = self._taken
         others = sorted(module for module in modules if module.rpartition(".")[2] not in taken)
         if others:
             raise RequestError(
