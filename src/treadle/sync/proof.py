@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
+from treadle.sync.background import in_background
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprints
@@ -51,6 +51,9 @@ class Proof:
 
     Fingerprints are compared at every publish. The canary, which is two prefills at the engine and a forward here, is
     asked at the first and the last, and in between so often that it takes `canary_share` of the time.
+
+    An engine that is busy with completions answers late. Where weights stay as they are until the next publish
+    (`verify`), training goes on meanwhile, and the next publish begins with the answer (`settle`).
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Proof:
         self._compares_weights = compares_weights
         self._is_checked_later = is_checked_later
         self._canary_due = -math.inf  # on the monotonic clock
+        self._unsettled: Callable[[], None] | None = None  # compares what the engine answers, which it waits for
+        self._settling_s = 0.0
 
     def expect(self, policy: Publishable, version: int) -> Expected:
         """After the live weights were written, and before they change again."""
@@ -86,11 +91,27 @@ class Proof:
         return is_due or version >= self._config.steps
 
     def verify(self, policy: Publishable, version: int, echoed_version: int) -> Verified:
-        """Expect and check in one, for an engine that serves the new weights now: both sides read at the same time."""
-        with ThreadPoolExecutor(1) as asking:
-            answer = asking.submit(self._ask_fingerprints, version)
-            expected = self.expect(policy, version)
-            return self.check(expected, echoed_version, answer.result)
+        """For an engine that serves the new weights now; both sides read them at the same time. With a canary all is
+        known when it returns, else when it is settled."""
+        started = time.monotonic()
+        answer = in_background("asking for fingerprints", partial(self._ask_fingerprints, version))
+        expected = self.expect(policy, version)
+        before_s, self._settling_s = self._settling_s, 0.0
+        if expected.canary is not None or not self._config.verify_publish:
+            verified = self.check(expected, echoed_version, answer.result)
+            return replace(verified, seconds=verified.seconds + before_s)
+        refuse_other_version(self._engine, version, echoed_version)
+        self._unsettled = partial(self._compare_answer, expected, answer.result)
+        return Verified(seconds=before_s + time.monotonic() - started)
+
+    def settle(self) -> None:
+        """Before the weights change again: what was wrong with the last publish is raised here."""
+        if self._unsettled is None:
+            return
+        started, compare = time.monotonic(), self._unsettled
+        self._unsettled = None
+        compare()
+        self._settling_s = time.monotonic() - started
 
     def check(
         self, expected: Expected, echoed_version: int, read_engines: Callable[[], Fingerprints | None] | None = None
@@ -100,14 +121,17 @@ class Proof:
         if not self._config.verify_publish:
             return NOT_VERIFIED
         started = time.monotonic()
-        engines = read_engines() if read_engines else self._ask_fingerprints(expected.version)
-        if expected.fingerprints is not None and engines is not None:
-            self._compare_weights(expected, expected.fingerprints, engines)
+        self._compare_answer(expected, read_engines or partial(self._ask_fingerprints, expected.version))
         difference = None if expected.canary is None else self._compare_canary(expected, expected.canary)
         seconds = expected.seconds + time.monotonic() - started
         if difference is None:
             return Verified(seconds=seconds)
         return Verified(seconds=seconds, canary_mean=difference.mean, canary_max=difference.max)
+
+    def _compare_answer(self, expected: Expected, read_engines: Callable[[], Fingerprints | None]) -> None:
+        engines = read_engines()
+        if expected.fingerprints is not None and engines is not None:
+            self._compare_weights(expected, expected.fingerprints, engines)
 
     def _ask_fingerprints(self, version: int) -> Fingerprints | None:
         if not (self._config.verify_publish and self._compares_weights):

@@ -25,6 +25,7 @@ class ReloadSync:
         return attach_own_weights(self._config, self._engine)
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._proof.settle()
         started = time.monotonic()
         policy.write_live_weights()
         folder = self._save(policy, self._live.prepare(), f"weights_v{version}")

@@ -89,6 +89,7 @@ class SingleCopySync:
             )
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._proof.settle()
         started = time.monotonic()
         adopted = self._let_adopt(policy, version)
         self._served = adopted.state.policy_version

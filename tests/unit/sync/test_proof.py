@@ -50,10 +50,10 @@ def test_a_publish_that_went_wrong_is_caught_and_named(folder, tmp_path, faults,
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, **settings)
         trainer.publish(0)
-        trainer.step(1)
         engine.faults = faults
         with pytest.raises(SyncError, match=words) as error:
-            trainer.publish(1)
+            trainer.run(first=1, last=2)  # what the engine's weights are is known before the second is written
+        assert engine.version < 2 + max(0, faults.version_error)
     print(error.value)
     assert error.value.fix
 
@@ -123,6 +123,23 @@ def test_an_engine_that_hangs_ends_in_an_error_at_the_deadline(folder, tmp_path,
             trainer.publish(0)
         assert time.monotonic() - started < 5
     assert "--publish-timeout-s" in error.value.fix
+
+
+@pytest.mark.parametrize("settings", [{}, RELOAD], ids=["one copy", "reload"])
+def test_training_goes_on_while_the_engine_reads_its_weights(folder, tmp_path, settings):
+    engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, publish_timeout_s=3.0, **settings)
+        trainer.publish(0)
+        engine.faults = Faults(hangs_in="/bridge/fingerprints")
+        trainer.step(1)
+        started = time.monotonic()
+        trainer.publish(1)
+        assert time.monotonic() - started < 2
+        trainer.step(2)
+        with pytest.raises(SyncError, match="did not answer POST /bridge/fingerprints within"):
+            trainer.publish(2)
+        assert engine.version == 1
 
 
 def test_a_restart_that_hangs_is_raised_by_the_publish_after_it(folder, tmp_path):

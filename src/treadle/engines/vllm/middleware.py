@@ -36,7 +36,6 @@ PASSED_ON = {
     ("POST", "/v1/unload_lora_adapter"),
 }
 WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_join", "treadle_receive"}
-_TURNS_TO_SEND = 4  # of the event loop: a call is sent in its first
 _TO_BE_SENT_S = 0.2  # for a message to be in the engine's hands
 _TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful
 
@@ -123,9 +122,7 @@ async def _adopt(client: Any, body: dict[str, Any]) -> Any:
     standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
     dropping = asyncio.ensure_future(client.reset_prefix_cache(reset_running_requests=True))
     gate = Gate(Path(body["gate"]))
-    for _ in range(_TURNS_TO_SEND):
-        await asyncio.sleep(0)
-    gate.may_go_on(body["number"])
+    asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
     if not await is_written(standing, gate, body["timeout_s"]):
         # the weights may be half written: vLLM must not compute on, once the worker waits no longer
         pausing = asyncio.ensure_future(_pause(client, "keep"))
