@@ -235,6 +235,21 @@ def test_a_client_that_leaves_frees_its_place(surface):
         time.sleep(0.01)
 
 
+def test_a_client_that_leaves_before_its_question_is_whole_is_no_error_of_ours(surface):
+    def num_left():
+        line = 'engine_http_requests_total{route="/generate",status="499"} '
+        return float(surface.get("/metrics").text.partition(line)[2].partition("\n")[0] or 0)
+
+    before, url = num_left(), httpx.URL(surface.url)
+    with socket.create_connection((url.host, url.port)) as connection:
+        head = f"POST /generate HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Length: 1000\r\n\r\n{{"
+        connection.sendall(head.encode())
+    deadline = time.monotonic() + 10
+    while num_left() != before + 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # OpenAI's client
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -162,7 +163,10 @@ FORMS = [
     {"compile": "on", "share_prompts": "off"},
     {"compile": "on", "gradient_checkpointing": True},
     {"optimizer": "adamw_cpu"},
-    {"fused_kernels": "liger"},  # last: liger changes the model's classes for the whole process
+    pytest.param(
+        {"fused_kernels": "liger"},  # last: liger changes the model's classes for the whole process
+        marks=pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"),
+    ),
 ]
 
 

@@ -194,6 +194,7 @@ def test_a_models_folder_tells_its_facts(tmp_path):
     [
         ("api_server.py: error: unrecognized arguments: --blok", "--vllm-args"),
         ("OSError: [Errno 98] Address already in use", "start again"),
+        ("AssertionError: Error in memory profiling. Initial free memory 102 GiB", "--kv-cache-memory-bytes"),
         ("something else", "log"),
     ],
 )

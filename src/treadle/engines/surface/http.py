@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -36,6 +36,8 @@ def route(path: str, handler: Handler, ledger: Ledger, *, method: str = "GET") -
             response = await handler(http)
         except TreadleError as error:
             response = refusal(path, status_of(error), str(error))
+        except ClientDisconnect:
+            response = nobody_reads()  # it left before all of its question was here
         ledger.count(path, response.status_code, time.monotonic() - started)
         return response
 

@@ -33,6 +33,11 @@ _REMEDIES = (
     (r"address already in use", "another program took the port in between: start again"),
     (r"unrecognized arguments|invalid choice", "check --vllm-args"),
     (
+        r"Error in memory profiling",
+        "another process freed memory of the GPU while vLLM looked at what is free: start again, or name what it may "
+        "take (--vllm-args=--kv-cache-memory-bytes=8G)",
+    ),
+    (
         r"Available memory on node|CPU_KVCACHE_SPACE|DefaultCPUAllocator|Cannot allocate memory",
         "free some memory, or lower --kv-cache-gib (it is reserved at the start), --max-num-seqs or --max-model-len; "
         + _SEE_PLAN,
