@@ -3,9 +3,9 @@
     python bench/bridge_load.py --url URL --prompts FILE --requests 128    tokens a second over so many answers
     python bench/bridge_load.py --url URL --prompts FILE                   until its input ends
 
-With --requests, what is counted begins when every client has had an answer, and ends while all are still busy: neither
-the first wave nor the last stragglers are in it. Without, it answers lines: "answers 4" gives the newest four, "count"
-how many there were.
+With --requests, what is counted begins after as many answers as there are clients, and ends while all are still busy:
+most of the first wave, and the last stragglers, are not in it. Without, it answers lines: "answers 4" gives the newest
+four, "count" how many there were.
 """
 
 from __future__ import annotations

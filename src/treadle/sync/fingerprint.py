@@ -19,19 +19,26 @@ from torch import Tensor
 
 BLOCK_WORDS = 1 << 11  # 16 KiB: its factors stay in a core's first cache
 PARTS = 16
-GATHERED_BYTES = 32 << 20  # at a time; a GPU's memory may be full
+TURN_BYTES = 256 << 20  # of weights that are read together; a GPU's memory may be full
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as a signed number
 
 
 def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> dict[str, str]:
-    """The same for equal bytes in any process and on any device. All weights are on one.
+    """The same for equal bytes in any process and on any device.
 
     >>> a, b = torch.arange(12, dtype=torch.float32), torch.ones(5)
     >>> fingerprints([("a", a), ("b", b)], 0) == {"a": fingerprint(a.clone(), 0), "b": fingerprint(b, 0)}
     True
     """
-    named = dict(weights)
-    return dict(zip(named, _summed(named.values(), [part_of(policy_version)]), strict=True))
+    names: list[str] = []
+
+    def told() -> Iterator[Tensor]:
+        for name, weight in weights:
+            names.append(name)
+            yield weight
+
+    found = _summed(told(), [part_of(policy_version)])
+    return dict(zip(names, found, strict=True))
 
 
 def fingerprint(weight: Tensor, policy_version: int) -> str:
@@ -61,25 +68,22 @@ def part_of(policy_version: int) -> int:
 
 
 def _summed(weights: Iterable[Tensor], parts: Sequence[int]) -> list[str]:
-    numbers, totals = [], []
-    for chunk in _chunks(weights):
-        numbers += [weight.numel() for weight in chunk]
-        totals.append(_totals([_words(weight) for weight in chunk], parts))  # stays on the device: nobody waits yet
-    found = torch.cat(totals).tolist() if totals else []
-    return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, numbers, strict=True)]
-
-
-def _chunks(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    chunk: list[Tensor] = []
+    """In turns: weights may be made as they are asked for, merged with adapters, and must not be there all at once."""
+    numbers: list[int] = []
+    totals: list[Tensor] = []
+    gathered: list[Tensor] = []
     num_bytes = 0
     for weight in weights:
-        chunk.append(weight)
-        num_bytes += weight.nbytes // PARTS
-        if num_bytes >= GATHERED_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-    if chunk:
-        yield chunk
+        if gathered and (num_bytes >= TURN_BYTES or gathered[0].device != weight.device):
+            totals.append(_totals(gathered, parts))  # stays on the device: nobody waits yet
+            gathered, num_bytes = [], 0
+        numbers.append(weight.numel())
+        gathered.append(_words(weight))
+        num_bytes += weight.nbytes
+    if gathered:
+        totals.append(_totals(gathered, parts))
+    found = itertools.chain.from_iterable(total.tolist() for total in totals)
+    return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, numbers, strict=True)]
 
 
 def _words(weight: Tensor) -> Tensor:
@@ -122,18 +126,18 @@ def _sums_between(values: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
 Plan = tuple[Tensor, Tensor]
 
 
-@lru_cache(64)
+@lru_cache(512)
 def _plan_of_rests(lengths: tuple[int, ...], device: torch.device) -> Plan:
     return _plan([_factors(torch.device("cpu"))[: length % BLOCK_WORDS] for length in lengths], device)
 
 
-@lru_cache(64)
+@lru_cache(512)
 def _plan_of_ends(lengths: tuple[int, ...], device: torch.device) -> Plan:
     factors = _factors(torch.device("cpu"))
     return _plan([factors[5 : 5 + min(2, length // BLOCK_WORDS)] for length in lengths], device)
 
 
-@lru_cache(256)
+@lru_cache(4096)  # a few kilobytes each
 def _plan_of_part(lengths: tuple[int, ...], part: int, device: torch.device) -> Plan:
     """Different and odd for each block of a weight, so that blocks cannot change places unseen."""
     blocks = [range(part, length // BLOCK_WORDS, PARTS) for length in lengths]

@@ -43,6 +43,9 @@ class LoraSwapSync:
     def attach(self) -> Attached:
         return attach_adapters(self._config, self._engine)
 
+    def settle(self) -> None:
+        """All is known when a publish returns."""
+
     def publish(self, policy: Publishable, version: int) -> Receipt:
         started = time.monotonic()
         policy.write_live_weights()

@@ -22,6 +22,9 @@ class OfflineSync:
             raise ModelError(f"there is no model folder '{folder}'", fix="without an engine, --model takes a folder")
         return Attached(folder=folder, dtype=self._config.dtype)
 
+    def settle(self) -> None:
+        """There is nothing to know."""
+
     def publish(self, policy: Publishable, version: int) -> Receipt:
         started = time.monotonic()
         policy.write_live_weights()

@@ -69,6 +69,10 @@ class SyncMode(Protocol):
 
     def publish(self, policy: Publishable, version: int) -> Receipt: ...
 
+    def settle(self) -> None:
+        """Waits for what is not known of the last publish yet, and raises what was wrong with it. Optional: the next
+        publish does so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:

@@ -24,6 +24,9 @@ class ReloadSync:
     def attach(self) -> Attached:
         return attach_own_weights(self._config, self._engine)
 
+    def settle(self) -> None:
+        self._proof.settle()
+
     def publish(self, policy: Publishable, version: int) -> Receipt:
         self._proof.settle()
         started = time.monotonic()

@@ -43,6 +43,9 @@ class RestartSync:
         self._base = attached.folder
         return attached
 
+    def settle(self) -> None:
+        """A restart takes long: training goes on, and the next publish waits for it."""
+
     def publish(self, policy: Publishable, version: int) -> Receipt:
         started = time.monotonic()
         verified = self._settle()

@@ -5,7 +5,7 @@
     go on  ──  it goes on under the new version, without what it had cached
 
 So no token is sampled from half-written weights. The weights stay as they are until the next publish, so the proof is
-taken after the engine goes on again: it costs no time of generation.
+taken after the engine goes on again, and looked at before the next one (proof.py).
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ class SingleCopySync:
                 f"{file} names other weights than the engine at {self._engine.url} serves",
                 fix="give the file and the --engine-url (--vllm-port) of one engine, or leave --vllm-config-path out",
             )
+
+    def settle(self) -> None:
+        self._proof.settle()
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
         self._proof.settle()

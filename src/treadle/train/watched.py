@@ -35,7 +35,18 @@ class WatchedMode:
         with self._waits.waiting(loaded):
             return self._mode.attach()
 
+    def settle(self) -> None:
+        answer = Wanted(
+            "the engine to say which weights it has",
+            fix="the engine's log says what it does; --publish-timeout-s ends this wait",
+            of="engine",
+            deadline_s=SHARE_OF_DEADLINE * self._config.publish_deadline_s,
+        )
+        with self._waits.waiting(answer):
+            self._mode.settle()
+
     def publish(self, policy: Publishable, version: int) -> Receipt:
+        self.settle()
         adoption = Wanted(
             f"the engine to adopt version {version}",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",

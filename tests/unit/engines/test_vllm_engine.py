@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import time
 from pathlib import Path
@@ -271,18 +272,45 @@ def test_an_adapter_that_serves_needs_no_files_of_its_owner(models, tmp_path):
     asyncio.run(load())
 
 
-def test_a_disk_without_room_for_an_adapter_is_named(models, tmp_path):
+def test_an_adapter_that_vllm_does_not_let_go_of_is_tried_again(models):
+    _, large, adapter = models
+
+    async def unload():
+        async with engines(folder=large) as made:
+            (server,) = made.servers
+            for name in ("first", "second"):
+                await made.engine.load_adapter(name, adapter, None)
+            server.refuses_changes = True
+            with pytest.raises(EngineError):
+                await made.engine.unload_adapter("first")
+            assert server.adapter_paths["first@1"].exists()
+            server.refuses_changes = False
+            await made.engine.unload_adapter("second")
+            assert server.adapters == []
+            assert list(server.scratch.iterdir()) == []
+
+    asyncio.run(unload())
+
+
+def test_a_disk_without_room_for_an_adapter_is_named_and_so_is_a_dead_server(models, monkeypatch):
     _, large, adapter = models
 
     async def load():
         async with engines(folder=large) as made:
             (server,) = made.servers
-            shutil.rmtree(server.scratch)
-            server.scratch.symlink_to("/dev/full")
-            with pytest.raises(EngineError, match=f"could not be copied to {server.scratch}") as refused:
+
+            def fill(_source, _target):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            monkeypatch.setattr(shutil, "copyfile", fill)
+            with pytest.raises(EngineError, match=f"{server.scratch} has no room for a copy") as refused:
                 await made.engine.load_adapter("policy", adapter, 1)
             assert "TMPDIR" in refused.value.fix
             assert made.engine.adapters() == []
+            assert list(server.scratch.iterdir()) == []
+            server.stop()
+            with pytest.raises(EngineError, match="vLLM ended with exit code 1"):
+                await made.engine.load_adapter("policy", adapter, 1)
 
     asyncio.run(load())
 

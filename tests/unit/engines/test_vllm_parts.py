@@ -225,9 +225,11 @@ def test_a_new_policy_serves_everybody_and_an_unloaded_one_goes_when_nobody_uses
     assert book.borrow(None)[1] == second
     book.remove("v1")
     assert [a.name for a in book.listed()] == ["v2"]
-    assert book.take_unused() == []
+    assert book.unused() == []
     assert book.give_back(first) is True
-    assert book.take_unused() == [first]
+    assert book.unused() == [first]
+    book.forget(first)
+    assert book.unused() == []
 
 
 def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
@@ -239,7 +241,7 @@ def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
     second = book.new_name("mine")
     book.add(adapter("mine", None), second)
     assert first != second
-    assert book.take_unused() == [first]
+    assert book.unused() == [first]
     assert book.borrow("mine")[1] == second
 
 
@@ -258,6 +260,6 @@ def test_unloading_what_serves_gives_the_base_model_back():
     book.add(adapter("v1", 1), name)
     book.remove("v1")
     assert book.serving is None
-    assert book.take_unused() == [name]
+    assert book.unused() == [name]
     with pytest.raises(RequestError, match="no adapter 'v1'"):
         book.remove("v1")

@@ -30,6 +30,7 @@ class VllmDouble:
         self.rpc_answers = [None]  # of each worker
         self.bodies = []  # of completions
         self.adapters = []
+        self.refuses_changes = False
         self.adapter_paths = {}  # where it reads each from; one that goes leaves it here
         self.scratch = Path(tempfile.mkdtemp())  # goes with it
         self.may_answer = threading.Event()  # completions wait for it; a streamed one after its first token
@@ -98,6 +99,8 @@ class VllmDouble:
         body = await http.json()
         name = body["lora_name"]
         await _until(self.may_change)
+        if self.refuses_changes:
+            return Response("not now", 500)
         if http.url.path == "/v1/load_lora_adapter":
             self.adapters.append(name)
             self.adapter_paths[name] = Path(body["lora_path"])

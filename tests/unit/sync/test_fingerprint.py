@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_shapes_do_not_count_and_number_formats_do():
 
 def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
     """Also in several turns, and where some have no whole block, or nothing left over."""
-    monkeypatch.setattr(module, "GATHERED_BYTES", 10_000)
+    monkeypatch.setattr(module, "TURN_BYTES", 500_000)
     sizes = (1, 40 * BLOCK + 5, 7, BLOCK, 40 * BLOCK, 3, 2 * BLOCK + 1, 17 * BLOCK)
     weights = {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)}
     for version in range(PARTS):
@@ -75,3 +77,18 @@ def test_the_sum_is_the_one_that_is_described():
     total = sums[-1] + len(own) + sums[0] * factors[5] + sums[num_blocks - 1] * factors[6]
     total += sum(sums[b] * (2 * b + 7) for b in range(part, num_blocks, PARTS))
     assert fingerprint(own, version) == f"{total % 2**64:016x}"
+
+
+def test_weights_that_are_made_for_it_are_not_all_there_at_once(monkeypatch):
+    """As adapters' are, merged one by one."""
+    monkeypatch.setattr(module, "TURN_BYTES", 40_000)
+    made = []
+
+    def merged():
+        for number in range(50):
+            own = weight(BLOCK // 2, seed=number)  # 8 kB
+            made.append(weakref.ref(own))
+            assert sum(ref() is not None for ref in made) < 10
+            yield f"{number}", own
+
+    assert len(set(fingerprints(merged(), 0).values())) == 50

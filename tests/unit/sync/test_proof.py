@@ -142,6 +142,17 @@ def test_training_goes_on_while_the_engine_reads_its_weights(folder, tmp_path, s
         assert engine.version == 1
 
 
+def test_a_step_between_two_publishes_is_not_counted_under_weights_that_are_not_proved(folder, tmp_path):
+    engine = SmallEngine(folder)
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, vllm_restart_interval=3, **RELOAD)
+        trainer.run(last=2)
+        engine.faults = Faults(fails_in="/bridge/fingerprints")
+        trainer.run(first=3, last=3)
+        with pytest.raises(SyncError, match="the card is gone"):
+            trainer.run(first=4, last=4)
+
+
 def test_a_restart_that_hangs_is_raised_by_the_publish_after_it(folder, tmp_path):
     engine = SmallEngine(folder)
     with serving(engine) as url:

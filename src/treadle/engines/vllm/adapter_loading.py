@@ -8,6 +8,7 @@ reads from a copy of ours, and that stays for as long as the adapter does.
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import shutil
 import time
@@ -17,7 +18,7 @@ from treadle.engines.port import ADAPTER_FILES, Adapter
 from treadle.engines.vllm.adapters import AdapterBook, CheckAdapter
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.model_facts import absolute
-from treadle.errors import EngineError
+from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.log import get_logger
 
 log = get_logger("engine")
@@ -43,7 +44,10 @@ class AdapterLoading:
     async def load(self, adapter: Adapter) -> None:
         served_name = self.book.new_name(adapter.name)
         started = time.monotonic()
-        copy = await asyncio.to_thread(_copied, adapter.path, self._scratch)
+        try:
+            copy = await asyncio.to_thread(_copied, adapter.path, self._scratch)
+        except OSError as error:
+            raise self._no_copy(adapter.path, error) from None
         try:
             await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(copy)})
         except BaseException:
@@ -54,21 +58,40 @@ class AdapterLoading:
         log.info("adapter_loaded", name=served_name, seconds=time.monotonic() - started)
 
     async def unload_unused(self) -> None:
-        for served_name in self.book.take_unused():
-            await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
+        """One that vLLM does not let go of now is tried again with the next."""
+        failures = []
+        for served_name in self.book.unused():
+            try:
+                await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
+            except EngineError as error:
+                failures.append(error)
+                continue
+            except RequestError as error:  # it does not know this name
+                failures.append(error)
+            self.book.forget(served_name)
             shutil.rmtree(self._copies.pop(served_name), ignore_errors=True)
+        if failures:
+            raise failures[0]
+
+    def _no_copy(self, adapter: Path, error: OSError) -> TreadleError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return EngineError(
+                f"{self._scratch} has no room for a copy of the adapter {adapter}",
+                fix="free some space there, or set TMPDIR to a folder on another disk",
+            )
+        death = self._client.death()  # its folder goes with it
+        if death is not None:
+            return EngineError(death, fix="POST /bridge/restart, or start the engine again")
+        return RequestError(f"the adapter {adapter} cannot be copied: {error}", fix="save it again, and keep it there")
 
 
 def _copied(adapter: Path, scratch: Path) -> Path:
     copy = scratch / f"adapter-{secrets.token_hex(8)}"
+    copy.mkdir()
     try:
-        copy.mkdir()
         for name in ADAPTER_FILES:
             shutil.copyfile(adapter / name, copy / name)
-    except OSError as error:
+    except BaseException:
         shutil.rmtree(copy, ignore_errors=True)
-        raise EngineError(
-            f"the adapter {adapter} could not be copied to {scratch}: {error.strerror}",
-            fix="free some space there, or set TMPDIR to a folder on another disk",
-        ) from None
+        raise
     return copy

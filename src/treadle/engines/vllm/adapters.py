@@ -69,11 +69,12 @@ class AdapterBook:
                 return entry.is_retired and not entry.uses
         return False  # the server was restarted meanwhile, and with it the book
 
-    def take_unused(self) -> list[str]:
-        """vLLM's names of the adapters that nobody will ask for again; they are forgotten here."""
-        unused = [entry for entry in self._entries if entry.is_retired and not entry.uses]
-        self._entries = [entry for entry in self._entries if entry not in unused]
-        return [entry.served_name for entry in unused]
+    def unused(self) -> list[str]:
+        """vLLM's names of the adapters that nobody will ask for again."""
+        return [entry.served_name for entry in self._entries if entry.is_retired and not entry.uses]
+
+    def forget(self, served_name: str) -> None:
+        self._entries = [entry for entry in self._entries if entry.served_name != served_name]
 
     def listed(self) -> list[Adapter]:
         return [entry.adapter for entry in self._entries if not entry.is_retired]

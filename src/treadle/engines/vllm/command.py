@@ -22,10 +22,11 @@ MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
-# Side by side in one batch: the adapter that serves, and those before it under which long completions still run. One
-# more waits for a place, and with it everybody who asks for the newest.
+# Adapters side by side in one batch: the one that serves, and those before it under which long completions still run.
+# One more waits for a place, and with it everybody who asks for the newest. Each place takes memory by its rank.
 MAX_LORAS = 8
-MAX_CPU_LORAS = 16  # and kept in memory; any other is read from its files again
+RANKS_TOGETHER = 128
+MAX_CPU_LORAS = 16  # kept in memory; any other is read from its files again
 SCHEDULING_FLAG = "--scheduling-policy"
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
@@ -93,6 +94,14 @@ def lora_rank(wanted: int) -> int:
     return enough[0]
 
 
+def max_loras(rank: int) -> int:
+    """
+    >>> max_loras(16), max_loras(32), max_loras(256)
+    (8, 4, 2)
+    """
+    return max(2, min(MAX_LORAS, RANKS_TOGETHER // rank))
+
+
 def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
     kind = config.device.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
@@ -125,9 +134,9 @@ def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
 def _lora_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
     if not config.enable_lora:
         return []
-    rank = str(lora_rank(config.max_lora_rank))
-    flags = ["--enable-lora", "--max-lora-rank", rank]
-    flags += ["--max-loras", str(MAX_LORAS), "--max-cpu-loras", str(MAX_CPU_LORAS)]
+    rank = lora_rank(config.max_lora_rank)
+    flags = ["--enable-lora", "--max-lora-rank", str(rank)]
+    flags += ["--max-loras", str(max_loras(rank)), "--max-cpu-loras", str(MAX_CPU_LORAS)]
     # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it: it
     # looks up the adapter of each row of the batch, and the prompt's rows are not in it (0.32 on a CPU, 0.26 on a GPU).
     return [*flags, "--lora-target-modules", *model.linear_modules]

@@ -36,6 +36,7 @@ PASSED_ON = {
     ("POST", "/v1/unload_lora_adapter"),
 }
 WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_join", "treadle_receive"}
+_TURNS_TO_SEND = 4  # of the event loop
 _TO_BE_SENT_S = 0.2  # for a message to be in the engine's hands
 _TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful
 
@@ -117,11 +118,17 @@ async def _adopt(client: Any, body: dict[str, Any]) -> Any:
     """Both calls are sent before either is answered. vLLM takes them in this order, and takes all that has come before
     it computes on; the worker goes on only when the second is sent. So no token is computed in between: under new
     weights, with what was cached under the old ones.
+
+    A turn of a busy event loop takes milliseconds, in which the worker would stand still. Each call is sent in its
+    first turn; what is to happen soon after them happens in the same one.
     """
     order = {"gate": body["gate"], "number": body["number"]}
-    standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
-    dropping = asyncio.ensure_future(client.reset_prefix_cache(reset_running_requests=True))
+    drop, num_turns = _drop_caches(client)
     gate = Gate(Path(body["gate"]))
+    standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
+    dropping = asyncio.ensure_future(drop)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
     if not await is_written(standing, gate, body["timeout_s"]):
         # the weights may be half written: vLLM must not compute on, once the worker waits no longer
@@ -132,6 +139,17 @@ async def _adopt(client: Any, body: dict[str, Any]) -> Any:
         raise TimeoutError("the trainer did not finish writing the weights")
     await dropping
     return await standing
+
+
+def _drop_caches(client: Any) -> tuple[Awaitable[Any], int]:
+    """The call, and how many turns it may take until it is sent: vLLM's own (0.32) asks all its engines in tasks of
+    their own. There is one engine here, and it can be asked at once."""
+    core = getattr(client, "engine_core", None)
+    at_once = getattr(core, "call_utility_async", None)
+    if at_once is None:
+        return client.reset_prefix_cache(reset_running_requests=True), _TURNS_TO_SEND
+    reset_running_requests, reset_connector = True, False
+    return at_once("reset_prefix_cache", reset_running_requests, reset_connector), 0
 
 
 async def _rpc(client: Any, body: dict[str, Any]) -> Any:
