@@ -18,7 +18,7 @@ from tests.vllm.conftest import vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.vllm.command import MAX_CPU_LORAS
+from treadle.engines.vllm.adapter_places import MAX_CPU_LORAS
 from treadle.errors import EngineError, RequestError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint

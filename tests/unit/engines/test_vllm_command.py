@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from treadle.config import EngineConfig
-from treadle.engines.vllm.command import LORA_RANKS, Place, lora_rank, server_command
+from treadle.engines.vllm.adapter_places import LORA_RANKS, lora_rank
+from treadle.engines.vllm.command import Place, server_command
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
 from treadle.engines.vllm.server_process import remedy

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.config import EngineConfig
+from treadle.engines.vllm.adapter_places import MAX_CPU_LORAS, lora_rank, max_loras
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts
 from treadle.errors import ConfigError
@@ -21,12 +22,6 @@ LOAD_FORMAT = "treadle"  # loader.py
 MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
-# Adapters side by side in one batch: the one that serves, and those before it under which long completions still run.
-# One more waits for a place, and with it everybody who asks for the newest. Each place takes memory by its rank.
-MAX_LORAS = 8
-RANKS_TOGETHER = 128
-MAX_CPU_LORAS = 16  # kept in memory; any other is read from its files again
 SCHEDULING_FLAG = "--scheduling-policy"
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
@@ -80,26 +75,6 @@ def dtype_of(config: EngineConfig, model: ModelFacts, vllm: Installation) -> str
 
 def max_model_len(config: EngineConfig, model: ModelFacts) -> int:
     return min(config.max_model_len, model.max_positions or config.max_model_len)
-
-
-def lora_rank(wanted: int) -> int:
-    """The smallest rank vLLM offers that is enough.
-
-    >>> lora_rank(24)
-    32
-    """
-    enough = [rank for rank in LORA_RANKS if rank >= wanted]
-    if not enough:
-        raise ConfigError(f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most", fix="lower --max-lora-rank")
-    return enough[0]
-
-
-def max_loras(rank: int) -> int:
-    """
-    >>> max_loras(16), max_loras(32), max_loras(256)
-    (8, 4, 2)
-    """
-    return max(2, min(MAX_LORAS, RANKS_TOGETHER // rank))
 
 
 def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:

@@ -14,7 +14,8 @@ import treadle
 from treadle.config import EngineConfig
 from treadle.engines.default_model import cache_folder
 from treadle.engines.port import Engine, EngineFacts
-from treadle.engines.vllm.command import Place, dtype_of, lora_rank, max_model_len, server_command
+from treadle.engines.vllm.adapter_places import lora_rank
+from treadle.engines.vllm.command import Place, dtype_of, max_model_len, server_command
 from treadle.engines.vllm.engine import VllmEngine
 from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm
 from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts

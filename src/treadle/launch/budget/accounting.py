@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from treadle.engines.vllm.adapter_places import lora_rank, max_loras
 from treadle.launch.budget import calibration as known
 from treadle.launch.budget.activations import backward_bytes, kept_bytes, logits_bytes
 from treadle.launch.budget.cards import Machine
@@ -156,8 +157,10 @@ def _engine_parts(job: Job, gpu_bytes: int) -> list[Component]:
     if job.gpu_memory_utilization is None:
         cache, note = job.max_num_seqs * one_sequence, f"{job.max_num_seqs} x {job.max_model_len:,} tokens"
     else:
-        left = job.gpu_memory_utilization * gpu_bytes - weights - workspace - known.CUDA_CONTEXT_BYTES
-        cache = max(one_sequence, round(left))
+        places = _adapter_places(job)
+        parts += places
+        taken = weights + workspace + known.CUDA_CONTEXT_BYTES + sum(part.bytes for part in places)
+        cache = max(one_sequence, round(job.gpu_memory_utilization * gpu_bytes - taken))
         note = f"room for {cache // one_sequence} x {job.max_model_len:,} tokens"
     return [
         *parts,
@@ -165,6 +168,16 @@ def _engine_parts(job: Job, gpu_bytes: int) -> list[Component]:
         _part("engine's workspace", workspace, "engine", "prefill, CUDA graphs"),
         _part("CUDA context", known.CUDA_CONTEXT_BYTES, "engine", "the engine's process"),
     ]
+
+
+def _adapter_places(job: Job) -> list[Component]:
+    """vLLM keeps room for adapters on every linear layer, whichever of them have one."""
+    if job.mode != "lora":
+        return []
+    rank = lora_rank(job.lora_r)
+    one = job.shape.num_layers * rank * sum(map(sum, job.shape.linears.values())) * job.weight_bytes
+    num = max_loras(rank)
+    return [_part("places for adapters", num * one / job.tensor_parallel, "engine", f"{num} of rank {rank}")]
 
 
 def _host_parts(job: Job) -> list[Component]:
