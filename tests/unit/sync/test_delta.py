@@ -111,6 +111,7 @@ def test_after_a_publish_that_failed_before_or_after_it_was_taken_over_everythin
     with serving(engine) as url:
         trainer = delta_trainer(folder, tmp_path, url)
         trainer.run(last=1)
+        trainer.sync.settle()
         engine.faults.fails_in = route
         with pytest.raises(SyncError, match="the card is gone"):
             trainer.run(first=2, last=3)
