@@ -70,8 +70,8 @@ class SyncMode(Protocol):
     def publish(self, policy: Publishable, version: int) -> Receipt: ...
 
     def settle(self) -> None:
-        """Waits for what is not known of the last publish yet, and raises what was wrong with it. Optional: the next
-        publish does so."""
+        """Waits for what is not known of the last publish yet, and raises what was wrong with it. The next publish does
+        so too."""
 
 
 @dataclass(frozen=True, kw_only=True)
