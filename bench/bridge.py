@@ -209,13 +209,15 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     sync.publish(policy, version=0)
     load = Load(url, prompts, known)
     first = parity(policy, load.newest(4), config)
-    receipts, took, moved = [], [], 0
+    receipts, took, published, moved = [], [], [], 0
     for step in range(1, known.steps + 1):
         began = time.monotonic()
         batch = pack([as_group(a) for a in load.newest(4)], config, token_cost=policy.token_cost)
         accumulate_gradients(policy, batch, config)
         moved += not optimizer.step(step).skipped
+        ready = time.monotonic()
         receipts.append(sync.publish(policy, version=step))
+        published.append(time.monotonic() - ready)
         took.append(time.monotonic() - began)
         time.sleep(max(0.0, known.pace - took[-1]))
     under_load = load.stop()
@@ -232,6 +234,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
 
     return {
         "weights_added_bytes": weights_added, "steps_moved": moved, "step_ms": told(took),
+        "publish_ms": told(published),
         "pause_ms": told([r.wait_s for r in receipts]), "write_ms": told([r.write_s for r in receipts]),
         "hold_ms": told([r.hold_s for r in receipts]),
         "hold_beyond_write_ms": told([r.hold_s - r.write_s for r in receipts]),
@@ -257,7 +260,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128, help="that a turn counts")
     parser.add_argument("--lr", default="1e-6")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds from one step to the next, at least")
-    parser.add_argument("--lock", type=Path, help="of benches that name the same file one measures at a time")
+    parser.add_argument("--lock", type=Path, help="benches with one file measure in turn, from when all of them serve")
     parser.add_argument("--logs", type=Path, help="a folder for what the servers say; without it, it goes")
     known = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="treadle-bridge-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
@@ -278,7 +281,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     prompts = write_prompts(work / "prompts.json", model, is_random=known.shape is not None)
     sizes = ["--max-num-seqs", "256", "--max-model-len", "2048", "--dtype", known.dtype]
     # Several servers start side by side on one card: each gets its share by name instead of looking at what is free.
-    cache = ["--kv-cache-memory-bytes", "12G"] if torch.cuda.is_available() else []
+    cache = ["--kv-cache-memory-bytes", "12G" if known.shape else "4G"] if torch.cuda.is_available() else []
     ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
     ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}"]
     shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
@@ -297,30 +300,26 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         began = time.monotonic()
         logs = known.logs or work
         logs.mkdir(parents=True, exist_ok=True)
+        turn_of = started.enter_context((known.lock or Path("/dev/null")).open("a"))
+        fcntl.flock(turn_of, fcntl.LOCK_SH)
         running = {name: started.enter_context(starting(argv, logs / f"{name}.log")) for name, argv in servers.items()}
         for name, server in running.items():
             wait_until_healthy(server)
             result[f"{name}_start_s"] = round(time.monotonic() - began, 1)
         urls = {name: server.url for name, server in running.items()}
         routes = {name: ("--route", "/v1/completions") if name == "stock" else () for name in urls}
-        with undisturbed(known.lock):
-            for name, url in urls.items():  # the first requests of a server are slow
-                throughput(url, prompts, known, *routes[name], "--requests", "16")
-            speeds: dict[str, list[float]] = {name: [] for name in urls}
-            for turn in range(known.turns):
-                for name in (name for name in urls if name != "eager" or not turn):
-                    speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
-            result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}
-            result |= publish_under_load(urls["ours"], prompts, known, work)
+        fcntl.flock(turn_of, fcntl.LOCK_EX)  # until here it was shared: all servers of all benches serve now
+        for name, url in urls.items():  # the first requests of a server are slow
+            throughput(url, prompts, known, *routes[name], "--requests", "16")
+        result |= publish_under_load(urls["ours"], prompts, known, work)
+        print(json.dumps(result), file=sys.stderr, flush=True)
+        speeds: dict[str, list[float]] = {name: [] for name in urls}
+        for turn in range(known.turns):
+            for name in (name for name in urls if name != "eager" or not turn):
+                speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
+            print(json.dumps(speeds), file=sys.stderr, flush=True)
+        result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}
     return result
-
-
-@contextmanager
-def undisturbed(lock: Path | None) -> Iterator[None]:
-    """Servers of several benches may start side by side; they are measured one after the other."""
-    with (lock or Path("/dev/null")).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ kernels, a tenth of a second in which the engine samples nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -30,6 +31,11 @@ def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> 
     >>> fingerprints([("a", a), ("b", b)], 0) == {"a": fingerprint(a.clone(), 0), "b": fingerprint(b, 0)}
     True
     """
+    return begin_fingerprints(weights, policy_version)()
+
+
+def begin_fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> Callable[[], dict[str, str]]:
+    """Of the weights as they are now. A GPU computes them while its process does something else; the call waits."""
     names: list[str] = []
 
     def told() -> Iterator[Tensor]:
@@ -37,8 +43,8 @@ def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> 
             names.append(name)
             yield weight
 
-    found = _summed(told(), [part_of(policy_version)])
-    return dict(zip(names, found, strict=True))
+    sums = _begin_sums(told(), [part_of(policy_version)])
+    return lambda: dict(zip(names, sums.read(), strict=True))
 
 
 def fingerprint(weight: Tensor, policy_version: int) -> str:
@@ -48,13 +54,13 @@ def fingerprint(weight: Tensor, policy_version: int) -> str:
     >>> fingerprint(a, 0) == fingerprint(a.clone(), 0), fingerprint(a, 0) == fingerprint(a.flip(0), 0)
     (True, False)
     """
-    (found,) = _summed([weight], [part_of(policy_version)])
+    (found,) = _begin_sums([weight], [part_of(policy_version)]).read()
     return found
 
 
 def whole_fingerprint(weight: Tensor) -> str:
     """Of every block; for finding out what changed, not for every publish."""
-    (found,) = _summed([weight], range(PARTS))
+    (found,) = _begin_sums([weight], range(PARTS)).read()
     return found
 
 
@@ -67,46 +73,71 @@ def part_of(policy_version: int) -> int:
     return ((policy_version * _GOLDEN) % 2**64) >> 60
 
 
-def _summed(weights: Iterable[Tensor], parts: Sequence[int]) -> list[str]:
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    numbers: list[int]  # of each weight's elements
+    totals: list[Tensor]  # stay on their device, where they may not be computed yet
+
+    def read(self) -> list[str]:
+        found = itertools.chain.from_iterable(total.tolist() for total in self.totals)
+        return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, self.numbers, strict=True)]
+
+
+def _begin_sums(weights: Iterable[Tensor], parts: Sequence[int]) -> _Sums:
     """In turns: weights may be made as they are asked for, merged with adapters, and must not be there all at once."""
-    numbers: list[int] = []
-    totals: list[Tensor] = []
+    sums = _Sums([], [])
     gathered: list[Tensor] = []
     num_bytes = 0
     for weight in weights:
         if gathered and (num_bytes >= TURN_BYTES or gathered[0].device != weight.device):
-            totals.append(_totals(gathered, parts))  # stays on the device: nobody waits yet
+            sums.totals.append(_totals(gathered, parts))
             gathered, num_bytes = [], 0
-        numbers.append(weight.numel())
-        gathered.append(_words(weight))
+        sums.numbers.append(weight.numel())
+        gathered.append(weight)
         num_bytes += weight.nbytes
     if gathered:
-        totals.append(_totals(gathered, parts))
-    found = itertools.chain.from_iterable(total.tolist() for total in totals)
-    return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, numbers, strict=True)]
+        sums.totals.append(_totals(gathered, parts))
+    return sums
 
 
 def _words(weight: Tensor) -> Tensor:
-    raw = weight.detach().contiguous().view(-1).view(torch.uint8)
-    if len(raw) % 8:
-        raw = torch.nn.functional.pad(raw, (0, 8 - len(raw) % 8))
-    elif raw.data_ptr() % 8:
-        raw = raw.clone()  # a word must begin where words begin
-    return raw.view(torch.int64)
+    flat = weight.contiguous().view(-1)
+    if weight.nbytes % 8:
+        raw = flat.view(torch.uint8)
+        return torch.nn.functional.pad(raw, (0, 8 - len(raw) % 8)).view(torch.int64)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()  # a word must begin where words begin
+    return flat.view(torch.int64)
 
 
+@torch.inference_mode()  # views cost half as much, and they are most of the work
 def _totals(weights: list[Tensor], parts: Sequence[int]) -> Tensor:
     """Of each, as words. What is left over after its whole blocks is a block too, and a short one."""
-    device, lengths = weights[0].device, tuple(map(len, weights))
-    whole = [words[: len(words) // BLOCK_WORDS * BLOCK_WORDS].view(-1, BLOCK_WORDS) for words in weights]
-    rests = [words[len(blocks) * BLOCK_WORDS :] for words, blocks in zip(weights, whole, strict=True)]
-    total = _sums_between(torch.cat(rests), *_plan_of_rests(lengths, device))
-    gathered = torch.cat([blocks[:: max(1, len(blocks) - 1)] for blocks in whole])
+    words = [_words(weight) for weight in weights]
+    device, lengths = words[0].device, tuple(map(len, words))
+    none = words[0].new_empty(0)
+    rests = [own[-(len(own) % BLOCK_WORDS) :] for own in words if len(own) % BLOCK_WORDS]
+    total = _sums_between(torch.cat([none, *rests]), *_plan_of_rests(lengths, device))
+    blocks = [_ends(own) for own in words if len(own) >= BLOCK_WORDS]
+    gathered = torch.cat([none.view(0, BLOCK_WORDS), *blocks])
     total += _sums_between(_times(gathered, _factors(device)), *_plan_of_ends(lengths, device))
     for part in parts:
-        gathered = torch.cat([blocks[part::PARTS] for blocks in whole])
+        blocks = [_every_16th(own, part) for own in words if len(own) >= (part + 1) * BLOCK_WORDS]
+        gathered = torch.cat([none.view(0, BLOCK_WORDS), *blocks])
         total += _sums_between(_times(gathered, _factors(device)), *_plan_of_part(lengths, part, device))
     return total
+
+
+def _ends(words: Tensor) -> Tensor:
+    """The first and the last whole block, which may be one."""
+    num = len(words) // BLOCK_WORDS
+    return words.as_strided((min(num, 2), BLOCK_WORDS), ((num - 1) * BLOCK_WORDS, 1))
+
+
+def _every_16th(words: Tensor, first: int) -> Tensor:
+    num = len(range(first, len(words) // BLOCK_WORDS, PARTS))
+    begin = words.storage_offset() + first * BLOCK_WORDS
+    return words.as_strided((num, BLOCK_WORDS), (PARTS * BLOCK_WORDS, 1), begin)
 
 
 def _times(words: Tensor, factors: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from treadle.errors import SyncError
 from treadle.sync.background import in_background
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.fingerprint import fingerprints
+from treadle.sync.fingerprint import begin_fingerprints
 from treadle.sync.receipt import NOT_VERIFIED, Publishable, Verified
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 
@@ -39,7 +39,7 @@ class Expected:
     version: int
     dtype: str
     mean_bound: float
-    fingerprints: Mapping[str, str] | None
+    fingerprints: Callable[[], Mapping[str, str]] | None  # waits for a GPU that still computes them
     canary: Canary | None
     other_canary: Callable[[], Canary] | None  # of a text that no cache holds: tells a stale cache from wrong weights
     seconds: float  # that it took to know
@@ -72,7 +72,7 @@ class Proof:
         started = time.monotonic()
         own = canary = other_canary = None
         if self._config.verify_publish and self._compares_weights:
-            own = fingerprints(policy.served_weights(), version)
+            own = begin_fingerprints(policy.served_weights(), version)
         if self._config.verify_publish and self._asks_canary(version):
             canary = prepare_canary(policy)
             other_canary = None if self._is_checked_later else partial(prepare_canary, policy, OTHER_TEXT)
@@ -133,7 +133,7 @@ class Proof:
     def _compare_answer(self, expected: Expected, read_engines: Callable[[], Fingerprints | None]) -> None:
         engines = read_engines()
         if expected.fingerprints is not None and engines is not None:
-            self._compare_weights(expected, expected.fingerprints, engines)
+            self._compare_weights(expected, expected.fingerprints(), engines)
 
     def _ask_fingerprints(self, version: int) -> Fingerprints | None:
         if not (self._config.verify_publish and self._compares_weights):
