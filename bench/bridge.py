@@ -196,7 +196,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     has_gpu = torch.cuda.is_available()
     config = TrainConfig(
         engine_url=url, save_path=work / "save", live_path=work / "live", lr=float(known.lr), warmup_steps=0,
-        seq_len=4096, **MODES[known.mode],
+        seq_len=4096, steps=int(known.steps), **MODES[known.mode],
     ).on_device(gpu=has_gpu)  # fmt: skip
     sync = choose_sync(config)
     attached = sync.attach()

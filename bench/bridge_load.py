@@ -4,7 +4,8 @@
     python bench/bridge_load.py --url URL --prompts FILE                   until its input ends
 
 With --requests, what is counted begins after as many answers as there are clients, and ends while all are still busy:
-most of the first wave, and the last stragglers, are not in it. Without, it answers lines: "answers 4" gives the newest
+most of the first wave, and the last stragglers, are not in it. Of a request that began before or ended after that, the
+part of its time that lies in it counts. Without, it answers lines: "answers 4" gives the newest
 four, "count" how many there were.
 """
 
@@ -16,12 +17,28 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 GENERATE, STOCK = "/generate", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Made:
+    begin: float
+    end: float
+    num_tokens: int
+
+    def share_between(self, begin: float, end: float) -> float:
+        """
+        >>> Made(1.0, 5.0, 100).share_between(4.0, 8.0), Made(1.0, 5.0, 100).share_between(6.0, 8.0)
+        (0.25, 0.0)
+        """
+        return max(0.0, min(end, self.end) - max(begin, self.begin)) / (self.end - self.begin)
 
 
 class Load:
@@ -34,7 +51,8 @@ class Load:
         self._numbers = itertools.count()
         self._stop = threading.Event()
         self.answers: list[bytes] = []
-        self._arrived: list[tuple[float, int]] = []  # when, and how many tokens
+        self._begun: list[float] = []
+        self._made: list[Made] = []
         self.failed: list[str] = []
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(known.clients)]
         for thread in self._threads:
@@ -49,20 +67,28 @@ class Load:
         return {"requests": len(self.answers), "failed": self.failed}
 
     def speed(self) -> dict[str, Any]:
-        """What is still on its way when it is known ends with this process."""
         first, last = self._known.clients - 1, self._known.clients - 1 + self._known.requests
-        while len(self._arrived) <= last and not self.failed:
-            time.sleep(0.01)
+        self._wait_for(lambda: len(self._made) > last)
         if self.failed:
             return {"failed": self.failed}
-        arrived = sorted(self._arrived[: last + 1])
-        tokens = sum(num for _, num in arrived[first + 1 :])
-        return {"tokens_per_s": tokens / (arrived[last][0] - arrived[first][0]), "failed": []}
+        begin, end = self._made[first].end, self._made[last].end
+        num_begun = sum(moment < end for moment in self._begun)
+        self._wait_for(lambda: sum(made.begin < end for made in self._made) == num_begun)
+        if self.failed:
+            return {"failed": self.failed}
+        tokens = sum(made.num_tokens * made.share_between(begin, end) for made in self._made)
+        return {"tokens_per_s": tokens / (end - begin), "failed": []}
+
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        """All are kept busy meanwhile."""
+        while not is_so() and not self.failed:
+            time.sleep(0.01)
 
     def _ask(self) -> None:
         with httpx.Client(base_url=self._known.url, timeout=300, trust_env=False) as client:
             while not self._stop.is_set():
-                number = next(self._numbers)
+                number, begin = next(self._numbers), time.monotonic()
+                self._begun.append(begin)
                 try:
                     answer = client.post(self._known.route, json=self._body(number))
                 except httpx.HTTPError as error:
@@ -70,7 +96,7 @@ class Load:
                     continue
                 if answer.status_code == httpx.codes.OK:
                     self.answers.append(answer.content)
-                    self._arrived.append((time.monotonic(), self._known.group * self._length(number)))
+                    self._made.append(Made(begin, time.monotonic(), self._known.group * self._length(number)))
                 else:
                     self.failed.append(answer.text[:200])
 

@@ -1,6 +1,6 @@
 """LoRA adapters in a model that serves, by PEFT: several are loaded, the model computes with one of them or with none.
 
-files = read_adapter(path)                 the folder, and what it says about itself
+files = read_adapter(path)                 the folder: what it says about itself (read_adapter_head), its tensors
 check_adapter(files, model, ...)           nothing is changed unless it fits
 adapters.add(name, files); adapters.use(name)
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from peft.functional import delete_adapter, set_adapter
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,12 +33,12 @@ WRAPPED = "base_model.model."  # what PEFT puts before a weight's name when it s
 
 
 @dataclass(frozen=True)
-class AdapterFiles:
-    """An adapter as it was saved."""
+class AdapterHead:
+    """What a saved adapter says about itself."""
 
     path: Path
     config: LoraConfig
-    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, Sequence[int]]  # of its tensors, by name
 
     @property
     def rank(self) -> int:
@@ -48,24 +49,43 @@ class AdapterFiles:
         return self.config.base_model_name_or_path or ""
 
 
-def read_adapter(path: Path) -> AdapterFiles:
-    try:
+@dataclass(frozen=True)
+class AdapterFiles(AdapterHead):
+    tensors: Mapping[str, Tensor]
+
+
+def read_adapter_head(path: Path) -> AdapterHead:
+    """Few and small reads: in the engine's process every read waits for its turn beside a busy event loop."""
+    with _told_as_unreadable(path):
         settings, weights = (path / name for name in ADAPTER_FILES)
         told = json.loads(settings.read_text())
         if told.get("peft_type") != "LORA":
             raise RequestError(f"{path} holds no LoRA adapter but {told.get('peft_type')}", fix="save one with PEFT")
         config = LoraConfig.from_pretrained(str(path))
-        tensors = load_file(weights)
+        with safe_open(weights, "pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    config.inference_mode = True
+    return AdapterHead(path, config, shapes)
+
+
+def read_adapter(path: Path) -> AdapterFiles:
+    head = read_adapter_head(path)
+    with _told_as_unreadable(path):
+        return AdapterFiles(head.path, head.config, head.shapes, load_file(path / ADAPTER_FILES[1]))
+
+
+@contextmanager
+def _told_as_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, AttributeError, TypeError, SafetensorError) as error:
         raise RequestError(
             f"{path} cannot be read as a LoRA adapter: {error}",
             fix=f"it must hold {' and '.join(ADAPTER_FILES)}, as PEFT saves them",
         ) from None
-    config.inference_mode = True
-    return AdapterFiles(path, config, tensors)
 
 
-def check_adapter(files: AdapterFiles, model: Any, folder: Path, max_rank: int) -> None:
+def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -> None:
     """Refuse an adapter that is too large, or that was made for another model."""
     if files.rank > max_rank:
         raise RequestError(
@@ -78,14 +98,14 @@ def check_adapter(files: AdapterFiles, model: Any, folder: Path, max_rank: int) 
             fix="start the engine with that model, or correct base_model_name_or_path in adapter_config.json",
         )
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
-    for name, tensor in files.tensors.items():
+    for name, shape in files.shapes.items():
         place, _, part = name.removeprefix(WRAPPED).rpartition(".lora_")
         weight = getattr(modules.get(place), "weight", None)
         side = {"A.weight": 1, "B.weight": 0}.get(part)
-        if weight is None or side is None or tensor.dim() != 2 or tensor.shape[side] != weight.shape[side]:
-            shape = "it has no such weight" if weight is None else f"its weight there is {list(weight.shape)}"
+        if weight is None or side is None or len(shape) != 2 or shape[side] != weight.shape[side]:
+            other = "it has no such weight" if weight is None else f"its weight there is {list(weight.shape)}"
             raise RequestError(
-                f"{files.path} does not fit {folder.name}: {name} is {list(tensor.shape)}, {shape}",
+                f"{files.path} does not fit {folder.name}: {name} is {list(shape)}, {other}",
                 fix="use an adapter that was trained on this model",
             )
 

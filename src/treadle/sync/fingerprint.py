@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -76,10 +76,10 @@ def part_of(policy_version: int) -> int:
 @dataclass(frozen=True, eq=False)
 class _Sums:
     numbers: list[int]  # of each weight's elements
-    totals: list[Tensor]  # stay on their device, where they may not be computed yet
+    totals: list[Callable[[], list[int]]]  # wait for the device that computes them
 
     def read(self) -> list[str]:
-        found = itertools.chain.from_iterable(total.tolist() for total in self.totals)
+        found = itertools.chain.from_iterable(total() for total in self.totals)
         return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, self.numbers, strict=True)]
 
 
@@ -101,41 +101,45 @@ def _begin_sums(weights: Iterable[Tensor], parts: Sequence[int]) -> _Sums:
 
 
 def _words(weight: Tensor) -> Tensor:
-    flat = weight.contiguous().view(-1)
-    if weight.nbytes % 8:
-        raw = flat.view(torch.uint8)
-        return torch.nn.functional.pad(raw, (0, 8 - len(raw) % 8)).view(torch.int64)
-    if flat.data_ptr() % 8:
-        flat = flat.clone()  # a word must begin where words begin
-    return flat.view(torch.int64)
+    weight = weight.contiguous()
+    if weight.ndim and weight.shape[-1] * weight.itemsize % 8 == 0 and weight.data_ptr() % 8 == 0:
+        return weight.view(torch.int64)
+    raw = weight.view(-1).view(torch.uint8)  # a word must begin where words begin
+    return torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone().view(torch.int64)
 
 
 @torch.inference_mode()  # views cost half as much, and they are most of the work
-def _totals(weights: list[Tensor], parts: Sequence[int]) -> Tensor:
+def _totals(weights: list[Tensor], parts: Sequence[int]) -> Callable[[], list[int]]:
     """Of each, as words. What is left over after its whole blocks is a block too, and a short one."""
     words = [_words(weight) for weight in weights]
-    device, lengths = words[0].device, tuple(map(len, words))
+    lengths, factors = tuple(own.numel() for own in words), _factors(words[0].device)
+    num_rest_N, num_blocks_N = _divided(lengths, words[0].device)
     none = words[0].new_empty(0)
-    rests = [own[-(len(own) % BLOCK_WORDS) :] for own in words if len(own) % BLOCK_WORDS]
-    total = _sums_between(torch.cat([none, *rests]), *_plan_of_rests(lengths, device))
-    blocks = [_ends(own) for own in words if len(own) >= BLOCK_WORDS]
-    gathered = torch.cat([none.view(0, BLOCK_WORDS), *blocks])
-    total += _sums_between(_times(gathered, _factors(device)), *_plan_of_ends(lengths, device))
+    rests = torch.cat([none, *(_rest(own, n) for own, n in zip(words, lengths, strict=True) if n % BLOCK_WORDS)])
+    total_N = _sums_by_weight(rests, num_rest_N, lambda place: factors[place])
+    whole = [(own, n // BLOCK_WORDS) for own, n in zip(words, lengths, strict=True) if n >= BLOCK_WORDS]
+    ends = torch.cat([none.view(0, BLOCK_WORDS), *(_ends(own, n) for own, n in whole)])
+    total_N += _sums_by_weight(_times(ends, factors), num_blocks_N.clamp(max=2), lambda place: factors[5:7][place])
     for part in parts:
-        blocks = [_every_16th(own, part) for own in words if len(own) >= (part + 1) * BLOCK_WORDS]
+        blocks = [_every_16th(own, part, n) for own, n in whole if n > part]
         gathered = torch.cat([none.view(0, BLOCK_WORDS), *blocks])
-        total += _sums_between(_times(gathered, _factors(device)), *_plan_of_part(lengths, part, device))
-    return total
+        num_N = (num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
+        total_N += _sums_by_weight(_times(gathered, factors), num_N, partial(_block_factors, part))
+    return _read_later(total_N)
 
 
-def _ends(words: Tensor) -> Tensor:
+def _rest(words: Tensor, num: int) -> Tensor:
+    rest = num % BLOCK_WORDS
+    return words.as_strided((rest,), (1,), words.storage_offset() + num - rest)
+
+
+def _ends(words: Tensor, num_blocks: int) -> Tensor:
     """The first and the last whole block, which may be one."""
-    num = len(words) // BLOCK_WORDS
-    return words.as_strided((min(num, 2), BLOCK_WORDS), ((num - 1) * BLOCK_WORDS, 1))
+    return words.as_strided((min(num_blocks, 2), BLOCK_WORDS), ((num_blocks - 1) * BLOCK_WORDS, 1))
 
 
-def _every_16th(words: Tensor, first: int) -> Tensor:
-    num = len(range(first, len(words) // BLOCK_WORDS, PARTS))
+def _every_16th(words: Tensor, first: int, num_blocks: int) -> Tensor:
+    num = len(range(first, num_blocks, PARTS))
     begin = words.storage_offset() + first * BLOCK_WORDS
     return words.as_strided((num, BLOCK_WORDS), (PARTS * BLOCK_WORDS, 1), begin)
 
@@ -147,37 +151,43 @@ def _times(words: Tensor, factors: Tensor) -> Tensor:
     return words @ factors
 
 
-def _sums_between(values: Tensor, factors: Tensor, ends: Tensor) -> Tensor:
-    """Of the products up to each end, from the end before it."""
-    running = torch.nn.functional.pad((values * factors).cumsum(0), (1, 0))[ends]
-    return running.diff(prepend=running.new_zeros(1))
-
-
-# The factors of everything that is gathered, and where each weight's end.
-Plan = tuple[Tensor, Tensor]
-
-
-@lru_cache(512)
-def _plan_of_rests(lengths: tuple[int, ...], device: torch.device) -> Plan:
-    return _plan([_factors(torch.device("cpu"))[: length % BLOCK_WORDS] for length in lengths], device)
-
-
-@lru_cache(512)
-def _plan_of_ends(lengths: tuple[int, ...], device: torch.device) -> Plan:
-    factors = _factors(torch.device("cpu"))
-    return _plan([factors[5 : 5 + min(2, length // BLOCK_WORDS)] for length in lengths], device)
-
-
-@lru_cache(4096)  # a few kilobytes each
-def _plan_of_part(lengths: tuple[int, ...], part: int, device: torch.device) -> Plan:
+def _block_factors(part: int, place: Tensor) -> Tensor:
     """Different and odd for each block of a weight, so that blocks cannot change places unseen."""
-    blocks = [range(part, length // BLOCK_WORDS, PARTS) for length in lengths]
-    return _plan([torch.arange(len(own)) * (2 * PARTS) + 2 * part + 7 for own in blocks], device)
+    return place * (2 * PARTS) + 2 * part + 7
 
 
-def _plan(factors: list[Tensor], device: torch.device) -> Plan:
-    ends = list(itertools.accumulate(map(len, factors)))
-    return torch.cat(factors).to(device), torch.tensor(ends, device=device)
+def _sums_by_weight(values: Tensor, num_N: Tensor, factor: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of `values`, of which each weight has `num_N` in a row, times the factors for their places in the row.
+
+    Nothing here asks the device for a number: it would be waited for.
+    """
+    ends_N = num_N.cumsum(0)
+    row = torch.repeat_interleave(num_N, output_size=len(values))
+    place = torch.arange(len(values), device=values.device) - (ends_N - num_N)[row]
+    return torch.zeros_like(num_N).index_add_(0, row, values * factor(place))
+
+
+def _read_later(total_N: Tensor) -> Callable[[], list[int]]:
+    """The call waits for these numbers, not for what the device was given to do after them."""
+    if not total_N.is_cuda:
+        return total_N.tolist
+    host_N = torch.empty(total_N.shape, dtype=total_N.dtype, pin_memory=True)
+    host_N.copy_(total_N, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(total_N.device))
+
+    def read() -> list[int]:
+        arrived.synchronize()
+        return host_N.tolist()
+
+    return read
+
+
+@lru_cache(4096)
+def _divided(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many words are left over after whole blocks, and how many of those there are."""
+    length_N = torch.tensor(lengths)
+    return (length_N % BLOCK_WORDS).to(device), (length_N // BLOCK_WORDS).to(device)
 
 
 @cache

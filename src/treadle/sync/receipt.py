@@ -45,13 +45,13 @@ class Publishable(Protocol):
         """Under the live weights, without a gradient."""
 
     def save_model(self, root: Path, name: str) -> Path:
-        """A whole model folder, durable when this returns; adapters are merged into the weights."""
+        """A whole model folder for an engine to read; adapters are merged into the weights."""
 
     def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-        """A folder with these tensors and nothing else, durable when this returns."""
+        """A folder with these tensors and nothing else."""
 
     def save_adapter(self, root: Path, name: str) -> Path:
-        """The adapters in PEFT's format, durable when this returns."""
+        """The adapters in PEFT's format."""
 
 
 @dataclass(frozen=True)

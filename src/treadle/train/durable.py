@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,11 +23,13 @@ from torch import Tensor
 from treadle.errors import DiskFull
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+SMALL_BYTES = 1 << 20
 SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in pieces
 
 
-def write_folder(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
+def write_folder(root: Path, name: str, fill: Callable[[Path], None], *, is_durable: bool = True) -> Path:
     """Let `fill` write the files of a folder, then make it `root/name`, in place of one that is there already.
+    `is_durable`: what is written outlives a loss of power; whole it is in any case.
 
     When `fill` fails, what it wrote is removed and nothing has changed; a full disk is DiskFull, wherever it was met.
     """
@@ -36,16 +39,18 @@ def write_folder(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
         try:
             staging.mkdir()
             fill(staging)
-            for file in staging.iterdir():
-                _sync(file)
-            _sync(staging)
+            if is_durable:
+                for file in staging.iterdir():
+                    _sync(file)
+                _sync(staging)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
         if target.exists():
             target.rename(old)
         staging.rename(target)
-        _sync(root)
+        if is_durable:
+            _sync(root)
     shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -76,8 +81,19 @@ def clear_leftovers(root: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    contiguous = {name: t.detach().contiguous() for name, t in tensors.items()}
-    save_file(contiguous, file, metadata={"format": "pt", **(metadata or {})})
+    save_file(_on_host(tensors), file, metadata={"format": "pt", **(metadata or {})})
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A GPU that others use too is waited for once in many small tensors, not for each."""
+    small = {n: t.detach() for n, t in tensors.items() if t.is_cuda and t.nbytes <= SMALL_BYTES}
+    found = {n: t.detach().contiguous() for n, t in tensors.items() if n not in small}
+    for dtype in {t.dtype for t in small.values()}:
+        same = {n: t for n, t in small.items() if t.dtype == dtype}
+        together = torch.cat([t.reshape(-1) for t in same.values()]).cpu()
+        parts = together.split([t.numel() for t in same.values()])
+        found |= {n: part.view(t.shape) for (n, t), part in zip(same.items(), parts, strict=True)}
+    return found
 
 
 def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -41,13 +41,15 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], base: Path) -> None
     _copy(FULL, base, folder)
 
 
-def write_adapter(folder: Path, adapter: Any, live: Mapping[str, Tensor], base: Path) -> None:
-    """`adapter` is PEFT's model, `live` its trained parameters by the names that PEFT saves."""
+def write_adapter(folder: Path, adapter: Any, live: Mapping[str, Tensor], base: Path | None = None) -> None:
+    """`adapter` is PEFT's model, `live` its trained parameters by the names that PEFT saves. `base`: whose tokenizer
+    goes with it; an engine that serves the model has that."""
     write_tensors(live, folder / ADAPTER.weights)
     config = copy.copy(adapter.active_peft_config)
     config.inference_mode = True  # whoever loads it is not training, unless they say so
     config.save_pretrained(folder)
-    _copy(ADAPTER, base, folder)
+    if base is not None:
+        _copy(ADAPTER, base, folder)
 
 
 def _copy(kind: Kind, base: Path, folder: Path) -> None:

@@ -177,13 +177,13 @@ class Policy:
         return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
 
     def save_model(self, root: Path, name: str) -> Path:
-        return write_folder(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
+        return _write_live(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
 
     def save_weights(self, root: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-        return write_folder(root, name, lambda folder: write_tensors(tensors, folder / FULL.weights, metadata))
+        return _write_live(root, name, lambda folder: write_tensors(tensors, folder / FULL.weights, metadata))
 
     def save_adapter(self, root: Path, name: str) -> Path:
-        return write_folder(root, name, lambda folder: write_adapter(folder, self.adapter, self.live, self._folder))
+        return _write_live(root, name, lambda folder: write_adapter(folder, self.adapter, self.live))
 
     def _train_adapters(self) -> None:
         from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout
@@ -220,6 +220,11 @@ class Policy:
             micro.temperatures_L.to(self.device),
             chunk=self._chunk,
         )
+
+
+def _write_live(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """For an engine, which reads it now: after a loss of power everything is published again."""
+    return write_folder(root, name, fill, is_durable=False)
 
 
 def load_policy(

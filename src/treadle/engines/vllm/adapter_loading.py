@@ -37,17 +37,18 @@ class AdapterLoading:
         known = self.book.known(name, absolute(path), policy_version)
         if known is not None:
             return known  # the same call came twice
-        adapter = await asyncio.to_thread(self._check, name, path, policy_version)
-        await self.load(adapter)
+        started = time.monotonic()
+        adapter, copy = await asyncio.to_thread(self._checked_copy, name, path, policy_version)
+        await self._hand_over(adapter, copy, started)
         return adapter
 
     async def load(self, adapter: Adapter) -> None:
-        served_name = self.book.new_name(adapter.name)
+        """One that was checked before."""
         started = time.monotonic()
-        try:
-            copy = await asyncio.to_thread(_copied, adapter.path, self._scratch)
-        except OSError as error:
-            raise self._no_copy(adapter.path, error) from None
+        await self._hand_over(adapter, await asyncio.to_thread(self._copy, adapter), started)
+
+    async def _hand_over(self, adapter: Adapter, copy: Path, started: float) -> None:
+        served_name, copied = self.book.new_name(adapter.name), time.monotonic()
         try:
             await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(copy)})
         except BaseException:
@@ -55,7 +56,8 @@ class AdapterLoading:
             raise
         self._copies[served_name] = copy
         self.book.add(adapter, served_name)
-        log.info("adapter_loaded", name=served_name, seconds=time.monotonic() - started)
+        now = time.monotonic()
+        log.info("adapter_loaded", name=served_name, seconds=now - started, vllm_s=now - copied)
 
     async def unload_unused(self) -> None:
         """One that vLLM does not let go of now is tried again with the next."""
@@ -72,6 +74,16 @@ class AdapterLoading:
             shutil.rmtree(self._copies.pop(served_name), ignore_errors=True)
         if failures:
             raise failures[0]
+
+    def _checked_copy(self, name: str, path: Path, policy_version: int | None) -> tuple[Adapter, Path]:
+        adapter = self._check(name, path, policy_version)
+        return adapter, self._copy(adapter)
+
+    def _copy(self, adapter: Adapter) -> Path:
+        try:
+            return _copied(adapter.path, self._scratch)
+        except OSError as error:
+            raise self._no_copy(adapter.path, error) from None
 
     def _no_copy(self, adapter: Path, error: OSError) -> TreadleError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -96,12 +96,12 @@ class AdapterCheck:
         self._max_rank = max_rank
 
     def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        from treadle.engines.lora import check_adapter, read_adapter
+        from treadle.engines.lora import check_adapter, read_adapter_head
 
         path = absolute(path)
-        files = read_adapter(path)
+        files = read_adapter_head(path)
         check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
-        self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.tensors})
+        self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.shapes})
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
 
     @cached_property
