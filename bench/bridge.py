@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,32 @@ def parity(policy: Any, answers: list[dict[str, Any]], config: TrainConfig) -> t
     return float(everything.mean()), float(everything.max())
 
 
+def told(values: list[float]) -> list[float]:
+    """Median, the 90th of a hundred, and the worst, in milliseconds."""
+    ordered = sorted(values)
+    return [round(value * 1e3, 2) for value in (statistics.median(values), ordered[len(values) * 9 // 10], ordered[-1])]
+
+
+def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def calling(*args: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return call(*args)
+        finally:
+            seconds.append(time.monotonic() - began)
+
+    return calling
+
+
+def loads_ms(log: Path) -> dict[str, list[float]]:
+    """Of adapters, as the engine tells them: from the question to the answer, and what of it is vLLM's part."""
+    found = re.findall(r"adapter_loaded .*?seconds=([0-9.e-]+) vllm_s=([0-9.e-]+)", log.read_text())[1:]
+    columns = zip(*found, strict=True)
+    return {
+        name: told([float(s) for s in column]) for name, column in zip(("load_ms", "vllm_ms"), columns, strict=True)
+    }
+
+
 def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work: Path) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     config = TrainConfig(
@@ -206,6 +233,9 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     policy = build_policy(attached, config)
     weights_added = (torch.cuda.memory_allocated() - before) if has_gpu else 0
     optimizer = build_optimizer(policy, config)
+    saved: list[float] = []
+    if known.mode == "lora_only":
+        policy.save_adapter = timed(policy.save_adapter, saved)  # type: ignore[method-assign]
     sync.publish(policy, version=0)
     load = Load(url, prompts, known)
     first = parity(policy, load.newest(4), config)
@@ -225,13 +255,6 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     last = parity(policy, fresh.newest(4), config)  # all of them were asked for after the last publish
     failed = under_load["failed"] + fresh.stop()["failed"]
 
-    def told(values: list[float]) -> list[float]:
-        """Median, the 90th of a hundred, and the worst, in milliseconds."""
-        ordered = sorted(values)
-        return [
-            round(value * 1e3, 2) for value in (statistics.median(values), ordered[len(values) * 9 // 10], ordered[-1])
-        ]
-
     return {
         "weights_added_bytes": weights_added, "steps_moved": moved, "step_ms": told(took),
         "publish_ms": told(published),
@@ -239,7 +262,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
         "hold_ms": told([r.hold_s for r in receipts]),
         "hold_beyond_write_ms": told([r.hold_s - r.write_s for r in receipts]),
         "verify_ms": told([r.verified.seconds for r in receipts]), "sent_bytes": receipts[-1].num_bytes,
-        "parity_before": first, "parity_after": last,
+        "parity_before": first, "parity_after": last, **({"save_ms": told(saved[1:])} if saved else {}),
         "requests": under_load["requests"], "failed": failed[:3], "num_failed": len(failed),
     }  # fmt: skip
 
@@ -312,6 +335,8 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         for name, url in urls.items():  # the first requests of a server are slow
             throughput(url, prompts, known, *routes[name], "--requests", "16")
         result |= publish_under_load(urls["ours"], prompts, known, work)
+        if known.mode == "lora_only":
+            result |= loads_ms(running["ours"].log)
         print(json.dumps(result), file=sys.stderr, flush=True)
         speeds: dict[str, list[float]] = {name: [] for name in urls}
         for turn in range(known.turns):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 BLOCK_WORDS = 1 << 11  # 16 KiB: its factors stay in a core's first cache
 PARTS = 16
-TURN_BYTES = 256 << 20  # of weights that are read together; a GPU's memory may be full
+TURN_BYTES = 1 << 30  # of weights that are read together, of which 150 MB are copied; a GPU's memory may be full
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as a signed number
 
 
@@ -34,8 +33,11 @@ def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> 
     return begin_fingerprints(weights, policy_version)()
 
 
-def begin_fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> Callable[[], dict[str, str]]:
-    """Of the weights as they are now. A GPU computes them while its process does something else; the call waits."""
+def begin_fingerprints(
+    weights: Iterable[tuple[str, Tensor]], policy_version: int, standing: StandingWeights | None = None
+) -> Callable[[], dict[str, str]]:
+    """Of the weights as they are now. A GPU computes them while its process does something else; the call waits.
+    `standing`: kept by the caller for weights that stay where they are, which makes it cheaper the next time."""
     names: list[str] = []
 
     def told() -> Iterator[Tensor]:
@@ -43,8 +45,28 @@ def begin_fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: in
             names.append(name)
             yield weight
 
-    sums = _begin_sums(told(), [part_of(policy_version)])
-    return lambda: dict(zip(names, sums.read(), strict=True))
+    turns = _turns(told()) if standing is None else standing.turns(list(told()))
+    sums = [turn.begin_sums([part_of(policy_version)]) for turn in turns]
+    return lambda: dict(zip(names, itertools.chain.from_iterable(read() for read in sums), strict=True))
+
+
+class StandingWeights:
+    """Weights that stay where they are: how they are gathered is worked out again only when one has moved. Half of what
+    a fingerprint costs beside a GPU is making these views.
+
+    It holds on to them, so it is not for weights that are made to be looked at, merged with adapters.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        self._turns: list[_Turn] = []
+
+    def turns(self, weights: list[Tensor]) -> list[_Turn]:
+        places = [(weight.data_ptr(), weight.numel(), weight.dtype) for weight in weights]
+        if places != self._places or not all(turn.are_views for turn in self._turns):
+            self._turns = list(_turns(weights))
+            self._places = places
+        return self._turns
 
 
 def fingerprint(weight: Tensor, policy_version: int) -> str:
@@ -54,13 +76,13 @@ def fingerprint(weight: Tensor, policy_version: int) -> str:
     >>> fingerprint(a, 0) == fingerprint(a.clone(), 0), fingerprint(a, 0) == fingerprint(a.flip(0), 0)
     (True, False)
     """
-    (found,) = _begin_sums([weight], [part_of(policy_version)]).read()
+    (found,) = _Turn([weight]).begin_sums([part_of(policy_version)])()
     return found
 
 
 def whole_fingerprint(weight: Tensor) -> str:
     """Of every block; for finding out what changed, not for every publish."""
-    (found,) = _begin_sums([weight], range(PARTS)).read()
+    (found,) = _Turn([weight]).begin_sums(range(PARTS))()
     return found
 
 
@@ -73,31 +95,61 @@ def part_of(policy_version: int) -> int:
     return ((policy_version * _GOLDEN) % 2**64) >> 60
 
 
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    numbers: list[int]  # of each weight's elements
-    totals: list[Callable[[], list[int]]]  # wait for the device that computes them
-
-    def read(self) -> list[str]:
-        found = itertools.chain.from_iterable(total() for total in self.totals)
-        return [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(found, self.numbers, strict=True)]
-
-
-def _begin_sums(weights: Iterable[Tensor], parts: Sequence[int]) -> _Sums:
-    """In turns: weights may be made as they are asked for, merged with adapters, and must not be there all at once."""
-    sums = _Sums([], [])
+def _turns(weights: Iterable[Tensor]) -> Iterator[_Turn]:
+    """Weights may be made as they are asked for, merged with adapters, and must not be there all at once."""
     gathered: list[Tensor] = []
     num_bytes = 0
     for weight in weights:
         if gathered and (num_bytes >= TURN_BYTES or gathered[0].device != weight.device):
-            sums.totals.append(_totals(gathered, parts))
+            yield _Turn(gathered)
             gathered, num_bytes = [], 0
-        sums.numbers.append(weight.numel())
         gathered.append(weight)
         num_bytes += weight.nbytes
     if gathered:
-        sums.totals.append(_totals(gathered, parts))
-    return sums
+        yield _Turn(gathered)
+
+
+class _Turn:
+    """Weights that are summed together, as words. What is left over after the whole blocks of one is a block too, and a
+    short one."""
+
+    @torch.inference_mode()  # views cost half as much
+    def __init__(self, weights: list[Tensor]) -> None:
+        words = [_words(weight) for weight in weights]
+        self.are_views = all(own.data_ptr() == w.data_ptr() for own, w in zip(words, weights, strict=True))
+        self._numbers = [weight.numel() for weight in weights]
+        lengths = tuple(own.numel() for own in words)
+        pairs = list(zip(words, lengths, strict=True))
+        self._whole = [(own, length // BLOCK_WORDS) for own, length in pairs if length >= BLOCK_WORDS]
+        self._nothing = words[0].new_empty(0)
+        self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
+        self._ends = [_ends(own, num) for own, num in self._whole]
+        self._parts: dict[int, list[Tensor]] = {}
+        self._factors = _factors(self._nothing.device)
+        self._num_rest_N, self._num_blocks_N = _divided(lengths, self._nothing.device)
+
+    @torch.inference_mode()
+    def begin_sums(self, parts: Sequence[int]) -> Callable[[], list[str]]:
+        rests = torch.cat([self._nothing, *self._rests])
+        total_N = _sums_by_weight(rests, self._num_rest_N, lambda place: self._factors[place])
+        num_N = self._num_blocks_N.clamp(max=2)
+        total_N += _sums_by_weight(self._of_blocks(self._ends), num_N, lambda place: self._factors[5:7][place])
+        for part in parts:
+            if part not in self._parts:
+                self._parts[part] = [_every_16th(own, part, num) for own, num in self._whole if num > part]
+            num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
+            total_N += _sums_by_weight(self._of_blocks(self._parts[part]), num_N, partial(_block_factors, part))
+        read = _read_later(total_N)
+        return lambda: [
+            f"{(total + number) & (2**64 - 1):016x}" for total, number in zip(read(), self._numbers, strict=True)
+        ]
+
+    def _of_blocks(self, blocks: list[Tensor]) -> Tensor:
+        """Each block's words times the factors for their places; a GPU multiplies no matrices of whole numbers."""
+        gathered = torch.cat([self._nothing.view(0, BLOCK_WORDS), *blocks])
+        if gathered.is_cuda:
+            return (gathered * self._factors).sum(-1)
+        return gathered @ self._factors
 
 
 def _words(weight: Tensor) -> Tensor:
@@ -106,26 +158,6 @@ def _words(weight: Tensor) -> Tensor:
         return weight.view(torch.int64)
     raw = weight.view(-1).view(torch.uint8)  # a word must begin where words begin
     return torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone().view(torch.int64)
-
-
-@torch.inference_mode()  # views cost half as much, and they are most of the work
-def _totals(weights: list[Tensor], parts: Sequence[int]) -> Callable[[], list[int]]:
-    """Of each, as words. What is left over after its whole blocks is a block too, and a short one."""
-    words = [_words(weight) for weight in weights]
-    lengths, factors = tuple(own.numel() for own in words), _factors(words[0].device)
-    num_rest_N, num_blocks_N = _divided(lengths, words[0].device)
-    none = words[0].new_empty(0)
-    rests = torch.cat([none, *(_rest(own, n) for own, n in zip(words, lengths, strict=True) if n % BLOCK_WORDS)])
-    total_N = _sums_by_weight(rests, num_rest_N, lambda place: factors[place])
-    whole = [(own, n // BLOCK_WORDS) for own, n in zip(words, lengths, strict=True) if n >= BLOCK_WORDS]
-    ends = torch.cat([none.view(0, BLOCK_WORDS), *(_ends(own, n) for own, n in whole)])
-    total_N += _sums_by_weight(_times(ends, factors), num_blocks_N.clamp(max=2), lambda place: factors[5:7][place])
-    for part in parts:
-        blocks = [_every_16th(own, part, n) for own, n in whole if n > part]
-        gathered = torch.cat([none.view(0, BLOCK_WORDS), *blocks])
-        num_N = (num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
-        total_N += _sums_by_weight(_times(gathered, factors), num_N, partial(_block_factors, part))
-    return _read_later(total_N)
 
 
 def _rest(words: Tensor, num: int) -> Tensor:
@@ -142,13 +174,6 @@ def _every_16th(words: Tensor, first: int, num_blocks: int) -> Tensor:
     num = len(range(first, num_blocks, PARTS))
     begin = words.storage_offset() + first * BLOCK_WORDS
     return words.as_strided((num, BLOCK_WORDS), (PARTS * BLOCK_WORDS, 1), begin)
-
-
-def _times(words: Tensor, factors: Tensor) -> Tensor:
-    """The product of a matrix with a vector; a GPU has none for whole numbers."""
-    if words.is_cuda:
-        return (words * factors).sum(-1)
-    return words @ factors
 
 
 def _block_factors(part: int, place: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from treadle.errors import SyncError
 from treadle.sync.background import in_background
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.fingerprint import begin_fingerprints
+from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 from treadle.sync.receipt import NOT_VERIFIED, Publishable, Verified
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 
@@ -63,6 +63,7 @@ class Proof:
         self._engine = engine
         self._compares_weights = compares_weights
         self._is_checked_later = is_checked_later
+        self._standing = StandingWeights()
         self._canary_due = -math.inf  # on the monotonic clock
         self._unsettled: Callable[[], None] | None = None  # compares what the engine answers, which it waits for
         self._settling_s = 0.0
@@ -72,7 +73,8 @@ class Proof:
         started = time.monotonic()
         own = canary = other_canary = None
         if self._config.verify_publish and self._compares_weights:
-            own = begin_fingerprints(policy.served_weights(), version)
+            standing = None if policy.merges_adapters else self._standing
+            own = begin_fingerprints(policy.served_weights(), version, standing)
         if self._config.verify_publish and self._asks_canary(version):
             canary = prepare_canary(policy)
             other_canary = None if self._is_checked_later else partial(prepare_canary, policy, OTHER_TEXT)

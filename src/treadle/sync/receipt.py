@@ -38,6 +38,10 @@ class Publishable(Protocol):
     def write_live_weights(self) -> None:
         """Put the last optimizer step into the live weights, and those where the engine reads."""
 
+    @property
+    def merges_adapters(self) -> bool:
+        """Into `served_weights`, which are made anew each time then; else they are the live ones."""
+
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine has after this publish, by name; adapters are merged into them."""
 

@@ -147,6 +147,10 @@ class Policy:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # another process reads them next
 
+    @property
+    def merges_adapters(self) -> bool:
+        return self.adapter is not None
+
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """By name, as an engine serves them: adapters are merged into their weights, one at a time."""
         merged: set[str] = set()

@@ -332,7 +332,7 @@ def test_the_answers_of_all_workers_must_agree():
             server.rpc_answers = [{"w": "1f"}, {"w": "1f"}]
             assert await made.engine.fingerprints(1) == {"w": "1f"}
             server.rpc_answers = [{"w": "1f"}, {"w": "2e"}]
-            with pytest.raises(EngineError, match="workers 0 and 1 answer treadle_fingerprints differently"):
+            with pytest.raises(EngineError, match="workers 0 and 1 answer treadle_begin_fingerprints differently"):
                 await made.engine.fingerprints(1)
             server.rpc_answers = [{"w": "1f"}, {"error": "q_proj is split", "fix": "another mode"}]
             with pytest.raises(RequestError, match="worker 1 of 2: q_proj is split") as refused:

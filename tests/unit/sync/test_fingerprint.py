@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from treadle.sync import fingerprint as module
-from treadle.sync.fingerprint import BLOCK_WORDS, PARTS, fingerprint, fingerprints, whole_fingerprint
+from treadle.sync.fingerprint import (
+    BLOCK_WORDS,
+    PARTS,
+    StandingWeights,
+    begin_fingerprints,
+    fingerprint,
+    fingerprints,
+    whole_fingerprint,
+)
 
 WORD = 8 // 2  # bf16 numbers in a 64-bit word
 BLOCK = BLOCK_WORDS * WORD
@@ -64,6 +72,33 @@ def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
         alone = {name: fingerprint(own, version) for name, own in weights.items()}
         assert fingerprints(weights.items(), version) == alone
     assert fingerprints([], 0) == {}
+
+
+def test_weights_that_stay_where_they_are_are_read_anew_each_time():
+    """What is kept is where to look, never what was seen: also where a weight had to be copied to be looked at."""
+    sizes = (1, 7, 40 * BLOCK + 5, 17 * BLOCK, 2 * BLOCK)
+    for weights in (
+        {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)},  # some are no whole words
+        {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes[3:])},
+        {"turned": weight(64 * BLOCK).view(64, BLOCK).t()},
+        {"shifted": weight(17 * BLOCK + 1)[1:]},
+    ):
+        standing = StandingWeights()
+        for version in range(PARTS + 4):
+            found = begin_fingerprints(weights.items(), version, standing)()
+            assert found == fingerprints(weights.items(), version)
+            for own in weights.values():
+                own[0] += 1.0  # in place
+            if version % 5 == 4:  # one lies elsewhere now
+                weights |= {name: own.clone() for name, own in list(weights.items())[:1]}
+
+
+def test_a_fingerprint_is_of_the_weights_as_they_were_when_it_was_begun():
+    own = weight(40 * BLOCK)
+    before = fingerprints([("w", own)], 3)
+    read = begin_fingerprints([("w", own)], 3, StandingWeights())
+    own += 1.0
+    assert read() == before
 
 
 def test_the_sum_is_the_one_that_is_described():

@@ -79,6 +79,7 @@ class VllmEngine:
         self._adapters = AdapterLoading(self._client, check_for(facts.folder, facts), server.scratch)
         self._changes = ChangeLine()
         self._arrivals = Arrivals()
+        self._fingerprinting = asyncio.Lock()  # the worker keeps those of one question
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
@@ -152,7 +153,9 @@ class VllmEngine:
         return msgspec.convert(plain, Layout)
 
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
-        found: Mapping[str, str] = await self._client.rpc("treadle_fingerprints", policy_version=policy_version)
+        async with self._fingerprinting:
+            await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
+            found: Mapping[str, str] = await self._client.rpc("treadle_read_fingerprints")
         return found
 
     async def reload(self, folder: Path, policy_version: int | None) -> None:

@@ -35,7 +35,14 @@ PASSED_ON = {
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 }
-WORKER_METHODS = {"treadle_layout", "treadle_fingerprints", "treadle_load_weights", "treadle_join", "treadle_receive"}
+WORKER_METHODS = {
+    "treadle_layout",
+    "treadle_begin_fingerprints",
+    "treadle_read_fingerprints",
+    "treadle_load_weights",
+    "treadle_join",
+    "treadle_receive",
+}
 _TURNS_TO_SEND = 4  # of the event loop
 _TO_BE_SENT_S = 0.2  # for a message to be in the engine's hands
 _TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful

@@ -21,7 +21,7 @@ from treadle.engines.vllm import loader  # noqa: F401 (registers the load format
 from treadle.engines.vllm.loader import SHARED_LAYOUT
 from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import fingerprints
+from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
 from treadle.sync.gate import Gate
 from treadle.sync.layout import Layout
@@ -46,6 +46,7 @@ class TreadleWorker:
 
     model_config: Any
     get_model: Callable[[], nn.Module]
+    treadle_fingerprints: Callable[[], dict[str, str]]
 
     @_refusals_as_answers
     def treadle_layout(self) -> Answer:
@@ -57,8 +58,16 @@ class TreadleWorker:
         return plain
 
     @_refusals_as_answers
-    def treadle_fingerprints(self, *, policy_version: int) -> Answer:
-        return fingerprints(_weights(self).items(), policy_version)
+    def treadle_begin_fingerprints(self, *, policy_version: int) -> Answer:
+        """vLLM computes no token while a worker is asked something. So a GPU is not waited for here: it has steps to do
+        before, and is done when the answer is fetched."""
+        standing = self.__dict__.setdefault("treadle_standing", StandingWeights())
+        self.treadle_fingerprints = begin_fingerprints(_weights(self).items(), policy_version, standing)
+        return None
+
+    @_refusals_as_answers
+    def treadle_read_fingerprints(self) -> Answer:
+        return self.treadle_fingerprints()
 
     @_refusals_as_answers
     def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
