@@ -213,10 +213,10 @@ def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
 def loads_ms(log: Path) -> dict[str, list[float]]:
     """Of adapters, as the engine tells them: from the question to the answer, and what of it is vLLM's part."""
     found = re.findall(r"adapter_loaded .*?seconds=([0-9.e-]+) vllm_s=([0-9.e-]+)", log.read_text())[1:]
-    columns = zip(*found, strict=True)
-    return {
-        name: told([float(s) for s in column]) for name, column in zip(("load_ms", "vllm_ms"), columns, strict=True)
-    }
+    if not found:
+        return {}
+    whole, vllms = zip(*found, strict=True)
+    return {"load_ms": told(list(map(float, whole))), "vllm_ms": told(list(map(float, vllms)))}
 
 
 def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -323,15 +323,17 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         began = time.monotonic()
         logs = known.logs or work
         logs.mkdir(parents=True, exist_ok=True)
-        turn_of = started.enter_context((known.lock or Path("/dev/null")).open("a"))
-        fcntl.flock(turn_of, fcntl.LOCK_SH)
+        turn = started.enter_context(known.lock.open("a")) if known.lock else None
+        if turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)
         running = {name: started.enter_context(starting(argv, logs / f"{name}.log")) for name, argv in servers.items()}
         for name, server in running.items():
             wait_until_healthy(server)
             result[f"{name}_start_s"] = round(time.monotonic() - began, 1)
         urls = {name: server.url for name, server in running.items()}
         routes = {name: ("--route", "/v1/completions") if name == "stock" else () for name in urls}
-        fcntl.flock(turn_of, fcntl.LOCK_EX)  # until here it was shared: all servers of all benches serve now
+        if turn:  # until here it was shared: whoever began with this one serves now too
+            fcntl.flock(turn, fcntl.LOCK_EX)
         for name, url in urls.items():  # the first requests of a server are slow
             throughput(url, prompts, known, *routes[name], "--requests", "16")
         result |= publish_under_load(urls["ours"], prompts, known, work)
@@ -339,8 +341,8 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
             result |= loads_ms(running["ours"].log)
         print(json.dumps(result), file=sys.stderr, flush=True)
         speeds: dict[str, list[float]] = {name: [] for name in urls}
-        for turn in range(known.turns):
-            for name in (name for name in urls if name != "eager" or not turn):
+        for number in range(known.turns):
+            for name in (name for name in urls if name != "eager" or not number):
                 speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
             print(json.dumps(speeds), file=sys.stderr, flush=True)
         result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}

@@ -71,9 +71,10 @@ class Load:
         self._wait_for(lambda: len(self._made) > last)
         if self.failed:
             return {"failed": self.failed}
-        begin, end = self._made[first].end, self._made[last].end
+        ends = sorted(made.end for made in self._made)
+        begin, end = ends[first], ends[last]
         num_begun = sum(moment < end for moment in self._begun)
-        self._wait_for(lambda: sum(made.begin < end for made in self._made) == num_begun)
+        self._wait_for(lambda: sum(made.begin < end for made in self._made) >= num_begun)
         if self.failed:
             return {"failed": self.failed}
         tokens = sum(made.num_tokens * made.share_between(begin, end) for made in self._made)

@@ -71,7 +71,8 @@ def read_adapter_head(path: Path) -> AdapterHead:
 def read_adapter(path: Path) -> AdapterFiles:
     head = read_adapter_head(path)
     with _told_as_unreadable(path):
-        return AdapterFiles(head.path, head.config, head.shapes, load_file(path / ADAPTER_FILES[1]))
+        tensors = load_file(path / ADAPTER_FILES[1])
+    return AdapterFiles(path, head.config, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
 
 
 @contextmanager

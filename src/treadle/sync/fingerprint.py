@@ -19,7 +19,8 @@ from torch import Tensor
 
 BLOCK_WORDS = 1 << 11  # 16 KiB: its factors stay in a core's first cache
 PARTS = 16
-TURN_BYTES = 1 << 30  # of weights that are read together, of which 150 MB are copied; a GPU's memory may be full
+TURN_BYTES = 256 << 20  # of weights that are there at a time, where they are made to be read
+STANDING_TURN_BYTES = 1 << 30  # of those that are there anyway; about 150 MB are copied, and a GPU may be full
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as a signed number
 
 
@@ -45,28 +46,34 @@ def begin_fingerprints(
             names.append(name)
             yield weight
 
-    turns = _turns(told()) if standing is None else standing.turns(list(told()))
-    sums = [turn.begin_sums([part_of(policy_version)]) for turn in turns]
+    parts = [part_of(policy_version)]
+    if standing is None:
+        sums = _begin_made(told(), parts)
+    else:
+        sums = [turn.begin_sums(parts) for turn in standing.turns(list(told()))]
     return lambda: dict(zip(names, itertools.chain.from_iterable(read() for read in sums), strict=True))
 
 
 class StandingWeights:
-    """Weights that stay where they are: how they are gathered is worked out again only when one has moved. Half of what
+    """Weights that stay where they are: how they are gathered is worked out again only when one has moved. Most of what
     a fingerprint costs beside a GPU is making these views.
 
     It holds on to them, so it is not for weights that are made to be looked at, merged with adapters.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, int, torch.dtype]] = []
+        self._places: list[tuple[object, ...]] = []
         self._turns: list[_Turn] = []
 
     def turns(self, weights: list[Tensor]) -> list[_Turn]:
-        places = [(weight.data_ptr(), weight.numel(), weight.dtype) for weight in weights]
-        if places != self._places or not all(turn.are_views for turn in self._turns):
-            self._turns = list(_turns(weights))
-            self._places = places
-        return self._turns
+        places: list[tuple[object, ...]] = [(w.data_ptr(), w.shape, w.stride(), w.dtype, w.device) for w in weights]
+        if places == self._places:
+            return self._turns
+        self._places, self._turns = [], []
+        turns = [_Turn(turn) for turn in _in_turns(weights, STANDING_TURN_BYTES)]
+        if all(_can_be_viewed(weight) for weight in weights):  # of a copy, the next question would get old answers
+            self._places, self._turns = places, turns
+        return turns
 
 
 def fingerprint(weight: Tensor, policy_version: int) -> str:
@@ -95,18 +102,27 @@ def part_of(policy_version: int) -> int:
     return ((policy_version * _GOLDEN) % 2**64) >> 60
 
 
-def _turns(weights: Iterable[Tensor]) -> Iterator[_Turn]:
-    """Weights may be made as they are asked for, merged with adapters, and must not be there all at once."""
-    gathered: list[Tensor] = []
+def _begin_made(weights: Iterable[Tensor], parts: Sequence[int]) -> list[Callable[[], list[str]]]:
+    """Of weights that may be made as they are asked for, merged with adapters, and must not be there all at once."""
+    sums = []
+    for turn in _in_turns(weights, TURN_BYTES):
+        sums.append(_Turn(turn).begin_sums(parts))
+        turn.clear()  # before the next ones are made
+    return sums
+
+
+def _in_turns(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Of one device each."""
+    turn: list[Tensor] = []
     num_bytes = 0
     for weight in weights:
-        if gathered and (num_bytes >= TURN_BYTES or gathered[0].device != weight.device):
-            yield _Turn(gathered)
-            gathered, num_bytes = [], 0
-        gathered.append(weight)
+        if turn and (num_bytes + weight.nbytes > max_bytes or turn[0].device != weight.device):
+            yield turn
+            turn, num_bytes = [], 0
+        turn.append(weight)
         num_bytes += weight.nbytes
-    if gathered:
-        yield _Turn(gathered)
+    if turn:
+        yield turn
 
 
 class _Turn:
@@ -116,7 +132,6 @@ class _Turn:
     @torch.inference_mode()  # views cost half as much
     def __init__(self, weights: list[Tensor]) -> None:
         words = [_words(weight) for weight in weights]
-        self.are_views = all(own.data_ptr() == w.data_ptr() for own, w in zip(words, weights, strict=True))
         self._numbers = [weight.numel() for weight in weights]
         lengths = tuple(own.numel() for own in words)
         pairs = list(zip(words, lengths, strict=True))
@@ -139,10 +154,8 @@ class _Turn:
                 self._parts[part] = [_every_16th(own, part, num) for own, num in self._whole if num > part]
             num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
             total_N += _sums_by_weight(self._of_blocks(self._parts[part]), num_N, partial(_block_factors, part))
-        read = _read_later(total_N)
-        return lambda: [
-            f"{(total + number) & (2**64 - 1):016x}" for total, number in zip(read(), self._numbers, strict=True)
-        ]
+        read, numbers = _read_later(total_N), self._numbers  # and not the weights: they may go now
+        return lambda: [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(read(), numbers, strict=True)]
 
     def _of_blocks(self, blocks: list[Tensor]) -> Tensor:
         """Each block's words times the factors for their places; a GPU multiplies no matrices of whole numbers."""
@@ -152,12 +165,17 @@ class _Turn:
         return gathered @ self._factors
 
 
+def _can_be_viewed(weight: Tensor) -> bool:
+    """As words, where they are: a word must begin where words begin."""
+    return weight.is_contiguous() and weight.nbytes % 8 == 0 and weight.data_ptr() % 8 == 0
+
+
 def _words(weight: Tensor) -> Tensor:
-    weight = weight.contiguous()
-    if weight.ndim and weight.shape[-1] * weight.itemsize % 8 == 0 and weight.data_ptr() % 8 == 0:
-        return weight.view(torch.int64)
-    raw = weight.view(-1).view(torch.uint8)  # a word must begin where words begin
-    return torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone().view(torch.int64)
+    flat = weight.contiguous().view(-1)
+    if _can_be_viewed(flat):
+        return flat.view(torch.int64)
+    raw = flat.view(torch.uint8)
+    return torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)  # a copy
 
 
 def _rest(words: Tensor, num: int) -> Tensor:

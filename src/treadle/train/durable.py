@@ -29,7 +29,7 @@ SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so st
 
 def write_folder(root: Path, name: str, fill: Callable[[Path], None], *, is_durable: bool = True) -> Path:
     """Let `fill` write the files of a folder, then make it `root/name`, in place of one that is there already.
-    `is_durable`: what is written outlives a loss of power; whole it is in any case.
+    `is_durable`: what is written outlives a loss of power. It outlives the end of this process in any case.
 
     When `fill` fails, what it wrote is removed and nothing has changed; a full disk is DiskFull, wherever it was met.
     """
@@ -81,18 +81,28 @@ def clear_leftovers(root: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    save_file(_on_host(tensors), file, metadata={"format": "pt", **(metadata or {})})
+    save_file(_gathered(tensors), file, metadata={"format": "pt", **(metadata or {})})
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPU that others use too is waited for once in many small tensors, not for each."""
-    small = {n: t.detach() for n, t in tensors.items() if t.is_cuda and t.nbytes <= SMALL_BYTES}
-    found = {n: t.detach().contiguous() for n, t in tensors.items() if n not in small}
-    for dtype in {t.dtype for t in small.values()}:
-        same = {n: t for n, t in small.items() if t.dtype == dtype}
-        together = torch.cat([t.reshape(-1) for t in same.values()]).cpu()
-        parts = together.split([t.numel() for t in same.values()])
-        found |= {n: part.view(t.shape) for (n, t), part in zip(same.items(), parts, strict=True)}
+def _gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous. Small ones on a GPU are brought to the host together: a card that others use too is waited for once
+    and not for each of them."""
+    found = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    small = {name: tensor for name, tensor in found.items() if tensor.is_cuda and tensor.nbytes <= SMALL_BYTES}
+    return found | host_copies(small)
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """
+    >>> host_copies({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    found: dict[str, Tensor] = {}
+    for kind in {(tensor.device, tensor.dtype) for tensor in tensors.values()}:
+        same = {name: tensor for name, tensor in tensors.items() if (tensor.device, tensor.dtype) == kind}
+        together = torch.cat([tensor.view(-1) for tensor in same.values()]).cpu()
+        parts = together.split([tensor.numel() for tensor in same.values()])
+        found |= {name: part.view(same[name].shape) for name, part in zip(same, parts, strict=True)}
     return found
 
 

@@ -16,6 +16,7 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import transformers_server
 from treadle.engines.eye import EngineEye
+from treadle.engines.lora import read_adapter, read_adapter_head
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.server import LOOK_S, EngineLife
@@ -120,6 +121,17 @@ def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_
         check(await server.generate(ask()), folder, good)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("read", [read_adapter_head, read_adapter])
+def test_half_an_adapter_is_refused(folder, tmp_path, read):
+    weights = write_adapter(folder, tmp_path, 1) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    assert read(tmp_path).rank == 4
+    for part in (whole[:-1], whole[:40], b"", whole + b"more"):
+        weights.write_bytes(part)
+        with pytest.raises(RequestError, match="cannot be read as a LoRA adapter"):
+            read(tmp_path)
 
 
 def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, folder, tmp_path):

@@ -329,18 +329,35 @@ def test_the_answers_of_all_workers_must_agree():
     async def ask():
         async with engines() as made:
             (server,) = made.servers
-            server.rpc_answers = [{"w": "1f"}, {"w": "1f"}]
+            server.rpc_answers = [None, None]
+
+            def read(*answers):
+                server.rpc_answers_to["treadle_read_fingerprints"] = list(answers)
+
+            read({"w": "1f"}, {"w": "1f"})
             assert await made.engine.fingerprints(1) == {"w": "1f"}
-            server.rpc_answers = [{"w": "1f"}, {"w": "2e"}]
-            with pytest.raises(EngineError, match="workers 0 and 1 answer treadle_begin_fingerprints differently"):
+            read({"w": "1f"}, {"w": "2e"})
+            with pytest.raises(EngineError, match="workers 0 and 1 answer treadle_read_fingerprints differently"):
                 await made.engine.fingerprints(1)
-            server.rpc_answers = [{"w": "1f"}, {"error": "q_proj is split", "fix": "another mode"}]
+            read({"w": "1f"}, {"error": "q_proj is split", "fix": "another mode"})
             with pytest.raises(RequestError, match="worker 1 of 2: q_proj is split") as refused:
                 await made.engine.fingerprints(1)
             assert refused.value.fix == "another mode"
-            server.rpc_answers = []
+            read()
             with pytest.raises(EngineError, match="no worker"):
                 await made.engine.fingerprints(1)
+
+    asyncio.run(ask())
+
+
+def test_fingerprints_are_begun_and_read_one_question_at_a_time():
+    async def ask():
+        async with engines() as made:
+            (server,) = made.servers
+            server.rpc_answers_to["treadle_read_fingerprints"] = [{"w": "1f"}]
+            await asyncio.gather(*(made.engine.fingerprints(version) for version in (4, 5)))
+            methods = ("treadle_begin_fingerprints", "treadle_read_fingerprints")
+            assert server.rpcs == [(m, {"policy_version": v}) for v in (4, 5) for m in methods]
 
     asyncio.run(ask())
 

@@ -28,6 +28,8 @@ class VllmDouble:
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.rpc_answers = [None]  # of each worker
+        self.rpc_answers_to = {}  # of each worker, to a method of its own
+        self.rpcs = []  # (method, arguments)
         self.bodies = []  # of completions
         self.adapters = []
         self.refuses_changes = False
@@ -92,8 +94,10 @@ class VllmDouble:
     async def _release(self, _):
         return JSONResponse({"released_at": time.monotonic()})
 
-    async def _rpc(self, _):
-        return JSONResponse(self.rpc_answers)
+    async def _rpc(self, http):
+        body = await http.json()
+        self.rpcs.append((body["method"], body["kwargs"]))
+        return JSONResponse(self.rpc_answers_to.get(body["method"], self.rpc_answers))
 
     async def _change(self, http):
         body = await http.json()

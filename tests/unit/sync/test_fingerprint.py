@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from treadle.sync import fingerprint as module
 from treadle.sync.fingerprint import (
@@ -115,15 +114,43 @@ def test_the_sum_is_the_one_that_is_described():
 
 
 def test_weights_that_are_made_for_it_are_not_all_there_at_once(monkeypatch):
-    """As adapters' are, merged one by one."""
+    """As adapters' are, merged one by one; and none is left when their sums are begun."""
     monkeypatch.setattr(module, "TURN_BYTES", 40_000)
     made = []
+
+    def num_alive():
+        return sum(not storage.expired() for storage in made)  # a view would keep it, and not the tensor
 
     def merged():
         for number in range(50):
             own = weight(BLOCK // 2, seed=number)  # 8 kB
-            made.append(weakref.ref(own))
-            assert sum(ref() is not None for ref in made) < 10
+            made.append(StorageWeakRef(own.untyped_storage()))
+            assert num_alive() < 8
             yield f"{number}", own
 
-    assert len(set(fingerprints(merged(), 0).values())) == 50
+    read = begin_fingerprints(merged(), 0)
+    assert num_alive() == 0
+    assert len(set(read().values())) == 50
+
+
+def test_every_tensor_has_one():
+    """Also those that can be viewed as words only when they are flat, or not at all."""
+    base = weight(64)
+    for own in (
+        base.as_strided((1, 4), (5, 1)),
+        base.as_strided((4, 1, 4), (4, 3, 1)),
+        torch.empty(3, 0),
+        torch.tensor(3.0),
+        torch.tensor([True, False]),
+        torch.nn.Parameter(weight(9)),
+    ):
+        flat = own.detach().flatten().clone()
+        assert fingerprint(own, 0) == fingerprint(flat, 0)
+        assert begin_fingerprints([("w", own)], 0, StandingWeights())() == {"w": fingerprint(flat, 0)}
+
+
+def test_the_same_memory_in_another_order_is_another_weight():
+    own, standing = weight(BLOCK * 64).view(512, -1)[:, :512].contiguous(), StandingWeights()
+    (first,) = begin_fingerprints([("w", own)], 0, standing)().values()
+    (turned,) = begin_fingerprints([("w", own.t())], 0, standing)().values()
+    assert first != turned == fingerprint(own.t(), 0)

@@ -140,9 +140,16 @@ def test_adapters_load_with_peft(model_folder, tmp_path):
         loaded = PeftModel.from_pretrained(base, folder)
         assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"] is True
         assert not (folder / "model.safetensors").exists()
+        assert (folder / "tokenizer.json").is_file()
         adapted = {n.replace(".default.", "."): p for n, p in loaded.named_parameters() if ".lora_" in n}
         assert_same(adapted, {name: p.detach() for name, p in policy.live.items()})
         assert not torch.allclose(loaded(ids).logits, plain, atol=1e-3)
+
+
+def test_an_adapter_for_an_engine_is_the_adapter_alone(model_folder, tmp_path):
+    policy, _ = new_parts(model_folder, lora=True, lora_r=4)
+    live = policy.save_adapter(tmp_path, "adapter_v1")
+    assert {file.name for file in live.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_the_manifest_covers_every_file(model_folder, tmp_path):

@@ -8,6 +8,8 @@ import os
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.e2e.test_bad_input import small_disk
 from tests.tiny_model import write_tiny_model
@@ -148,6 +150,24 @@ def test_no_room_for_the_folder_itself_or_when_it_is_synced(tmp_path, monkeypatc
             with pytest.raises(DiskFull, match="step_9; the checkpoint before it is kept"):
                 durable.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_must_outlive_a_loss_of_power_is_synced(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    durable.write_folder(tmp_path, "live", lambda folder: (folder / "file").touch(), is_durable=False)
+    assert not synced
+    durable.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
+    assert len(synced) == 3  # the file, its folder, and the folder that this one is in
+    assert (tmp_path / "live" / "file").is_file()
+
+
+def test_tensors_that_were_copied_together_are_written_as_they_were(tmp_path):
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 2), "none": torch.empty(0)}
+    durable.write_tensors(durable.host_copies(tensors), tmp_path / "file")
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -155,8 +155,8 @@ class VllmEngine:
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
         async with self._fingerprinting:
             await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
-            found: Mapping[str, str] = await self._client.rpc("treadle_read_fingerprints")
-        return found
+            found = await self._client.rpc("treadle_read_fingerprints", policy_version=policy_version)
+        return msgspec.convert(found, dict[str, str])
 
     async def reload(self, folder: Path, policy_version: int | None) -> None:
         await self._changes.make(self._reload(folder_of_weights(folder), policy_version))

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,6 @@ from treadle.sync.gate import gate_beside
 
 log = get_logger("engine")
 
-# A thread that reads or writes files waits this long for each turn beside a busy event loop. With Python's own 5 ms an
-# adapter of 120 tensors took seconds.
-THREADS_TURN_S = 0.0005
-
 
 def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> Engine:
     """An engine that serves the model in `folder`; returns when it is ready to generate, and tells how far it is."""
@@ -41,7 +36,6 @@ def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> 
 
     server, facts = begin_server(config, vllm, folder, tell)
     server.wait_until_it_generates(config.start_timeout_s)
-    sys.setswitchinterval(THREADS_TURN_S)
     return VllmEngine(
         server,
         facts,

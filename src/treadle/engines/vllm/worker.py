@@ -46,7 +46,6 @@ class TreadleWorker:
 
     model_config: Any
     get_model: Callable[[], nn.Module]
-    treadle_fingerprints: Callable[[], dict[str, str]]
 
     @_refusals_as_answers
     def treadle_layout(self) -> Answer:
@@ -59,15 +58,20 @@ class TreadleWorker:
 
     @_refusals_as_answers
     def treadle_begin_fingerprints(self, *, policy_version: int) -> Answer:
-        """vLLM computes no token while a worker is asked something. So a GPU is not waited for here: it has steps to do
-        before, and is done when the answer is fetched."""
+        """vLLM computes no token while a worker is asked something. So a GPU, which has a step to finish before, is not
+        waited for here; it is done, or nearly so, when the answer is fetched."""
         standing = self.__dict__.setdefault("treadle_standing", StandingWeights())
-        self.treadle_fingerprints = begin_fingerprints(_weights(self).items(), policy_version, standing)
+        begun = begin_fingerprints(_weights(self).items(), policy_version, standing)
+        self.__dict__["treadle_begun"] = (policy_version, begun)
         return None
 
     @_refusals_as_answers
-    def treadle_read_fingerprints(self) -> Answer:
-        return self.treadle_fingerprints()
+    def treadle_read_fingerprints(self, *, policy_version: int) -> Answer:
+        begun_version, begun = self.__dict__.pop("treadle_begun", (None, None))
+        if begun is None or begun_version != policy_version:
+            raise SyncError("vLLM was restarted, or asked for others, while it read its weights", fix="ask again")
+        found: dict[str, str] = begun()
+        return found
 
     @_refusals_as_answers
     def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
