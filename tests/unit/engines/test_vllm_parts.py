@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ from treadle.engines.port import Adapter, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm import guard
 from treadle.engines.vllm.adapters import AdapterBook
+from treadle.engines.vllm.change_line import ChangeLine
 from treadle.engines.vllm.command import Place, ServerCommand
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, decode_answer
 from treadle.engines.vllm.server_process import ServerProcess
@@ -263,3 +266,26 @@ def test_unloading_what_serves_gives_the_base_model_back():
     assert book.unused() == [name]
     with pytest.raises(RequestError, match="no adapter 'v1'"):
         book.remove("v1")
+
+
+def test_a_change_that_fails_after_its_asker_left_is_told_in_a_line(caplog):
+    async def story():
+        may_fail = asyncio.Event()
+
+        async def change():
+            await may_fail.wait()
+            raise EngineError("the server is gone")
+
+        line, strays = ChangeLine(), []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: strays.append(context))
+        asking = asyncio.ensure_future(line.make(change()))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        may_fail.set()
+        await line.wait_until_idle(1.0)
+        await asyncio.sleep(0)
+        gc.collect()
+        return strays
+
+    assert asyncio.run(story()) == []
+    assert [record.message for record in caplog.records] == ["change_failed"]

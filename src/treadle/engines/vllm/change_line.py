@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from treadle.log import get_logger
+
 T = TypeVar("T")
+log = get_logger("engine")
 
 
 class ChangeLine:
@@ -20,7 +23,12 @@ class ChangeLine:
 
     async def make(self, change: Coroutine[None, None, T]) -> T:
         """Whoever asked may leave (a client that hangs up): a change that was begun is finished."""
-        return await asyncio.shield(self.begin(change))
+        begun = self.begin(change)
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_tell_failure)  # whom it would be told has left
+            raise
 
     def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
         async def one_at_a_time() -> T:
@@ -36,3 +44,8 @@ class ChangeLine:
         """Or until the time is over."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
+
+
+def _tell_failure(change: asyncio.Task[Any]) -> None:
+    if not change.cancelled() and change.exception() is not None:
+        log.warning("change_failed", reason=str(change.exception()))
