@@ -27,7 +27,7 @@ class ChangeLine:
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
-            begun.add_done_callback(_tell_failure)  # whom it would be told has left
+            begun.add_done_callback(tell_failure)
             raise
 
     def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
@@ -46,6 +46,7 @@ class ChangeLine:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
 
-def _tell_failure(change: asyncio.Task[Any]) -> None:
+def tell_failure(change: asyncio.Task[Any]) -> None:
+    """For a change that nobody waits for any more."""
     if not change.cancelled() and change.exception() is not None:
         log.warning("change_failed", reason=str(change.exception()))

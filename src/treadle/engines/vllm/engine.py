@@ -34,7 +34,7 @@ from treadle.engines.port import (
 from treadle.engines.vllm.adapter_loading import AdapterLoading
 from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
-from treadle.engines.vllm.change_line import ChangeLine
+from treadle.engines.vllm.change_line import ChangeLine, tell_failure
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
@@ -198,7 +198,7 @@ class VllmEngine:
             await dropping  # what went wrong, if anything did
         else:
             log.warning("adapter_goes_later", name=name, reason="another change is under way")
-            dropping.add_done_callback(_tell_failure)
+            dropping.add_done_callback(tell_failure)
 
     def adapters(self) -> list[Adapter]:
         return self._adapters.book.listed()
@@ -226,7 +226,7 @@ class VllmEngine:
         finally:
             self._meter.leave(num_asked(request))
             if adapter is not None and self._adapters.book.give_back(model):
-                self._changes.begin(self._unload_unused()).add_done_callback(_tell_failure)
+                self._changes.begin(self._unload_unused()).add_done_callback(tell_failure)
 
     def _refuse_unless_held(self) -> None:
         if self._door.is_open:
@@ -387,8 +387,3 @@ class VllmEngine:
 
     async def _unload_unused(self) -> None:
         await self._adapters.unload_unused()  # of the server that is there when it is this change's turn
-
-
-def _tell_failure(change: asyncio.Future[None]) -> None:
-    if not change.cancelled() and change.exception() is not None:
-        log.warning("adapter_not_unloaded", reason=str(change.exception()))
