@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from treadle.errors import ModelError, RequestError
 
+NUM_BEFORE = 4  # tokens: enough for what a tokenizer looks back at
 UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
 
 
@@ -39,6 +40,12 @@ class Text:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+        """As it reads after those: some tokenizers write the space in front of a word only if one went before it."""
+        context = list(before[-NUM_BEFORE:])
+        begin, whole = self.decode(context), self.decode([*context, *token_ids])
+        return whole[len(begin) :] if whole.startswith(begin) else self.decode(token_ids)
 
     def token(self, token_id: int) -> str:
         """One token by itself, special ones too: for answers that list tokens as text."""

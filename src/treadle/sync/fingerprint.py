@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -125,6 +126,15 @@ def _in_turns(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor
         yield turn
 
 
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """For some of the parts: what is gathered, and which weight each value belongs to and counts how much in."""
+
+    blocks: list[list[Tensor]]  # those of one list at a time
+    row_M: Tensor  # M values: words that are left over, then sums of blocks
+    factor_M: Tensor
+
+
 class _Turn:
     """Weights that are summed together, as words. What is left over after the whole blocks of one is a block too, and a
     short one."""
@@ -138,24 +148,41 @@ class _Turn:
         self._whole = [(own, length // BLOCK_WORDS) for own, length in pairs if length >= BLOCK_WORDS]
         self._nothing = words[0].new_empty(0)
         self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
-        self._ends = [_ends(own, num) for own, num in self._whole]
-        self._parts: dict[int, list[Tensor]] = {}
         self._factors = _factors(self._nothing.device)
         self._num_rest_N, self._num_blocks_N = _divided(lengths, self._nothing.device)
+        self._plans: dict[tuple[int, ...], _Plan] = {}
 
     @torch.inference_mode()
     def begin_sums(self, parts: Sequence[int]) -> Callable[[], list[str]]:
-        rests = torch.cat([self._nothing, *self._rests])
-        total_N = _sums_by_weight(rests, self._num_rest_N, lambda place: self._factors[place])
-        num_N = self._num_blocks_N.clamp(max=2)
-        total_N += _sums_by_weight(self._of_blocks(self._ends), num_N, lambda place: self._factors[5:7][place])
-        for part in parts:
-            if part not in self._parts:
-                self._parts[part] = [_every_16th(own, part, num) for own, num in self._whole if num > part]
-            num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
-            total_N += _sums_by_weight(self._of_blocks(self._parts[part]), num_N, partial(_block_factors, part))
+        plan = self._plan(tuple(parts))
+        values_M = torch.cat([self._nothing, *self._rests, *map(self._of_blocks, plan.blocks)])
+        total_N = torch.zeros_like(self._num_rest_N).index_add_(0, plan.row_M, values_M * plan.factor_M)
         read, numbers = _read_later(total_N), self._numbers  # and not the weights: they may go now
         return lambda: [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(read(), numbers, strict=True)]
+
+    def _plan(self, parts: tuple[int, ...]) -> _Plan:
+        if parts not in self._plans:
+            self._plans[parts] = self._made_plan(parts)
+        return self._plans[parts]
+
+    def _made_plan(self, parts: tuple[int, ...]) -> _Plan:
+        row_M, place_M = _rows_and_places(self._num_rest_N, sum(map(len, self._rests)))
+        rows, factors = [row_M], [self._factors[place_M]]
+        ends = [_ends(own, num) for own, num in self._whole]
+        row_M, place_M = _rows_and_places(self._num_blocks_N.clamp(max=2), sum(map(len, ends)))
+        rows.append(row_M)
+        factors.append(self._factors[5:7][place_M])
+        blocks = [ends]
+        for part in parts:
+            gathered = [_every_16th(own, part, num) for own, num in self._whole if num > part]
+            num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
+            row_M, place_M = _rows_and_places(num_N, sum(map(len, gathered)))
+            rows.append(row_M)
+            # Different and odd for each block of a weight, so that blocks cannot change places unseen.
+            factors.append(place_M * (2 * PARTS) + 2 * part + 7)
+            blocks.append(gathered)
+        few = [blocks[0] + blocks[1], *blocks[2:]]  # the first of them together: fewer calls
+        return _Plan(few, torch.cat(rows), torch.cat(factors))
 
     def _of_blocks(self, blocks: list[Tensor]) -> Tensor:
         """Each block's words times the factors for their places; a GPU multiplies no matrices of whole numbers."""
@@ -194,20 +221,14 @@ def _every_16th(words: Tensor, first: int, num_blocks: int) -> Tensor:
     return words.as_strided((num, BLOCK_WORDS), (PARTS * BLOCK_WORDS, 1), begin)
 
 
-def _block_factors(part: int, place: Tensor) -> Tensor:
-    """Different and odd for each block of a weight, so that blocks cannot change places unseen."""
-    return place * (2 * PARTS) + 2 * part + 7
-
-
-def _sums_by_weight(values: Tensor, num_N: Tensor, factor: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of `values`, of which each weight has `num_N` in a row, times the factors for their places in the row.
+def _rows_and_places(num_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """For `num` values, of which each weight has `num_N` in a row: whose they are, and where in that row.
 
     Nothing here asks the device for a number: it would be waited for.
     """
-    ends_N = num_N.cumsum(0)
-    row = torch.repeat_interleave(num_N, output_size=len(values))
-    place = torch.arange(len(values), device=values.device) - (ends_N - num_N)[row]
-    return torch.zeros_like(num_N).index_add_(0, row, values * factor(place))
+    begin_N = num_N.cumsum(0) - num_N
+    row_M = torch.repeat_interleave(num_N, output_size=num)
+    return row_M, torch.arange(num, device=num_N.device) - begin_N[row_M]
 
 
 def _read_later(total_N: Tensor) -> Callable[[], list[int]]:

@@ -98,15 +98,16 @@ class Proof:
         refuse_other_version(self._engine, version, echoed_version)
         if not self._config.verify_publish:
             return NOT_VERIFIED
+        started = time.monotonic()
+        expected = self.expect(policy, version)  # first: a thread that asks meanwhile would hold it up
         answer = in_background("asking for fingerprints", partial(self._ask_fingerprints, version))
-        expected = self.expect(policy, version)
         if expected.canary is not None:
             verified = self.check(expected, echoed_version, answer.result)
         else:
             self._unsettled = partial(self._compare_answer, expected, answer.result)
-            verified = Verified(seconds=expected.seconds)
+            verified = Verified()
         settling_s, self._settling_s = self._settling_s, 0.0
-        return replace(verified, seconds=verified.seconds + settling_s)
+        return replace(verified, seconds=time.monotonic() - started + settling_s)
 
     def settle(self) -> None:
         """Before the weights change again: what was wrong with the last publish is raised here."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from treadle.engines.vllm import guard
 from treadle.engines.vllm.adapters import AdapterBook
 from treadle.engines.vllm.change_line import ChangeLine
 from treadle.engines.vllm.command import Place, ServerCommand
-from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, decode_answer
+from treadle.engines.vllm.completions import Answer, Choice, as_deltas, as_generation, order_of
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 
@@ -164,52 +163,55 @@ def request(**changes):
     return Request(**given)
 
 
-def body(asked):
-    return completions_body(asked, model="policy", eos_ids=frozenset({1}), cache_salt="v3", stream=False)
+def sampling(asked):
+    return ordered(asked).sampling
+
+
+def ordered(asked, *, stream=False):
+    return order_of(asked, model="policy", eos_ids=frozenset({1}), cache_salt="v3", stream=stream)
+
+
+def no_text(_prompt, _token_ids):
+    raise AssertionError("its text came with it")
 
 
 def test_every_sampling_field_is_said():
-    said = body(
+    said = ordered(
         request(sampling=SamplingParams(0.5, 0.9, 7, 0.1), stop=("x",), stop_ids=frozenset({9}), seed=2**64 - 1)
     )
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.0, "n": 2}
-    assert said.items() >= expected.items()
-    assert said["stop"] == ["x"]
-    assert said["stop_token_ids"] == [1, 9]
-    assert 0 <= said["seed"] < 2**63
-    assert said["cache_salt"] == "v3"
-    assert body(request(ignore_eos=True, stop_ids=frozenset({9})))["stop_token_ids"] == [9]
+    assert said.sampling.items() >= expected.items()
+    assert said.sampling["stop"] == ["x"]
+    assert said.sampling["stop_token_ids"] == [1, 9]
+    assert 0 <= said.sampling["seed"] < 2**63
+    assert (said.prompt_ids, said.cache_salt) == ([5, 6], "v3")
+    assert sampling(request(ignore_eos=True, stop_ids=frozenset({9})))["stop_token_ids"] == [9]
+
+
+def test_text_is_asked_for_only_where_it_must_be_seen_while_it_grows():
+    assert not sampling(request())["detokenize"]
+    assert sampling(request(stop=("x",)))["detokenize"]
+    assert ordered(request(), stream=True).sampling["detokenize"]
 
 
 def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
     asked = request(n=3, sampling=SamplingParams(temperature=0))
-    assert body(asked)["n"] == 1
-    answer = decode_answer(
-        b'{"choices": [{"index": 0, "text": "ab", "token_ids": [7, 8], "finish_reason": "length",'
-        b' "logprobs": {"token_logprobs": [-0.5, -1], "top_logprobs": [{"token_id:7": -0.5}, {"token_id:8": -1}]}}]}'
-    )
-    generation = as_generation(answer, asked, [4], 0.1)
+    assert sampling(asked)["n"] == 1
+    answer = Answer([Choice(0, [7, 8], [-0.5, -1.0], text="ab", finish_reason="length")])
+    generation = as_generation(answer, asked, [4], 0.1, no_text)
     assert [c.token_ids for c in generation.completions] == [[7, 8]] * 3
     assert [c.policy_versions for c in generation.completions] == [[4]] * 3
     assert [d.index for d in as_deltas(answer, asked, 4)] == [0, 1, 2]
 
 
-def test_an_answer_is_read_by_index_with_tops_and_prompt_logprobs():
-    choice = {
-        "index": 1,
-        "text": "b",
-        "token_ids": [8],
-        "finish_reason": "stop",
-        "logprobs": {"token_logprobs": [-2.0], "top_logprobs": [{"token_id:8": -2.0, "token_id:3": -0.1}]},
-    }
-    first = choice | {"index": 0, "text": "a", "prompt_logprobs": [None, {"6": {"logprob": -3.0, "rank": 2}}]}
-    answer = decode_answer(json.dumps({"choices": [choice, first]}))
-    generation = as_generation(answer, request(num_top=1, num_prompt_top=0), [0, 1], 0.1)
-    assert [c.text for c in generation.completions] == ["a", "b"]
-    assert generation.completions[0].tops == [{3: -0.1}]  # the likeliest, not the sampled one
-    assert generation.prompt_tops == [{}, {6: -3.0}]
-    assert generation.completions[1].policy_versions == [0, 1]
-    assert as_generation(answer, request(), [0], 0.1).completions[0].tops == []
+def test_an_answer_is_read_by_index_and_its_text_written_where_vllm_did_not():
+    choices = [Choice(1, [8], [-2.0], [{3: -0.1}], finish_reason="stop"), Choice(0, [9], [-1.0], text="a")]
+    answer = Answer(choices, prompt_tops=[{}, {6: -3.0}])
+    written = as_generation(answer, request(num_top=1), [0, 1], 0.1, lambda *given: f"{given}")
+    assert [c.text for c in written.completions] == ["a", "([5, 6], [8])"]
+    assert written.completions[1].tops == [{3: -0.1}]
+    assert written.prompt_tops == [{}, {6: -3.0}]
+    assert written.completions[1].policy_versions == [0, 1]
 
 
 def adapter(name, version):

@@ -76,7 +76,7 @@ class VllmDouble:
         return Starlette(
             routes=[
                 Route("/health", self._ok),
-                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/treadle/generate", self._complete, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._change, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._change, methods=["POST"]),
                 Route("/treadle/hold", self._hold, methods=["POST"]),
@@ -116,19 +116,19 @@ class VllmDouble:
         body = await http.json()
         self.bodies.append(body)
         if body["stream"]:
-            return StreamingResponse(self._events(), media_type="text/event-stream")
+            return StreamingResponse(self._events(), media_type="application/x-ndjson")
         while not self.may_answer.is_set():
             if await http.is_disconnected():
                 self.has_hung_up.set()
                 return Response()
             await asyncio.sleep(0.005)
-        return JSONResponse({"choices": [_choice(body["max_tokens"], "length")]})
+        return JSONResponse({"choices": [_choice(body["sampling"]["max_tokens"], "length")]})
 
     async def _events(self):
         try:
-            yield f"data: {json.dumps({'choices': [_choice(1, None)]})}\n\n"
+            yield json.dumps({"choices": [_choice(1, None)]}) + "\n"
             await _until(self.may_answer)
-            yield f"data: {json.dumps({'choices': [_choice(1, 'length')]})}\n\ndata: [DONE]\n\n"
+            yield json.dumps({"choices": [_choice(1, "length")]}) + "\n"
         except asyncio.CancelledError:
             self.has_hung_up.set()
             raise
@@ -140,8 +140,7 @@ async def _until(event):
 
 
 def _choice(num_tokens, finish_reason):
-    logprobs = {"token_logprobs": [-0.5] * num_tokens, "top_logprobs": [None] * num_tokens}
     return {
-        "index": 0, "text": "a" * num_tokens, "token_ids": [7] * num_tokens, "logprobs": logprobs,
+        "index": 0, "text": "a" * num_tokens, "token_ids": [7] * num_tokens, "logprobs": [-0.5] * num_tokens,
         "finish_reason": finish_reason,
     }  # fmt: skip

@@ -8,15 +8,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from treadle.engines.vllm.completions import Completions, decode_answer
+from treadle.engines.vllm.completions import GENERATE, Answer, Order, decode_answer
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 from treadle.wire.http_client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
 
 CALL_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 10.0
-_EVENT = "data: "
-_END_OF_EVENTS = "[DONE]"
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -31,20 +29,16 @@ class VllmClient:
         )
         self._is_closed = False
 
-    async def complete(self, body: dict[str, Any]) -> Completions:
-        answer = await self._post("/v1/completions", body)
-        return decode_answer(answer.content)
+    async def generate(self, order: Order) -> Answer:
+        return decode_answer((await self._post(GENERATE, order)).content)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Completions, None]:
+    async def stream(self, order: Order) -> AsyncGenerator[Answer, None]:
         self._refuse_when_closed()
-        lines = self._http.stream_lines("/v1/completions", body=msgspec.json.encode(body), headers=_JSON)
+        lines = self._http.stream_lines(GENERATE, body=msgspec.json.encode(order), headers=_JSON)
         try:
             async with aclosing(lines):
                 async for line in lines:
-                    data = line.removeprefix(_EVENT)
-                    if data in (line, _END_OF_EVENTS):
-                        continue
-                    yield _decode_event(data)
+                    yield _decode_line(line)
         except BadStatus as refused:
             self._refuse(refused.answer)
         except NoAnswer as error:
@@ -76,7 +70,7 @@ class VllmClient:
         self._is_closed = True
         await self._http.close()
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> HttpAnswer:
+    async def _post(self, path: str, body: dict[str, Any] | Order, timeout_s: float | None = None) -> HttpAnswer:
         self._refuse_when_closed()
         content = msgspec.json.encode(body)
         try:
@@ -127,7 +121,7 @@ def refuse_errors(answers: list[Any]) -> None:
             raise RequestError(where + answer["error"], fix=answer["fix"])
 
 
-def _decode_event(data: str) -> Completions:
+def _decode_line(data: str) -> Answer:
     try:
         return decode_answer(data)
     except msgspec.ValidationError:  # an error in the middle of a stream has no choices

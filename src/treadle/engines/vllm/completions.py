@@ -1,82 +1,79 @@
-"""The words of vLLM's /v1/completions: a request of ours put into them, and their answers read. Pure."""
+"""The words of POST /treadle/generate (generating.py): a request put into them, and their answers read. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from treadle.engines.port import Delta, Generation, Request, Sampled
 
-_ID = "token_id:"  # how vLLM writes a token where it would write its text (return_tokens_as_token_ids)
+GENERATE = "/treadle/generate"
 _LARGEST_SEED = 2**63 - 1
 # vLLM takes the smallest first (--scheduling-policy priority). One token is a question about its prompt, such as a
 # publish's canary: it costs little, and somebody waits for it.
 FIRST, IN_LINE = 0, 1
 
-
-class Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
+Decode = Callable[[Sequence[int], Sequence[int]], str]  # a prompt and what was sampled after it, to the latter's text
 
 
-class PromptLogprob(msgspec.Struct):
-    logprob: float
+class Order(msgspec.Struct):
+    """What vLLM is to generate. `sampling` has the names of its SamplingParams."""
+
+    model: str  # or an adapter, by vLLM's name for it
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    cache_salt: str  # prefixes are shared among requests with the same one
+    priority: int = IN_LINE
+    stream: bool = False
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, omit_defaults=True):
     index: int
-    text: str
-    token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    tops: list[dict[int, float]] = []  # the likeliest tokens of each position, when they were asked for
+    text: str | None = None  # None: vLLM was not asked to write it
     finish_reason: str | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class Completions(msgspec.Struct):
-    """A whole answer, or one event of a streamed one."""
+class Answer(msgspec.Struct, omit_defaults=True):
+    """All of it, or one moment of a streamed one."""
 
     choices: list[Choice]
+    prompt_tops: list[dict[int, float]] | None = None
 
 
-decode_answer = msgspec.json.Decoder(Completions).decode
+decode_order = msgspec.json.Decoder(Order).decode
+decode_answer = msgspec.json.Decoder(Answer).decode
 
 
-def completions_body(
-    request: Request, *, model: str, eos_ids: frozenset[int], cache_salt: str, stream: bool
-) -> dict[str, Any]:
+def order_of(request: Request, *, model: str, eos_ids: frozenset[int], cache_salt: str, stream: bool) -> Order:
     """Every sampling field is said: what is left out, vLLM would decide."""
-    sampling = request.sampling
+    asked = request.sampling
     ends = request.stop_ids if request.ignore_eos else request.stop_ids | eos_ids
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": request.prompt_ids,
+    sampling: dict[str, Any] = {
         "n": num_asked(request),
         "max_tokens": request.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "min_p": asked.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": list(request.stop),
         "stop_token_ids": sorted(ends),
         "ignore_eos": request.ignore_eos,
+        "seed": None if request.seed is None else request.seed & _LARGEST_SEED,
         "logprobs": request.num_top,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "add_special_tokens": False,
-        "cache_salt": cache_salt,
-        "priority": FIRST if request.max_tokens == 1 else IN_LINE,
-        "stream": stream,
+        "prompt_logprobs": request.num_prompt_top,
+        # Written token by token, text costs vLLM's API process more than all else; whole, next to nothing (_sampled).
+        "detokenize": stream or bool(request.stop),
     }
-    if request.seed is not None:
-        body["seed"] = request.seed & _LARGEST_SEED
-    if request.num_prompt_top is not None:
-        body["prompt_logprobs"] = request.num_prompt_top
-    return body
+    priority = FIRST if request.max_tokens == 1 else IN_LINE
+    return Order(model, request.prompt_ids, sampling, cache_salt, priority, stream)
 
 
 def num_asked(request: Request) -> int:
@@ -84,59 +81,41 @@ def num_asked(request: Request) -> int:
     return 1 if request.sampling.temperature == 0 else request.n
 
 
-def as_generation(answer: Completions, request: Request, policy_versions: Sequence[int], seconds: float) -> Generation:
+def as_generation(
+    answer: Answer, request: Request, policy_versions: Sequence[int], seconds: float, decode: Decode
+) -> Generation:
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     copies = request.n // len(choices)
-    completions = [_sampled(choice, request, list(policy_versions)) for choice in choices for _ in range(copies)]
-    return Generation(completions, _prompt_tops(choices[0], request), seconds)
+    completions = [
+        _sampled(choice, request, list(policy_versions), decode) for choice in choices for _ in range(copies)
+    ]
+    return Generation(completions, answer.prompt_tops, seconds)
 
 
-def as_deltas(event: Completions, request: Request, policy_version: int) -> list[Delta]:
-    """The deltas of one event; one that brings nothing is left out."""
+def as_deltas(answer: Answer, request: Request, policy_version: int) -> list[Delta]:
+    """Those of one moment; one that brings nothing is left out."""
     return [
         Delta(
             index=index,
-            token_ids=choice.token_ids or [],
-            logprobs=_logprobs(choice),
-            tops=_tops(choice, request),
-            text=choice.text,
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+            tops=choice.tops,
+            text=choice.text or "",
             finish_reason=choice.finish_reason,
             policy_version=policy_version,
         )
-        for choice in event.choices
+        for choice in answer.choices
         if choice.token_ids or choice.text or choice.finish_reason
         for index in ([choice.index] if num_asked(request) == request.n else range(request.n))
     ]
 
 
-def _sampled(choice: Choice, request: Request, policy_versions: list[int]) -> Sampled:
+def _sampled(choice: Choice, request: Request, policy_versions: list[int], decode: Decode) -> Sampled:
     return Sampled(
-        token_ids=list(choice.token_ids or []),
-        logprobs=_logprobs(choice),
-        tops=_tops(choice, request),
+        token_ids=list(choice.token_ids),
+        logprobs=list(choice.logprobs),
+        tops=list(choice.tops),
         finish_reason=choice.finish_reason,
-        text=choice.text,
+        text=decode(request.prompt_ids, choice.token_ids) if choice.text is None else choice.text,
         policy_versions=policy_versions,
     )
-
-
-def _logprobs(choice: Choice) -> list[float]:
-    given = choice.logprobs.token_logprobs if choice.logprobs else []
-    return [logprob for logprob in given if logprob is not None]
-
-
-def _tops(choice: Choice, request: Request) -> list[dict[int, float]]:
-    """The likeliest tokens; vLLM lists the sampled one beside them even when it is none of those."""
-    if not request.num_top or choice.logprobs is None:
-        return []
-    tops = []
-    for top in choice.logprobs.top_logprobs:
-        likeliest = sorted((top or {}).items(), key=lambda entry: -entry[1])[: request.num_top]
-        tops.append({int(key.removeprefix(_ID)): logprob for key, logprob in likeliest})
-    return tops
-
-
-def _prompt_tops(choice: Choice, request: Request) -> list[dict[int, float]] | None:
-    if request.num_prompt_top is None:
-        return None
-    return [{int(token): lp.logprob for token, lp in (top or {}).items()} for top in choice.prompt_logprobs or []]

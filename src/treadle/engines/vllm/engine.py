@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -31,13 +31,14 @@ from treadle.engines.port import (
     HoldMode,
     Request,
 )
+from treadle.engines.text import Text
 from treadle.engines.vllm.adapter_loading import AdapterLoading
 from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
 from treadle.engines.vllm.change_line import ChangeLine, tell_failure
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.vllm.command import MODEL_NAME
-from treadle.engines.vllm.completions import as_deltas, as_generation, completions_body, num_asked
+from treadle.engines.vllm.completions import Order, as_deltas, as_generation, num_asked, order_of
 from treadle.engines.vllm.door import Door, Pass
 from treadle.engines.vllm.meter import Meter
 from treadle.engines.vllm.model_facts import folder_of_model, folder_of_weights
@@ -83,6 +84,7 @@ class VllmEngine:
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
+        self._text: Text | None = None  # of the model that serves; loaded with the first completion
         self._meter = Meter()
         self._door = Door(self._meter, self._refuse_when_dead)
 
@@ -112,21 +114,20 @@ class VllmEngine:
     async def generate(self, request: Request) -> Generation:
         async with self._through_door(request) as way:
             started = time.monotonic()
-            body = self._body(request, way, stream=False)
-            answer = await self._client.complete(body)
-            generation = as_generation(answer, request, way.versions(self._base_versions), time.monotonic() - started)
-            self._meter.tokens += sum(len(choice.token_ids or []) for choice in answer.choices)
-            return generation
+            answer = await self._client.generate(self._order(request, way, stream=False))
+            self._meter.tokens += sum(len(choice.token_ids) for choice in answer.choices)
+            versions, seconds = way.versions(self._base_versions), time.monotonic() - started
+            return as_generation(answer, request, versions, seconds, self._decode)
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         if request.num_prompt_top is not None:
             raise RequestError("prompt_logprobs cannot be streamed", fix="ask without stream")
         async with self._through_door(request) as way:
-            events = self._client.stream(self._body(request, way, stream=True))
-            async with aclosing(events):  # a client that leaves: vLLM must hear of it at once
-                async for event in events:
-                    self._meter.tokens += sum(len(choice.token_ids or []) for choice in event.choices)
-                    for delta in as_deltas(event, request, way.versions(self._base_versions)[-1]):
+            answers = self._client.stream(self._order(request, way, stream=True))
+            async with aclosing(answers):  # a client that leaves: vLLM must hear of it at once
+                async for answer in answers:
+                    self._meter.tokens += sum(len(choice.token_ids) for choice in answer.choices)
+                    for delta in as_deltas(answer, request, way.versions(self._base_versions)[-1]):
                         yield delta
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
@@ -242,10 +243,13 @@ class VllmEngine:
         if self._is_closed:
             raise EngineError("the engine is shutting down", fix="start it again")
 
-    def _body(self, request: Request, way: Pass, *, stream: bool) -> dict[str, object]:
-        return completions_body(
-            request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream
-        )
+    def _order(self, request: Request, way: Pass, *, stream: bool) -> Order:
+        return order_of(request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream)
+
+    def _decode(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        if self._text is None:
+            self._text = Text.load(self._facts.folder)
+        return self._text.decode_after(prompt_ids, token_ids)
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_open
@@ -383,6 +387,7 @@ class VllmEngine:
         self._refuse_when_closed()
         await asyncio.to_thread(server.wait_until_it_generates, self._start_timeout_s)
         self._facts = facts
+        self._text = None
         self._meter.go_on()
 
     async def _unload_unused(self) -> None:

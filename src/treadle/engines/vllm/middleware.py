@@ -1,5 +1,6 @@
-"""Inside vLLM's API process: routes that we do not use are closed, and four of ours are added.
+"""Inside vLLM's API process: routes that we do not use are closed, and five of ours are added.
 
+    POST /treadle/generate {"prompt_ids": [...], ...}       completions: see generating.py
     POST /treadle/hold     {"mode": "keep", ...}            no token is sampled from here on, and no GPU computes one
     POST /treadle/release  {"has_new_weights": true, ...}   go on; with new weights, what was cached is dropped first
     POST /treadle/adopt    {"gate": ..., "number": ...}     stand still at the gate until a trainer has written, go on
@@ -23,6 +24,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from treadle.engines.vllm.completions import GENERATE
+from treadle.engines.vllm.generating import generate, status_of
 from treadle.sync.gate import Gate, is_written
 
 Scope = MutableMapping[str, Any]
@@ -31,7 +34,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PASSED_ON = {
     ("GET", "/health"),
-    ("POST", "/v1/completions"),
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 }
@@ -74,6 +76,9 @@ class TreadleRoutes:
             await _error(401, "this server answers only the engine that started it")(scope, receive, send)
         elif route in PASSED_ON:
             await self._app(scope, receive, send)
+        elif route == ("POST", GENERATE):
+            answer = await _generate(scope, receive)
+            await answer(scope, receive, send)
         elif route[0] == "POST" and route[1] in self._own:
             answer = await self._answer(self._own[route[1]], scope, receive)
             await answer(scope, receive, send)
@@ -89,6 +94,13 @@ class TreadleRoutes:
 
 
 _Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
+
+
+async def _generate(scope: Scope, receive: Receive) -> Response:
+    try:
+        return await generate(scope, receive)
+    except Exception as error:  # as in _answer
+        return _error(status_of(error), str(error) or type(error).__name__)
 
 
 async def _hold(client: Any, body: dict[str, Any]) -> dict[str, float]:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+import msgspec
 
 from treadle.engines.vllm import guard
 from treadle.engines.vllm.command import MODEL_NAME, Place, ServerCommand
+from treadle.engines.vllm.completions import GENERATE, Order
 from treadle.engines.vllm.progress import Tell, read_bar, tell_nobody
 from treadle.errors import EngineError
 from treadle.log import get_logger
@@ -145,9 +147,9 @@ class ServerProcess:
             return False
 
     def _sample_one_token(self, client: httpx.Client) -> None:
-        body = {"model": MODEL_NAME, "prompt": [0], "max_tokens": 1, "logprobs": 0, "cache_salt": "probe"}
+        order = Order(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
         try:
-            answer = client.post("/v1/completions", json=body, timeout=PROBE_TIMEOUT_S)
+            answer = client.post(GENERATE, content=msgspec.json.encode(order), timeout=PROBE_TIMEOUT_S)
             complaint = "" if answer.status_code == httpx.codes.OK else answer.text[:500]
         except httpx.TransportError as error:
             complaint = repr(error)
