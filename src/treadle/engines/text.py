@@ -42,10 +42,17 @@ class Text:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """As it reads after those: some tokenizers write the space in front of a word only if one went before it."""
-        context = list(before[-NUM_BEFORE:])
-        begin, whole = self.decode(context), self.decode([*context, *token_ids])
-        return whole[len(begin) :] if whole.startswith(begin) else self.decode(token_ids)
+        """As it reads after those tokens."""
+        context, read = self.context(before)
+        whole = self.decode([*context, *token_ids])
+        return whole[len(read) :] if whole.startswith(read) else self.decode(token_ids)
+
+    def context(self, before: Sequence[int]) -> tuple[list[int], str]:
+        """The last of the tokens that went before, and their text: some tokenizers write the space in front of a word
+        only if another word went before it. None, where they end in the middle of a character."""
+        last = list(before[-NUM_BEFORE:])
+        read = self.decode(last)
+        return ([], "") if read.endswith(UNFINISHED) else (last, read)
 
     def token(self, token_id: int) -> str:
         """One token by itself, special ones too: for answers that list tokens as text."""
@@ -95,14 +102,15 @@ class Written:
     it is kept back as long as it may still become a stop string.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str]) -> None:
+    def __init__(self, text: Text, stop: Sequence[str], before: Sequence[int] = ()) -> None:
+        """`before`: the tokens that it follows."""
         self.text = ""
         self._tokenizer = text
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
-        self._recent: list[int] = []  # few tokens: what the last ones read as depends on those just before them
-        self._num_read = 0  # of the recent ones: in `text` already
-        self._read = ""
+        # Few tokens: what the last ones read as depends on those just before them.
+        self._recent, self._read = text.context(before)
+        self._num_read = len(self._recent)  # of the recent ones: in `text` already, or before it
         self._num_told = 0
 
     def add(self, token_id: int) -> bool:

@@ -207,9 +207,12 @@ class TransformersEngine:
             request=request,
             uniform=uniforms(request.seed, index, request.max_tokens),
             ends=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
-            written=Written(self.text, request.stop) if request.stop or is_streamed else None,
+            written=self._written(request) if request.stop or is_streamed else None,
             policy_versions=[policy_version],
         )
+
+    def _written(self, request: Request) -> Written:
+        return Written(self.text, request.stop, request.prompt_ids)
 
     def _sample(self, rows: list[Sequence], hidden_B: Tensor) -> Tensor:
         """The next token of each row, read off its last hidden state; those that are finished get none."""
@@ -237,7 +240,7 @@ class TransformersEngine:
 
     def _finish(self, s: Sequence, reason: str) -> None:
         if s.written is None:
-            s.text = self.text.decode(s.token_ids)
+            s.text = self.text.decode_after(s.request.prompt_ids, s.token_ids)
         else:
             s.written.finish()
             s.text = s.written.text

@@ -21,9 +21,38 @@ def byte_text(tmp_path_factory):
     return Text(tokenizer, tmp_path_factory.mktemp("none"))
 
 
-def told_pieces(text, token_ids, stop=()):
+@pytest.fixture(scope="module")
+def spaced_text(tmp_path_factory):
+    """As Llama 2 has it: a word brings the space before it, and the first of a text shows none."""
+    vocabulary = {word: i for i, word in enumerate(["\u2581is", "\u2581Paris", "\u2581France", "?", "<turn>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "?"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<turn>"])
+    return Text(tokenizer, tmp_path_factory.mktemp("spaced"))
+
+
+IS, PARIS, FRANCE, _, TURN = range(5)
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [([FRANCE], " is Paris"), ([FRANCE, TURN], " is Paris"), ([TURN], "is Paris"), ([], "is Paris")],
+)
+def test_the_space_before_the_first_word_is_there_when_words_went_before(spaced_text, before, expected):
+    assert spaced_text.decode_after(before, [IS, PARIS]) == expected
+    assert "".join(told_pieces(spaced_text, [IS, PARIS], before=before)[0]) == expected
+
+
+def test_a_prompt_that_ends_in_the_middle_of_a_character_is_no_context(byte_text):
+    smile = byte_text.encode("🙂")
+    rest = byte_text.decode(smile[2:])
+    assert byte_text.decode_after(smile[:2], smile[2:]) == rest
+    assert "".join(told_pieces(byte_text, smile[2:], before=smile[:2])[0]) == rest
+
+
+def told_pieces(text, token_ids, stop=(), before=()):
     """What a reader gets, token by token, and whether it was stopped."""
-    written, pieces = Written(text, stop), []
+    written, pieces = Written(text, stop, before), []
     for token in token_ids:
         if written.add(token):
             return [*pieces, written.news(is_finished=True)], True
