@@ -342,8 +342,8 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         print(json.dumps(result), file=sys.stderr, flush=True)
         speeds: dict[str, list[float]] = {name: [] for name in urls}
         for _ in range(known.turns):
-            for name in urls:
-                speeds[name].append(round(throughput(urls[name], prompts, known, *routes[name])))
+            for name, url in urls.items():
+                speeds[name].append(round(throughput(url, prompts, known, *routes[name])))
             print(json.dumps(speeds), file=sys.stderr, flush=True)
         result |= {f"{name}_tokens_per_s": found for name, found in speeds.items()}
     return result

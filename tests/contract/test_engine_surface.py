@@ -121,7 +121,7 @@ def test_generate_gives_tokens_logprobs_text_and_the_version_of_each_completion(
     assert [len(ids) for ids in answer["token_ids"]] == [12, 12, 12]
     assert answer["finish_reasons"] == ["length"] * 3
     assert answer["prompt_token_ids"] == PROMPT
-    assert answer["text"] == [surface.text.decode(ids) for ids in answer["token_ids"]]
+    assert answer["text"] == [surface.text.decode_after(PROMPT, ids) for ids in answer["token_ids"]]
     assert answer["policy_versions"] == [[answer["policy_version"]]] * 3
     assert len({tuple(ids) for ids in answer["token_ids"]}) == 3
     check_against_plain(surface, answer)
@@ -190,8 +190,19 @@ def test_text_prompts_are_tokenized_by_the_models_own_tokenizer(surface):
     answer = surface.generate(prompt="Say 7", max_tokens=3)
     assert answer["prompt"] == "Say 7"
     assert answer["prompt_token_ids"] == surface.text.encode("Say 7")
-    stopped = surface.generate(max_tokens=12, temperature=0.0, stop_token_ids=[answer["token_ids"][0][0]])
-    assert len(stopped["token_ids"][0]) <= 12
+
+
+def test_a_stop_token_ends_a_completion_and_is_not_in_its_text(surface):
+    free = surface.generate(max_tokens=12, temperature=0.0)["token_ids"][0]
+    last = free[5]
+    asked = {"max_tokens": 12, "temperature": 0.0, "stop_token_ids": [last]}
+    stopped = surface.generate(**asked)
+    assert stopped["token_ids"] == [free[: free.index(last) + 1]]
+    assert stopped["finish_reasons"] == ["stop"]
+    before = surface.generate(max_tokens=max(free.index(last), 1), temperature=0.0)["text"][0]
+    assert stopped["text"] == ([before] if free.index(last) else [""])
+    *lines, whole = surface.stream(**asked)
+    assert "".join(line["text"] for line in lines) == stopped["text"][0] == whole["text"][0]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +281,7 @@ def test_openai_chat(surface):
     assert answer.object == "chat.completion"
     for choice, raw in zip(answer.choices, told["choices"], strict=True):
         assert choice.message.role == "assistant"
-        assert choice.message.content == surface.text.decode(raw["token_ids"])
+        assert choice.message.content == surface.text.decode_after(told["prompt_token_ids"], raw["token_ids"])
         assert choice.finish_reason == "length"
         assert [entry.token for entry in choice.logprobs.content] == [surface.text.token(t) for t in raw["token_ids"]]
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from treadle.errors import ModelError, RequestError
 
-NUM_BEFORE = 4  # tokens: enough for what a tokenizer looks back at
+NUMS_BEFORE = 4, 16  # tokens that a tokenizer may look back at; more where so few begin in the middle of a character
 UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
 
 
@@ -50,9 +50,12 @@ class Text:
     def context(self, before: Sequence[int]) -> tuple[list[int], str]:
         """The last of the tokens that went before, and their text: some tokenizers write the space in front of a word
         only if another word went before it. None, where they end in the middle of a character."""
-        last = list(before[-NUM_BEFORE:])
-        read = self.decode(last)
-        return ([], "") if read.endswith(UNFINISHED) else (last, read)
+        for number in NUMS_BEFORE:
+            last = list(before[-number:])
+            read = self.decode(last)
+            if not read.endswith(UNFINISHED):
+                return last, read
+        return [], ""
 
     def token(self, token_id: int) -> str:
         """One token by itself, special ones too: for answers that list tokens as text."""
@@ -131,9 +134,10 @@ class Written:
 
     def _take(self, now: str) -> bool:
         start = max(0, len(self.text) - self._longest + 1)
-        self.text += now[len(self._read) :]
         new = self._recent[self._num_read :]
-        self._read = self._tokenizer.decode(new)
+        alone = self._tokenizer.decode(new)
+        self.text += now[len(self._read) :] if now.startswith(self._read) else alone
+        self._read = alone
         if self._read:
             self._recent = new
         else:  # special tokens only: what comes next follows the text before them

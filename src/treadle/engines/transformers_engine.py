@@ -233,14 +233,16 @@ class TransformersEngine:
         return tokens_B
 
     def _finished(self, s: Sequence, token: int) -> str | None:
-        has_stop_string = s.written is not None and s.written.add(token)
-        if has_stop_string or token in s.ends:
+        if token in s.ends:
+            return "stop"  # its own text is not told
+        if s.written is not None and s.written.add(token):
             return "stop"
         return "length" if len(s.token_ids) >= s.request.max_tokens else None
 
     def _finish(self, s: Sequence, reason: str) -> None:
         if s.written is None:
-            s.text = self.text.decode_after(s.request.prompt_ids, s.token_ids)
+            told = s.token_ids[:-1] if reason == "stop" else s.token_ids
+            s.text = self.text.decode_after(s.request.prompt_ids, told)
         else:
             s.written.finish()
             s.text = s.written.text

@@ -127,12 +127,14 @@ def _in_turns(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """For some of the parts: what is gathered, and which weight each value belongs to and counts how much in."""
+class _Shares:
+    """Which weight each of M values belongs to, and what it counts in its sum."""
 
-    blocks: list[list[Tensor]]  # those of one list at a time
-    row_M: Tensor  # M values: words that are left over, then sums of blocks
+    row_M: Tensor
     factor_M: Tensor
+
+    def add(self, total_N: Tensor, values_M: Tensor) -> None:
+        total_N.index_add_(0, self.row_M, values_M * self.factor_M)
 
 
 class _Turn:
@@ -147,42 +149,39 @@ class _Turn:
         pairs = list(zip(words, lengths, strict=True))
         self._whole = [(own, length // BLOCK_WORDS) for own, length in pairs if length >= BLOCK_WORDS]
         self._nothing = words[0].new_empty(0)
-        self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
         self._factors = _factors(self._nothing.device)
-        self._num_rest_N, self._num_blocks_N = _divided(lengths, self._nothing.device)
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        num_rest_N, self._num_blocks_N = _divided(lengths, self._nothing.device)
+        self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
+        self._ends = [_ends(own, num) for own, num in self._whole]
+        self._num_ends = sum(map(len, self._ends))
+        rest_row_M, rest_place_M = _rows_and_places(num_rest_N, sum(map(len, self._rests)))
+        end_row_M, end_place_M = _rows_and_places(self._num_blocks_N.clamp(max=2), self._num_ends)
+        self._always = _Shares(
+            torch.cat([rest_row_M, end_row_M]),
+            torch.cat([self._factors[rest_place_M], self._factors[5:7][end_place_M]]),
+        )
+        self._parts: dict[int, tuple[list[Tensor], _Shares]] = {}
 
     @torch.inference_mode()
     def begin_sums(self, parts: Sequence[int]) -> Callable[[], list[str]]:
-        plan = self._plan(tuple(parts))
-        values_M = torch.cat([self._nothing, *self._rests, *map(self._of_blocks, plan.blocks)])
-        total_N = torch.zeros_like(self._num_rest_N).index_add_(0, plan.row_M, values_M * plan.factor_M)
+        (blocks, shares), *others = map(self._part, parts)
+        end_sums_M, sums_M = self._of_blocks([*self._ends, *blocks]).tensor_split([self._num_ends])
+        total_N = torch.zeros_like(self._num_blocks_N)
+        self._always.add(total_N, torch.cat([*self._rests, end_sums_M]))
+        shares.add(total_N, sums_M)
+        for blocks, shares in others:
+            shares.add(total_N, self._of_blocks(blocks))
         read, numbers = _read_later(total_N), self._numbers  # and not the weights: they may go now
         return lambda: [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(read(), numbers, strict=True)]
 
-    def _plan(self, parts: tuple[int, ...]) -> _Plan:
-        if parts not in self._plans:
-            self._plans[parts] = self._made_plan(parts)
-        return self._plans[parts]
-
-    def _made_plan(self, parts: tuple[int, ...]) -> _Plan:
-        row_M, place_M = _rows_and_places(self._num_rest_N, sum(map(len, self._rests)))
-        rows, factors = [row_M], [self._factors[place_M]]
-        ends = [_ends(own, num) for own, num in self._whole]
-        row_M, place_M = _rows_and_places(self._num_blocks_N.clamp(max=2), sum(map(len, ends)))
-        rows.append(row_M)
-        factors.append(self._factors[5:7][place_M])
-        blocks = [ends]
-        for part in parts:
-            gathered = [_every_16th(own, part, num) for own, num in self._whole if num > part]
+    def _part(self, part: int) -> tuple[list[Tensor], _Shares]:
+        """Its blocks, and what they count: for each of a weight another odd number, so that swapped ones are seen."""
+        if part not in self._parts:
+            blocks = [_every_16th(own, part, num) for own, num in self._whole if num > part]
             num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
-            row_M, place_M = _rows_and_places(num_N, sum(map(len, gathered)))
-            rows.append(row_M)
-            # Different and odd for each block of a weight, so that blocks cannot change places unseen.
-            factors.append(place_M * (2 * PARTS) + 2 * part + 7)
-            blocks.append(gathered)
-        few = [blocks[0] + blocks[1], *blocks[2:]]  # the first of them together: fewer calls
-        return _Plan(few, torch.cat(rows), torch.cat(factors))
+            row_M, place_M = _rows_and_places(num_N, sum(map(len, blocks)))
+            self._parts[part] = blocks, _Shares(row_M, place_M * (2 * PARTS) + 2 * part + 7)
+        return self._parts[part]
 
     def _of_blocks(self, blocks: list[Tensor]) -> Tensor:
         """Each block's words times the factors for their places; a GPU multiplies no matrices of whole numbers."""

@@ -93,8 +93,8 @@ class Proof:
         return is_due or version >= self._config.steps
 
     def verify(self, policy: Publishable, version: int, echoed_version: int) -> Verified:
-        """For an engine that serves the new weights now; both sides read them at the same time. With a canary all is
-        known when it returns, else when it is settled."""
+        """For an engine that serves the new weights now. With a canary all is known when it returns, else when it is
+        settled."""
         refuse_other_version(self._engine, version, echoed_version)
         if not self._config.verify_publish:
             return NOT_VERIFIED

@@ -50,6 +50,31 @@ def test_a_prompt_that_ends_in_the_middle_of_a_character_is_no_context(byte_text
     assert "".join(told_pieces(byte_text, smile[2:], before=smile[:2])[0]) == rest
 
 
+@pytest.fixture(scope="module")
+def byte_fallback_text(tmp_path_factory):
+    """As Llama 2 has it: a character that it has no token for is its bytes, and a broken one spoils those beside it."""
+    words = ["\u2581Hi", "\u2581word", *(f"<0x{byte:02X}>" for byte in range(256)), "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Text(tokenizer, tmp_path_factory.mktemp("fallback"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "expected"),
+    [
+        ("字", [1], " word"),
+        ("汉字", [1], " word"),  # the last four tokens begin in the middle of a character
+        ("字", [2 + 0xE6, 1], "\ufffd word"),
+    ],
+)
+def test_bytes_of_a_prompt_are_not_told_again(byte_fallback_text, prompt, said, expected):
+    before = [0, *(2 + byte for byte in prompt.encode())]
+    assert byte_fallback_text.decode_after(before, said) == expected
+    assert "".join(told_pieces(byte_fallback_text, said, before=before)[0]) == expected
+
+
 def told_pieces(text, token_ids, stop=(), before=()):
     """What a reader gets, token by token, and whether it was stopped."""
     written, pieces = Written(text, stop, before), []

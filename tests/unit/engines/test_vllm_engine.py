@@ -26,6 +26,7 @@ from treadle.engines.vllm.start import begin_server
 from treadle.errors import ConfigError, EngineError, RequestError
 
 SOON_S = 10.0
+NO_TEXT = None  # the double writes it
 
 
 def facts(folder=Path("/model")):
@@ -52,7 +53,12 @@ class Engines:
     def __init__(self, folder=Path("/model"), drain_timeout_s=SOON_S):
         self.servers = [VllmDouble()]
         self.engine = VllmEngine(
-            self.servers[0], facts(folder), self._begin, start_timeout_s=SOON_S, drain_timeout_s=drain_timeout_s
+            self.servers[0],
+            facts(folder),
+            NO_TEXT,
+            self._begin,
+            start_timeout_s=SOON_S,
+            drain_timeout_s=drain_timeout_s,
         )
 
     def _begin(self, folder):

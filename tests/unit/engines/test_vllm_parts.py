@@ -205,13 +205,20 @@ def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
 
 
 def test_an_answer_is_read_by_index_and_its_text_written_where_vllm_did_not():
-    choices = [Choice(1, [8], [-2.0], [{3: -0.1}], finish_reason="stop"), Choice(0, [9], [-1.0], text="a")]
+    choices = [Choice(1, [8], [-2.0], [{3: -0.1}], finish_reason="length"), Choice(0, [9], [-1.0], text="a")]
     answer = Answer(choices, prompt_tops=[{}, {6: -3.0}])
     written = as_generation(answer, request(num_top=1), [0, 1], 0.1, lambda *given: f"{given}")
     assert [c.text for c in written.completions] == ["a", "([5, 6], [8])"]
     assert written.completions[1].tops == [{3: -0.1}]
     assert written.prompt_tops == [{}, {6: -3.0}]
     assert written.completions[1].policy_versions == [0, 1]
+
+
+def test_the_token_that_ends_a_completion_is_not_in_its_text():
+    ended, cut_off = Choice(0, [7, 8], finish_reason="stop"), Choice(1, [7, 8], finish_reason="length")
+    generation = as_generation(Answer([ended, cut_off]), request(), [0], 0.1, lambda _, token_ids: f"{token_ids}")
+    assert [c.text for c in generation.completions] == ["[7]", "[7, 8]"]
+    assert [c.token_ids for c in generation.completions] == [[7, 8]] * 2
 
 
 def adapter(name, version):

@@ -69,7 +69,7 @@ def order_of(request: Request, *, model: str, eos_ids: frozenset[int], cache_sal
         "seed": None if request.seed is None else request.seed & _LARGEST_SEED,
         "logprobs": request.num_top,
         "prompt_logprobs": request.num_prompt_top,
-        # Written token by token, text costs vLLM's API process more than all else; whole, next to nothing (_sampled).
+        # Written token by token, text costs vLLM's API process more than all else; whole, next to nothing.
         "detokenize": stream or bool(request.stop),
     }
     priority = FIRST if request.max_tokens == 1 else IN_LINE
@@ -116,6 +116,12 @@ def _sampled(choice: Choice, request: Request, policy_versions: list[int], decod
         logprobs=list(choice.logprobs),
         tops=list(choice.tops),
         finish_reason=choice.finish_reason,
-        text=decode(request.prompt_ids, choice.token_ids) if choice.text is None else choice.text,
+        text=_decoded(choice, request, decode) if choice.text is None else choice.text,
         policy_versions=policy_versions,
     )
+
+
+def _decoded(choice: Choice, request: Request, decode: Decode) -> str:
+    """Without the token that ended it. (Stop strings are none here: those make vLLM write the text itself.)"""
+    told = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
+    return decode(request.prompt_ids, told)

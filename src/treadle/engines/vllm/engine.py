@@ -31,7 +31,7 @@ from treadle.engines.port import (
     HoldMode,
     Request,
 )
-from treadle.engines.text import Text
+from treadle.engines.text import UNFINISHED, Text
 from treadle.engines.vllm.adapter_loading import AdapterLoading
 from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
@@ -62,6 +62,7 @@ class VllmEngine:
         self,
         server: ServerProcess,
         facts: EngineFacts,
+        text: Text,
         begin_server: BeginServer,
         *,
         start_timeout_s: float,
@@ -84,7 +85,7 @@ class VllmEngine:
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
-        self._text: Text | None = None  # of the model that serves; loaded with the first completion
+        self._text = text
         self._meter = Meter()
         self._door = Door(self._meter, self._refuse_when_dead)
 
@@ -247,9 +248,8 @@ class VllmEngine:
         return order_of(request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream)
 
     def _decode(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        if self._text is None:
-            self._text = Text.load(self._facts.folder)
-        return self._text.decode_after(prompt_ids, token_ids)
+        """A last character that is not whole is left out, as vLLM leaves it out of a stream."""
+        return self._text.decode_after(prompt_ids, token_ids).rstrip(UNFINISHED)
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_open
@@ -385,9 +385,9 @@ class VllmEngine:
         if self._is_closed:
             await asyncio.to_thread(server.stop)
         self._refuse_when_closed()
+        text = await asyncio.to_thread(Text.load, facts.folder)
         await asyncio.to_thread(server.wait_until_it_generates, self._start_timeout_s)
-        self._facts = facts
-        self._text = None
+        self._facts, self._text = facts, text
         self._meter.go_on()
 
     async def _unload_unused(self) -> None:

@@ -6,8 +6,8 @@
     POST /treadle/adopt    {"gate": ..., "number": ...}     stand still at the gate until a trainer has written, go on
     POST /treadle/rpc      {"method": ..., "kwargs": {...}}      one of our worker's methods (worker.py)
 
-vLLM is asked through its engine client's own methods only (but see _pause). Every call needs the key, also those that
-vLLM would let pass.
+vLLM is asked through its engine client's own methods (but see _pause), and its list of models for adapters. Every call
+needs the key, also those that vLLM would let pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from treadle.engines.vllm.completions import GENERATE
-from treadle.engines.vllm.generating import generate, status_of
+from treadle.engines.vllm.generating import failure_of, generate
 from treadle.sync.gate import Gate, is_written
 
 Scope = MutableMapping[str, Any]
@@ -100,7 +100,7 @@ async def _generate(scope: Scope, receive: Receive) -> Response:
     try:
         return await generate(scope, receive)
     except Exception as error:  # as in _answer
-        return _error(status_of(error), str(error) or type(error).__name__)
+        return _error(*failure_of(error))
 
 
 async def _hold(client: Any, body: dict[str, Any]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import treadle
 from treadle.config import EngineConfig
 from treadle.engines.default_model import cache_folder
 from treadle.engines.port import Engine, EngineFacts
+from treadle.engines.text import Text
 from treadle.engines.vllm.adapter_places import lora_rank
 from treadle.engines.vllm.command import Place, dtype_of, max_model_len, server_command
 from treadle.engines.vllm.engine import VllmEngine
@@ -39,6 +40,7 @@ def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> 
     return VllmEngine(
         server,
         facts,
+        Text.load(facts.folder),
         partial(begin_server, config, vllm),
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=config.pause_timeout_s,
