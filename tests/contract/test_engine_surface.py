@@ -611,6 +611,7 @@ def test_reloaded_weights_are_served_and_what_runs_goes_on_under_them(surface, o
     next(lines)
     answer = surface.post("/reload_weights", path=str(other_weights), policy_version=before + 3)
     assert answer.json()["policy_version"] == before + 3, answer.text
+    assert 0 < answer.json()["held_s"] < answer.json()["seconds"]
     *_, last = lines
     assert last["policy_versions"] == [[before, before + 3]]
     assert fingerprints(surface, 0) == expected_fingerprints(other_weights / "model.safetensors", 0)

@@ -59,19 +59,21 @@ class KVCache:
             self._keys[layer] = self._keys[layer][rows]
             self._values[layer] = self._values[layer][rows]
 
-    def begin_decode(self, positions_B: Tensor) -> None:
-        """The next forward adds one position to each row, at `positions_B`."""
-        length = int(positions_B.max()) + 1
+    def begin_decode(self, positions: list[int], device: torch.device) -> Tensor:
+        """The next forward adds one position to each row, at `positions`; the same as a tensor. (What must be known of
+        them here is not asked of a GPU, which would be waited for.)"""
+        length = max(positions) + 1
         if length > self._keys[0].shape[2]:
             for layer in range(len(self._keys)):
                 self._keys[layer] = _grow(self._keys[layer], length)
                 self._values[layer] = _grow(self._values[layer], length)
-        self._positions_B = positions_B
-        self._rows = torch.arange(len(positions_B), device=positions_B.device)
-        ragged = int(positions_B.min()) + 1 < length
-        steps = torch.arange(length, device=positions_B.device)
+        self._positions_B = positions_B = torch.tensor(positions, device=device)
+        self._rows = torch.arange(len(positions), device=device)
+        ragged = min(positions) + 1 < length
+        steps = torch.arange(length, device=device)
         self._mask = (steps[None, :] <= positions_B[:, None])[:, None, None, :] if ragged else None
         self._length = length
+        return positions_B
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [B, heads, T, D], key and value [B, kv heads, T, D] -> [B, T, heads, D]."""

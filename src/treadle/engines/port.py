@@ -159,9 +159,9 @@ class Engine(Protocol):
     async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
         """By the name a trainer knows each weight by (sync/fingerprint.py). May be asked while held."""
 
-    async def reload(self, folder: Path, policy_version: int | None) -> None:
+    async def reload(self, folder: Path, policy_version: int | None) -> float:
         """Take the weights of a saved model (or only those in it that changed); what runs goes on under them. Without
-        a version they are the next one."""
+        a version they are the next one. Seconds that no token was sampled."""
 
     async def join(self, request: JoinGroup) -> None:
         """Form a process group with a trainer; weights that are not this engine's are refused by name before."""

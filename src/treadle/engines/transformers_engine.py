@@ -157,8 +157,7 @@ class TransformersEngine:
         if len(finished) >= COMPACT_AT * len(rows):
             tokens = tokens[self._compact()]
         positions = [len(s.request.prompt_ids) + len(s.token_ids) - 1 for s in self._rows]
-        positions_B = torch.tensor(positions, device=self.device)
-        self._cache.begin_decode(positions_B)
+        positions_B = self._cache.begin_decode(positions, self.device)
         self._next_hidden = self._forward(tokens[:, None], positions_B[:, None])[:, -1]
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -173,8 +174,9 @@ class TransformersServer:
 
         return await self._between_tokens(read)
 
-    async def reload(self, folder: Path, policy_version: int | None) -> None:
-        def write() -> None:
+    async def reload(self, folder: Path, policy_version: int | None) -> float:
+        def write() -> float:
+            started = time.monotonic()
             try:
                 write_weights(found, self._engine.named_weights)
             except Exception as error:
@@ -184,15 +186,17 @@ class TransformersServer:
             following = self._scheduler.policy_version + 1
             self._scheduler.weights_changed(following if policy_version is None else policy_version)
             self._arrival.named()
+            return time.monotonic() - started
 
         async with self._changing:
             version, mends = self._scheduler.policy_version, not self._arrival.is_settled
             found = await asyncio.to_thread(
                 read_weights, folder, self._engine.named_weights, version, must_be_all=mends
             )
-            await self._between_tokens(write)
+            held_s = await self._between_tokens(write)
             if mends:  # what was held because a publish broke off goes on: nobody else would let it
                 await asyncio.to_thread(self._scheduler.release, None)
+            return held_s
 
     async def join(self, request: JoinGroup) -> None:
         async with self._changing:

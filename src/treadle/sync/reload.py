@@ -40,6 +40,7 @@ class ReloadSync:
             version=version,
             wait_s=0.0,
             write_s=written - started,
+            hold_s=updated.held_s,
             num_bytes=self._live.arrived(folder),
             verified=verified,
         )

@@ -93,6 +93,7 @@ class Updated(msgspec.Struct, kw_only=True):
     status: str  # "ok"
     policy_version: int
     seconds: float
+    held_s: float = 0.0  # of a reload: for how long no token was sampled
 
 
 TimeoutS = Annotated[float, msgspec.Meta(gt=0, le=86400)]

@@ -33,6 +33,8 @@ from treadle.sync.gate import Gate, refuse_misled
 from treadle.sync.weights_file import share_parameters
 from treadle.wire.bridge import Adopt, BridgeInfo, BridgeState, Fingerprints, Joined, JoinGroup, LoadedAdapter, Updated
 
+RELOAD_S = 0.25  # that it says a reload took
+
 
 @dataclass
 class Faults:
@@ -126,7 +128,7 @@ class SmallEngine:
             rows = len(weight) // 2 if name == self.faults.halves else len(weight)
             own[name][:rows].copy_(weight[:rows])
         self._serve_version(body["policy_version"])
-        return Updated(status="ok", policy_version=self.version, seconds=0.0)
+        return Updated(status="ok", policy_version=self.version, seconds=RELOAD_S, held_s=RELOAD_S)
 
     def join(self, body):
         self._receiver.join(msgspec.convert(body, JoinGroup), dict(self.base.named_parameters()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_model import write_tiny_model
-from tests.unit.sync.small_engine import Faults, SmallEngine, serving
+from tests.unit.sync.small_engine import RELOAD_S, Faults, SmallEngine, serving
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
 from treadle.sync.modes import SYNC_MODES, choose_sync
@@ -152,6 +152,7 @@ def test_an_interval_publishes_every_nth_version_and_the_last(folder, tmp_path):
     assert [r.version for r in trainer.receipts] == [0, 0, 0, 0, 4, 4, 6]
     assert engine.calls.count("/reload_weights") == 3
     assert trainer.receipts[1].num_bytes == 0
+    assert [trainer.receipts[i].hold_s for i in (3, 4)] == [0.0, RELOAD_S]
 
 
 def test_the_trainer_goes_on_while_the_engine_restarts(folder, tmp_path):

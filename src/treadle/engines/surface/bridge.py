@@ -130,8 +130,8 @@ class BridgeRoutes:
 
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
-        await self._engine.reload(folder_here(body.path), body.policy_version)
-        return await self._updated(started)
+        held_s = await self._engine.reload(folder_here(body.path), body.policy_version)
+        return await self._updated(started, held_s)
 
     async def restart(self, http: HttpRequest) -> Response:
         body, started = await decode(http, RestartEngine), time.monotonic()
@@ -149,7 +149,7 @@ class BridgeRoutes:
     def _now(self, status: str, held_s: float = 0.0) -> Response:
         return json_answer(BridgeState(status=status, policy_version=self._engine.policy_version, held_s=held_s))
 
-    async def _updated(self, started: float) -> Response:
+    async def _updated(self, started: float, held_s: float = 0.0) -> Response:
         self._served.ledger.weights_changed()
-        version = (await self._engine.state()).policy_version
-        return json_answer(Updated(status="ok", policy_version=version, seconds=time.monotonic() - started))
+        version, seconds = (await self._engine.state()).policy_version, time.monotonic() - started
+        return json_answer(Updated(status="ok", policy_version=version, seconds=seconds, held_s=held_s))

@@ -160,8 +160,8 @@ class VllmEngine:
             found = await self._client.rpc("treadle_read_fingerprints", policy_version=policy_version)
         return msgspec.convert(found, dict[str, str])
 
-    async def reload(self, folder: Path, policy_version: int | None) -> None:
-        await self._changes.make(self._reload(folder_of_weights(folder), policy_version))
+    async def reload(self, folder: Path, policy_version: int | None) -> float:
+        return await self._changes.make(self._reload(folder_of_weights(folder), policy_version))
 
     async def join(self, request: JoinGroup) -> None:
         async def join_now() -> None:
@@ -326,7 +326,7 @@ class VllmEngine:
         if policy_version != self._base_versions[-1]:
             self._base_versions.append(policy_version)
 
-    async def _reload(self, folder: Path, policy_version: int | None) -> None:
+    async def _reload(self, folder: Path, policy_version: int | None) -> float:
         version = self.policy_version + 1 if policy_version is None else policy_version
         was_held, mends = not self._door.is_open, not self._arrivals.are_settled
         if not was_held:
@@ -348,8 +348,9 @@ class VllmEngine:
             raise
         log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
         # What was held because a publish broke off goes on: nobody else would let it.
-        await self._release(version, stay_held=was_held and not mends)
+        held_s = await self._release(version, stay_held=was_held and not mends)
         self._arrivals.named()
+        return held_s
 
     async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int, check: CheckAdapter) -> None:
         self._is_restarting = True
