@@ -3,7 +3,7 @@
     python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER; one copy of the weights
     python bench/bridge.py --engine vllm --shape 1.7b        the shape of Qwen3-1.7B, random weights
     python bench/bridge.py --engine vllm --compare stock eager      in turn with vLLM's own server, and eager mode
-    python bench/bridge.py --engine vllm --mode lora_only --steps 50      adapters; or two_copies, reload, delta
+    python bench/bridge.py --engine vllm --mode lora_only --steps 50      adapters; or another mode
 
 An engine process is started as `treadle engine` starts it; this process is the trainer: it takes real optimizer steps
 on what the engine sampled, and publishes while requests are in flight (bridge_load.py). One line of JSON at the end:
@@ -38,6 +38,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.sync.modes import choose_sync
+from treadle.sync.receipt import Receipt
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
@@ -54,7 +55,10 @@ MODES: dict[str, dict[str, Any]] = {
     "lora_only": {"weight_bridge_mode": "lora_only", "lora_r": 16},
     "reload": {"weight_bridge_mode": "reload"},
     "delta": {"weight_bridge_mode": "delta"},
+    "none": {"weight_bridge_mode": "none", "vllm_restart_interval": 1},
+    "lora_restart": {"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 1, "lora_r": 16},
 }
+ADAPTERS = ("lora_only", "lora_restart")
 
 
 def write_shape(folder: Path, tokenizer_of: Path) -> Path:
@@ -199,6 +203,11 @@ def told(values: list[float]) -> list[float]:
     return [round(value * 1e3, 2) for value in (statistics.median(values), ordered[len(values) * 9 // 10], ordered[-1])]
 
 
+def median_share(receipts: list[Receipt], took: list[float]) -> float:
+    """Of a step, that its publish took to prove."""
+    return round(statistics.median(r.verified.seconds / s for r, s in zip(receipts, took, strict=True)), 4)
+
+
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     def calling(*args: Any) -> Any:
         began = time.monotonic()
@@ -223,7 +232,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     has_gpu = torch.cuda.is_available()
     config = TrainConfig(
         engine_url=url, save_path=work / "save", live_path=work / "live", lr=float(known.lr), warmup_steps=0,
-        seq_len=4096, steps=int(known.steps), **MODES[known.mode],
+        seq_len=4096, steps=int(known.steps), broadcast_by=known.broadcast_by, **MODES[known.mode],
     ).on_device(gpu=has_gpu)  # fmt: skip
     sync = choose_sync(config)
     attached = sync.attach()
@@ -234,7 +243,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     weights_added = (torch.cuda.memory_allocated() - before) if has_gpu else 0
     optimizer = build_optimizer(policy, config)
     saved: list[float] = []
-    if known.mode == "lora_only":
+    if known.mode in ADAPTERS:
         policy.save_adapter = timed(policy.save_adapter, saved)  # type: ignore[method-assign]
     sync.publish(policy, version=0)
     load = Load(url, prompts, known)
@@ -261,7 +270,8 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
         "pause_ms": told([r.wait_s for r in receipts]), "write_ms": told([r.write_s for r in receipts]),
         "hold_ms": told([r.hold_s for r in receipts]),
         "hold_beyond_write_ms": told([r.hold_s - r.write_s for r in receipts]),
-        "verify_ms": told([r.verified.seconds for r in receipts]), "sent_bytes": receipts[-1].num_bytes,
+        "verify_ms": told([r.verified.seconds for r in receipts]), "verify_share": median_share(receipts, took),
+        "sent_bytes": receipts[-1].num_bytes,
         "parity_before": first, "parity_after": last, **({"save_ms": told(saved[1:])} if saved else {}),
         "requests": under_load["requests"], "failed": failed[:3], "num_failed": len(failed),
     }  # fmt: skip
@@ -274,6 +284,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=("1.7b",))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", choices=tuple(MODES), default="one_copy")
+    parser.add_argument("--broadcast-by", choices=("auto", "memory", "nccl", "gloo"), default="auto")
     parser.add_argument("--compare", nargs="*", choices=("stock", "eager"), default=[])
     parser.add_argument("--turns", type=int, default=5, help="of each server, one after the other")
     parser.add_argument("--steps", type=int, default=20)
@@ -288,9 +299,11 @@ def main() -> None:
     known = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="treadle-bridge-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None))
     try:
-        print(json.dumps(measure(known, work)), flush=True)
+        found = measure(known, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    print(json.dumps(found), flush=True)
+    sys.exit(found["num_failed"] > 0)
 
 
 def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -308,7 +321,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
     ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}"]
     shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
-    adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode == "lora_only" else []
+    adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode in ADAPTERS else []
     servers = {"ours": [*ours, *shared, *adapters]}
     if "eager" in known.compare:
         servers["eager"] = [*ours, "--enforce-eager"]
@@ -337,7 +350,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         for name, url in urls.items():  # the first requests of a server are slow
             throughput(url, prompts, known, *routes[name], "--requests", "16")
         result |= publish_under_load(urls["ours"], prompts, known, work)
-        if known.mode == "lora_only":
+        if known.mode in ADAPTERS:
             result |= loads_ms(running["ours"].log)
         print(json.dumps(result), file=sys.stderr, flush=True)
         speeds: dict[str, list[float]] = {name: [] for name in urls}

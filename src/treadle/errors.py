@@ -7,7 +7,8 @@ TreadleError
 │   ├── ModelError        a model that does not exist or that we refuse to load
 │   ├── DownloadError     a file that did not arrive, or arrived with the wrong hash
 │   ├── PortInUse         another program listens there
-│   └── DiskFull          no room left for the queue, the logs or a checkpoint
+│   ├── DiskFull          no room left for the queue, the logs or a checkpoint
+│   └── OutOfMemory       no room left on the GPU, or in main memory
 ├── ProcessDied         exit code 1: a process of the run ended that should not have
 ├── RunStalled          nothing in the run has moved for too long
 ├── HubError            the hub refused a call or could not be reached
@@ -65,6 +66,10 @@ class DiskFull(UserError):
     pass
 
 
+class OutOfMemory(UserError):
+    pass
+
+
 class RunStalled(TreadleError):
     pass
 
@@ -98,6 +103,15 @@ def require(extra: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(f"this needs {package}, which is not installed", fix=f"pip install 'treadle[{extra}]'")
+
+
+def is_out_of_memory(words: str) -> bool:
+    """Whether an error of torch's says so, on a GPU or on a CPU.
+
+    >>> is_out_of_memory("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    True
+    """
+    return any(sign in words for sign in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
 
 
 def as_user_error(error: OSError) -> UserError | None:

@@ -859,6 +859,17 @@ def test_a_newer_policy_adapter_serves_whoever_names_none(surface, tmp_path, no_
     assert fingerprints(surface, 0) == expected_fingerprints(surface.folder / "model.safetensors", 0)
 
 
+def test_an_adapter_without_a_version_serves_as_the_next_one(surface, tmp_path, no_adapters_left):
+    before = surface.version()
+    adapter = write_adapter(surface.folder, tmp_path / "step_1", seed=5)
+    for _ in range(2):  # again, because its answer was lost
+        answer = surface.post("/lora/load", adapter_path=str(adapter), adapter_name="step_1")
+        assert answer.json()["policy_version"] == before + 1, answer.text
+    answer = surface.generate(seed=1)
+    assert answer["policy_versions"] == [[before + 1]]
+    check_against_plain(surface, answer, adapter=adapter)
+
+
 def test_unloading_goes_back_to_the_model_itself(surface, tmp_path, no_adapters_left):
     base = surface.generate(temperature=0.0)["token_ids"]
     adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=3, rank=8)

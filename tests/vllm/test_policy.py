@@ -27,7 +27,9 @@ from treadle.sync.weights_file import bind_parameters, map_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
 LONG = 230  # tokens: enough that a test can do something in the middle
-NUM_SWAPS = MAX_CPU_LORAS + 4  # more than vLLM keeps, on its device and beside it
+NUM_SWAPS = 50
+NUM_OUTLIVED = MAX_CPU_LORAS + 4  # more adapters than vLLM keeps, on its device and beside it
+BLOCK = 128  # tokens that vLLM's CPU build keeps together in its prefix cache
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,29 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
     assert [c.policy_versions for c in restored.completions] == [[first + 2]] * 2
 
 
+def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served, plain):
+    engine = served.engine
+    prompt = [20 + i % 40 for i in range(BLOCK + 20)]
+    asked = request(prompt_ids=prompt, n=2, max_tokens=8)
+    weights = map_weights(served(engine.layout()))
+    name = "model.layers.0.self_attn.v_proj.weight"
+    saved, first = weights[name].clone(), served(engine.state()).policy_version
+    for _ in range(2):  # the second finds the prompt's first block in the cache
+        assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < 1e-4
+    served(engine.hold("keep", 60))
+    weights[name].mul_(-1)
+    served(engine.release(first + 1))
+    changed = load(served.folder)
+    changed.load_state_dict({name: weights[name].clone()}, strict=False)
+    completions = served(engine.generate(asked)).completions
+    assert mean_difference(changed, prompt, completions) < 1e-4
+    assert mean_difference(plain, prompt, completions) > 1e-3
+    served(engine.hold("keep", 60))
+    weights[name].copy_(saved)
+    served(engine.release(first + 2))
+    assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < 1e-4
+
+
 def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(served, plain):
     engine = served.engine
     first = served(engine.state()).policy_version
@@ -282,7 +307,7 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(served, adap
 
     async def swap():
         asked = []
-        for number in range(NUM_SWAPS):
+        for number in range(NUM_OUTLIVED):
             folder = shutil.copytree(adapters[number % 2], tmp_path / f"{number}")
             await engine.load_adapter(f"policy-{number}", folder, first + number)
             asked.append(asyncio.ensure_future(engine.generate(request(max_tokens=48))))
@@ -295,7 +320,7 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(served, adap
         return await asyncio.gather(*asked)
 
     generations = served(swap(), timeout_s=300)
-    served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
+    served(engine.unload_adapter(f"policy-{NUM_OUTLIVED - 1}"))
     reference = [load(tiny_model, folder) for folder in adapters]
     for number, generation in enumerate(generations):
         assert generation.completions[0].policy_versions == [first + number]

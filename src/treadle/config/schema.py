@@ -55,6 +55,7 @@ class EngineConfig(Section):
     """The inference process."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
+    served_model_name: str = option("", "what requests call the model; empty: what --model says")
     engine: Literal["auto", "vllm", "transformers"] = option(
         "auto", "what generates; auto: vLLM where it is installed, else transformers"
     )
@@ -125,6 +126,12 @@ class RunConfig(Section):
             raise ConfigError(
                 f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
                 fix=f"--engine.max-num-seqs {group}",
+            )
+        if self.engine.logprobs_mode == "raw_logprobs" and self.env.temperature != 1:
+            raise ConfigError(
+                f"raw logprobs are those of temperature 1, and rollouts are sampled at {self.env.temperature:g}: every "
+                "ratio would be wrong",
+                fix="--engine.logprobs-mode processed_logprobs",
             )
         if self.env.temperature == 0:
             raise ConfigError("at temperature 0 all rollouts of a group are the same", fix="--env.temperature 1")

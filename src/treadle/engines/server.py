@@ -20,7 +20,7 @@ from treadle.engines.eye import EngineEye
 from treadle.engines.models import resolve_model
 from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
-from treadle.errors import EngineError, require
+from treadle.errors import EngineError, is_out_of_memory, require
 from treadle.log import get_logger
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import claimed
@@ -39,6 +39,9 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to thei
 # A thread that reads or writes files waits this long for each turn beside a busy event loop. With Python's own 5 ms, an
 # adapter of 120 tensors took seconds to look at.
 THREADS_TURN_S = 0.0005
+NO_ROOM_FIX = (
+    "lower --max-num-seqs or --max-model-len, or stop what else uses the memory; `treadle plan` says what fits"
+)
 log = get_logger("engine")
 
 
@@ -80,7 +83,8 @@ def _serve(
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
     if life.failure is not None:
-        raise EngineError(f"generation failed ({life.failure})", fix="the traceback is above")
+        fix = NO_ROOM_FIX if is_out_of_memory(life.failure) else "the traceback is above"
+        raise EngineError(f"generation failed ({life.failure})", fix=fix)
 
 
 def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> EngineConfig:

@@ -24,7 +24,10 @@ Shape = tuple[int, ...]
 
 VOCABULARY_BLOCK = 64  # vLLM pads the rows of embeddings and output to a multiple of this
 _ADAPTER_WRAP = ".base_layer."  # between a wrapped module's name and its parameter's, when adapters are on
-REFUSAL_FIX = "weights can be shared of dense, unquantised models that are not split over GPUs; use another mode"
+REFUSAL_FIX = (
+    "only dense, unquantised models that are not split over GPUs take weights; of others train adapters "
+    "(--weight-bridge-mode lora_only)"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def map_fused(
     >>> map_fused({"up.weight": (4, 2)}, {"both.weight": (8, 2)}, {"both": ["gate", "up"]}, vocab_size=9)
     Traceback (most recent call last):
     treadle.errors.SyncError: up.weight is stacked with gate.weight in the engine, which this model does not have
-      -> weights can be shared of dense, unquantised models that are not split over GPUs; use another mode
+      -> only dense, unquantised models that are not split over GPUs take weights; of others train adapters \
+(--weight-bridge-mode lora_only)
     """
     sources = {plain_name(name): name for name in served}
     slices = []

@@ -9,12 +9,13 @@ import torch
 from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
-from treadle.errors import EngineError, HubError, SyncError, UserError
+from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.log import get_logger
 from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
 from treadle.sync.loading import telling_of_weights
 from treadle.sync.modes import choose_sync
+from treadle.sync.saved_weights import refuse_misplaced
 from treadle.track import Tracker, build_tracker
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
@@ -52,8 +53,26 @@ def run_trainer(config: TrainConfig) -> None:
     name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
     progress = Progress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.atropos_url, progress.about):
-        _train(config, ranks, mode, waits, stop, progress)
+        try:
+            _train(config, ranks, mode, waits, stop, progress)
+        except RuntimeError as error:
+            raise (no_room(error, config) or error) from error
     ranks.leave()
+
+
+def no_room(error: RuntimeError, config: TrainConfig) -> OutOfMemory | None:
+    """For an error of torch's that says that there is no memory left."""
+    words = f"{type(error).__name__}: {error}"
+    if not is_out_of_memory(words):
+        return None
+    smaller = [f"--micro-tokens {config.micro_tokens // 2}"] if config.micro_tokens > 1 else []
+    smaller += [] if config.gradient_checkpointing else ["--gradient-checkpointing true"]
+    smaller += ["--gradient-dtype bfloat16"] if config.gradient_dtype == "float32" else []
+    return OutOfMemory(
+        f"the trainer has no memory left: {words.splitlines()[0]}",
+        fix=f"{', '.join([*smaller, '--optimizer adafactor'])}, or less for the engine "
+        "(--engine.gpu-memory-utilization); `treadle plan` with the flags of the run says which of them fit",
+    )
 
 
 def _train(
@@ -73,6 +92,8 @@ def _train(
     restored = checkpoints.restore(policy, optimizer)
     if restored.step == 0 and engine.layout is not None:
         _refuse_trained_weights(engine.layout)
+        if engine.has_one_copy and not policy.merges_adapters:
+            log.info("weights_compared", number=refuse_misplaced(policy.served_weights(), engine.folder))
     metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
     tracker = _open_tracker(config, metrics_file) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)

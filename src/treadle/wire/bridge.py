@@ -132,11 +132,11 @@ class Received(msgspec.Struct, kw_only=True):
 
 
 class LoadAdapter(msgspec.Struct, kw_only=True):
-    """POST /lora/load. With a version: requests that name no adapter are served by it from here on."""
+    """POST /lora/load: requests that name no adapter are served by it from here on."""
 
     adapter_path: str
     adapter_name: str | None = None  # None: the folder's name
-    policy_version: int | None = None
+    policy_version: int | None = None  # None: the next one
 
 
 class LoadedAdapter(msgspec.Struct, kw_only=True):

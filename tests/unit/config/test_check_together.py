@@ -14,6 +14,7 @@ from treadle.errors import ConfigError
         ({"env.group_size": "6"}, "no multiple"),
         ({"engine.max_num_seqs": "4"}, "max_num_seqs"),
         ({"env.temperature": "0"}, "temperature 0"),
+        ({"env.temperature": "0.7", "engine.logprobs_mode": "raw_logprobs"}, "every ratio would be wrong"),
     ],
 )
 def test_what_cannot_work_together_is_refused_before_anything_starts(settings, words):

@@ -329,3 +329,22 @@ def test_an_adapter_of_other_layers_does_not_compute_before_it_is_asked_for(serv
         check(await server.generate(ask(adapter="again")), folder, wide)
 
     asyncio.run(story())
+
+
+def test_requests_may_call_the_model_by_a_name_of_the_users(config, folder, server):
+    app = build_app(server, config.model_copy(update={"served_model_name": "my-policy"}), {})
+    with TestClient(app, base_url="http://127.0.0.1") as surface:
+        assert [model["id"] for model in surface.get("/v1/models").json()["data"]] == ["my-policy"]
+        asked = {"prompt": PROMPT, "max_tokens": 2}
+        assert surface.post("/v1/completions", json={"model": "my-policy", **asked}).json()["model"] == "my-policy"
+        assert surface.post("/v1/completions", json={"model": "another", **asked}).status_code == 404
+
+
+def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
+    forwarded = []
+    engine = server._engine
+    forward = engine._forward
+    monkeypatch.setattr(engine, "_forward", lambda ids, at: (forwarded.append(tuple(ids.shape)), forward(ids, at))[1])
+    group = Request(PROMPT * 4, 4, 2, SamplingParams(), 0, ignore_eos=True)
+    assert len(asyncio.run(server.generate(group)).completions) == 4
+    assert forwarded == [(1, 12), (4, 1)]  # its prompt, then one token for each of the four

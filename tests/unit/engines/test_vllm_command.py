@@ -107,6 +107,19 @@ def test_what_proves_a_publish_goes_before_rollouts_and_no_flag_undoes_that():
         command(vllm_args="--scheduling-policy=fcfs")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--ssl-keyfile key.pem", "--api-key=x", "--max-num-batched-tokens 9 --chat-template a.jinja", "--root-path /a"],
+)
+def test_flags_of_a_server_that_only_the_engine_calls_are_refused_by_name(words):
+    name = next(
+        word for word in words.replace("=", " ").split() if word.startswith(("--ssl", "--api", "--chat", "--root"))
+    )
+    with pytest.raises(ConfigError, match=name):
+        command(vllm_args=words)
+    assert "--max-num-batched-tokens" in command(vllm_args="--max-num-batched-tokens 9").argv
+
+
 @pytest.mark.parametrize("wanted", [1, 8, 9, 300, 512])
 def test_a_rank_is_rounded_up_to_one_vllm_has(wanted):
     assert lora_rank(wanted) in LORA_RANKS
@@ -196,6 +209,7 @@ def test_a_models_folder_tells_its_facts(tmp_path):
         ("api_server.py: error: unrecognized arguments: --blok", "--vllm-args"),
         ("OSError: [Errno 98] Address already in use", "start again"),
         ("AssertionError: Error in memory profiling. Initial free memory 102 GiB", "--kv-cache-memory-bytes"),
+        ("treadle.errors.SyncError: CUDA does not share these weights: invalid argument", "expandable_segments"),
         ("something else", "log"),
     ],
 )

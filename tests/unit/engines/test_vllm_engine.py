@@ -22,7 +22,7 @@ from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm.client import agreed_answer
 from treadle.engines.vllm.engine import VllmEngine
 from treadle.engines.vllm.installation import Installation
-from treadle.engines.vllm.start import begin_server
+from treadle.engines.vllm.start import begin_server, start_vllm
 from treadle.errors import ConfigError, EngineError, RequestError
 
 SOON_S = 10.0
@@ -371,6 +371,15 @@ def test_fingerprints_are_begun_and_read_one_question_at_a_time():
 def test_one_worker_is_not_named():
     with pytest.raises(RequestError, match=r"^it does not fit"):
         agreed_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
+
+
+def test_a_version_that_was_not_tested_is_named_at_the_start(models, monkeypatch, caplog):
+    newer = Installation(python="/env/bin/python", version="0.99.0", is_cpu=False, has_flashinfer=True)
+    monkeypatch.setattr("treadle.engines.vllm.start.find_vllm", lambda _: newer)
+    with pytest.raises(ConfigError, match="a build for GPUs"):
+        start_vllm(EngineConfig(device="cpu"), models[0])
+    (record,) = [r for r in caplog.records if r.getMessage() == "vllm_version_untested"]
+    assert record.treadle_fields == {"version": "0.99.0", "tested": "0.26 to 0.32"}
 
 
 def test_a_command_that_cannot_be_built_leaves_no_folder_behind(models, tmp_path, monkeypatch):

@@ -21,14 +21,14 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
-from treadle.errors import ConfigError, DiskFull, HubError, ModelError, SyncError
+from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
 from treadle.sync.single_copy import SingleCopySync
 from treadle.train import durable
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.feed import HubFeed
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
-from treadle.train.process import _registration, run_trainer
+from treadle.train.process import _registration, no_room, run_trainer
 from treadle.watch.waits import Waits
 
 
@@ -38,6 +38,23 @@ def signals_as_before():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_no_memory_left_is_told_with_settings_that_take_less(error):
+    found = no_room(error, TrainConfig(micro_tokens=4096))
+    assert isinstance(found, OutOfMemory)
+    assert "--micro-tokens 2048, --gradient-checkpointing true, --gradient-dtype bfloat16" in found.fix
+    assert "treadle plan" in found.fix
+    leaner = TrainConfig(micro_tokens=4096, gradient_checkpointing=True, gradient_dtype="bfloat16")
+    assert no_room(error, leaner).fix.startswith("--micro-tokens 2048, --optimizer adafactor")
+    assert no_room(RuntimeError("shapes do not fit"), leaner) is None
 
 
 @pytest.fixture(scope="module")
@@ -165,5 +182,5 @@ def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path,
             assert httpx.post(f"{hub.url}/scored_data", json=group).status_code == 200
         for case in AROUND_IT:
             assert fail_once(*case) == 0, case
-        guilty = ("backward", RuntimeError("out of memory"), RuntimeError)
+        guilty = ("backward", RuntimeError("out of memory"), OutOfMemory)
         assert [fail_once(*guilty), fail_once(*guilty)] == [0, 2]

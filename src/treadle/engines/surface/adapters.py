@@ -71,10 +71,9 @@ class AdapterRoutes:
         body, started = await decode(http, LoadAdapter), time.monotonic()
         path = folder_here(body.adapter_path)
         name = self._new_name(body.adapter_name or path.name)
-        adapter = await self._engine.load_adapter(name, path, body.policy_version)
+        adapter = await self._engine.load_adapter(name, path, self._version_of(name, body.policy_version))
         number = self._served.ledger.adapter_loaded(name)
-        if body.policy_version is not None:
-            self._served.ledger.weights_changed()
+        self._served.ledger.weights_changed()
         return json_answer(
             LoadedAdapter(
                 status="ok",
@@ -108,6 +107,14 @@ class AdapterRoutes:
         body = await decode(http, UnloadByName)
         await self._unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _version_of(self, name: str, wished: int | None) -> int:
+        """Without a version, as Atropos' trainers ask, it is the next one; asked again, the one that it has."""
+        if wished is not None:
+            return wished
+        versions = {adapter.name: adapter.policy_version for adapter in self._engine.adapters()}
+        known = versions.get(name)
+        return self._engine.policy_version + 1 if known is None else known
 
     async def _unload(self, name: str) -> Path:
         known = {adapter.name: adapter for adapter in self._engine.adapters()}

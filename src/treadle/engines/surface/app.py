@@ -74,7 +74,7 @@ def app_of(
     served = Served(
         engine=engine,
         text=Text.load(engine.facts.folder),
-        model_name=config.model,
+        model_name=config.served_model_name or config.model,
         pause_timeout_s=config.pause_timeout_s,
         bridge_file=bridge_file,
     )

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from treadle.config import EngineConfig
@@ -23,6 +24,18 @@ MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 SCHEDULING_FLAG = "--scheduling-policy"
+# Of vLLM's server, which nobody but the engine calls: they would change nothing for clients, or close it to the engine.
+_NOT_PASSED = {
+    "--ssl-": "put a proxy that speaks TLS before the engine",
+    "--root-path": "put a proxy before the engine",
+    "--api-key": "--token-file FILE is the engine's own",
+    "--served-model-name": "it is a flag of the engine's own: give it outside of --vllm-args",
+    "--chat-template": "save the template with the model, as chat_template.jinja",
+    "--middleware": "clients speak to the engine, not to vLLM",
+    "--worker-extension-cls": "the engine has one of its own",
+    "--load-format": "the engine loads safetensors itself",
+    "--api-server-count": "one process of vLLM's answers the engine",
+}
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
 
@@ -87,7 +100,11 @@ def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
         )
     if kind == "cuda" and vllm.is_cpu:
         raise ConfigError(f"vLLM {vllm.version} is a build for CPUs", fix="install vllm, or pass --device cpu")
-    if any(word.startswith(SCHEDULING_FLAG) for word in shlex.split(config.vllm_args)):
+    own = shlex.split(config.vllm_args)
+    for word, (flag, fix) in product(own, _NOT_PASSED.items()):
+        if word.startswith(flag):
+            raise ConfigError(f"{word.partition('=')[0]} does not go to vLLM from here", fix=fix)
+    if any(word.startswith(SCHEDULING_FLAG) for word in own):
         raise ConfigError(
             f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
             fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",
@@ -95,7 +112,7 @@ def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
     if config.weights_file is not None and config.tensor_parallel_size > 1:
         raise ConfigError(
             "a model that is split over GPUs cannot share its weights",
-            fix="--tensor-parallel-size 1, or another weight-bridge mode",
+            fix="--tensor-parallel-size 1, or adapters (--weight-bridge-mode lora_only)",
         )
 
 

@@ -35,6 +35,11 @@ _REMEDIES = (
     (r"address already in use", "another program took the port in between: start again"),
     (r"unrecognized arguments|invalid choice", "check --vllm-args"),
     (
+        r"CUDA does not share these weights|pidfd_getfd",
+        "start engine and trainer in one container, and with PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) without "
+        "expandable_segments; or choose another --weight-bridge-mode",
+    ),
+    (
         r"Error in memory profiling",
         "another process freed memory of the GPU while vLLM looked at what is free: start again, or name what it may "
         "take (--vllm-args=--kv-cache-memory-bytes=8G)",

@@ -1,0 +1,35 @@
+"""What is used of vLLM beyond its routes and flags is there in the version that is installed."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+
+def test_a_hold_and_new_weights_reach_its_core_at_once():
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    for method in ("pause_scheduler_async", "call_utility_async"):
+        assert inspect.iscoroutinefunction(getattr(AsyncMPClient, method)), method
+
+
+def test_completions_are_asked_of_its_engine_client_as_numbers():
+    from vllm.inputs import tokens_input
+    from vllm.logprobs import FlatLogprobs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert tokens_input([5, 6], cache_salt="v1") == {"type": "token", "prompt_token_ids": [5, 6], "cache_salt": "v1"}
+    assert {"lora_request", "priority"} <= set(inspect.signature(AsyncLLM.generate).parameters)
+    assert {"flat_logprobs", "detokenize", "output_kind"} <= set(inspect.signature(SamplingParams).parameters)
+    assert {"start_indices", "end_indices", "token_ids", "logprobs"} <= {field.name for field in fields(FlatLogprobs)}
+
+
+def test_a_cpu_computes_adapters_by_a_class_that_can_be_replaced():
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("only a CPU's is replaced")
+    assert "PunicaWrapper" in current_platform.get_punica_wrapper()
