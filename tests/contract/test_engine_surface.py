@@ -870,6 +870,19 @@ def test_an_adapter_without_a_version_serves_as_the_next_one(surface, tmp_path, 
     check_against_plain(surface, answer, adapter=adapter)
 
 
+def test_an_adapters_matrices_are_told_as_the_engine_computes_with_them(surface, tmp_path, no_adapters_left):
+    adapter = write_adapter(surface.folder, tmp_path / "told", seed=6)
+    surface.post("/lora/load", adapter_path=str(adapter), adapter_name="told")
+    scale = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"] / 4
+    expected = {}
+    for name, weight in load_file(adapter / "adapter_model.safetensors").items():
+        short = name.removeprefix("base_model.model.").removesuffix(".weight")
+        expected[short] = fingerprint(weight * scale if short.endswith("lora_B") else weight, 3)
+    answer = surface.post("/bridge/fingerprints", policy_version=3, adapter="told")
+    assert answer.json()["fingerprints"] == expected
+    assert surface.post("/bridge/fingerprints", policy_version=3, adapter="nobody").status_code == 400
+
+
 def test_unloading_goes_back_to_the_model_itself(surface, tmp_path, no_adapters_left):
     base = surface.generate(temperature=0.0)["token_ids"]
     adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=3, rank=8)

@@ -27,6 +27,21 @@ def test_completions_are_asked_of_its_engine_client_as_numbers():
     assert {"start_indices", "end_indices", "token_ids", "logprobs"} <= {field.name for field in fields(FlatLogprobs)}
 
 
+def test_an_adapters_matrices_are_where_its_manager_keeps_them():
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    assert "adapter_id" in inspect.signature(LoRAModelManager.get_adapter).parameters
+    assert "self.packed_modules" in inspect.getsource(LoRAModelManager.__init__)
+    assert "_adapter_manager" in WorkerLoRAManager.__annotations__ or "_adapter_manager" in inspect.getsource(
+        WorkerLoRAManager
+    )
+    assert "self.lora_manager" in inspect.getsource(LoRAModelRunnerMixin)
+    assert {"lora_a", "lora_b"} <= set(inspect.signature(LoRALayerWeights.__init__).parameters)
+
+
 def test_a_cpu_computes_adapters_by_a_class_that_can_be_replaced():
     from vllm.platforms import current_platform
 

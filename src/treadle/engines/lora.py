@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from peft.functional import delete_adapter, set_adapter
 from peft.tuners.lora import LoraLayer
@@ -149,6 +150,14 @@ class Adapters:
     def remove(self, name: str) -> None:
         delete_adapter(self._model, _key(name), prefix="lora_")
         getattr(self._model, "peft_config", {}).pop(_key(name), None)
+
+    def matrices(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer that it changes, in this number format, B times its scale."""
+        key = _key(name)
+        for place, layer in self._model.named_modules() if self._is_wrapped else ():
+            if isinstance(layer, LoraLayer) and key in layer.lora_A:
+                yield f"{place}.lora_A", layer.lora_A[key].weight.to(dtype)
+                yield f"{place}.lora_B", layer.lora_B[key].weight.to(dtype) * layer.scaling[key]
 
     def _layers(self) -> list[Any]:
         return [m for m in self._model.modules() if isinstance(m, LoraLayer)] if self._is_wrapped else []

@@ -156,8 +156,9 @@ class Engine(Protocol):
     async def layout(self) -> Layout | None:
         """Where the weights lie that a trainer may write; None: this engine shares none."""
 
-    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
-        """By the name a trainer knows each weight by (sync/fingerprint.py). May be asked while held."""
+    async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
+        """By the name a trainer knows each weight by (sync/fingerprint.py), or each matrix of an adapter
+        (wire/bridge.py, AskFingerprints). May be asked while held."""
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
         """Take the weights of a saved model (or only those in it that changed); what runs goes on under them. Without

@@ -168,9 +168,13 @@ class TransformersServer:
     async def layout(self) -> Layout | None:
         return self._engine.layout
 
-    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
+    async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
         def read() -> dict[str, str]:
-            return fingerprints(self._engine.weights.items(), policy_version)
+            if adapter is None:
+                return fingerprints(self._engine.weights.items(), policy_version)
+            if adapter not in self._scheduler.adapters:
+                raise RequestError(f"no adapter '{adapter}' is loaded", fix="GET /lora/status lists what is")
+            return fingerprints(self._engine.adapters.matrices(adapter, self._engine.model.dtype), policy_version)
 
         return await self._between_tokens(read)
 

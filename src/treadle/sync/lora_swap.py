@@ -35,7 +35,7 @@ class LoraSwapSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
-        self._proof = Proof(config, self._engine, compares_weights=False)
+        self._proof = Proof(config, self._engine, compares="adapter")
         self._live = LiveFolder(config)
         self._kept: list[str] = []  # adapters that stay loaded
         self._life = secrets.token_hex(3)  # a run that goes on after a crash must not use a name again
@@ -44,26 +44,26 @@ class LoraSwapSync:
         return attach_adapters(self._config, self._engine)
 
     def settle(self) -> None:
-        """All is known when a publish returns."""
+        self._proof.settle()
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._proof.settle()
         started = time.monotonic()
         policy.write_live_weights()
-        expected = self._proof.expect(policy, version)
         folder = policy.save_adapter(self._live.prepare(), f"adapter_v{version}")
         body = LoadAdapter(
             adapter_path=str(folder), adapter_name=f"adapter_v{version}-{self._life}", policy_version=version
         )
         loaded = self._engine.post("/lora/load", body, LoadedAdapter)
         sent = time.monotonic()
-        verified = self._proof.check(expected, loaded.policy_version)
+        verified = self._proof.verify(policy, version, loaded.policy_version, loaded.adapter_name)
         num_bytes = self._live.arrived(folder)
         self._kept = [*self._kept, loaded.adapter_name][-KEPT:]
         self._unload_older()
         return Receipt(
             version=version,
             wait_s=0.0,
-            write_s=sent - started - expected.seconds,
+            write_s=sent - started,
             num_bytes=num_bytes,
             verified=verified,
         )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
@@ -29,6 +30,9 @@ from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 
 OTHER_TEXT = 1
 NUM_NAMED = 3
+NOT_LOADED = "the engine did not load this adapter, or another one answers for it"
+LOOK_AT_ADAPTERS = "look at GET /lora/status of the engine and at its log"
+Compared = Literal["weights", "adapter"]
 _ASK_AGAIN = "restart the engine, then treadle run --resume"
 
 
@@ -46,7 +50,7 @@ class Expected:
 
 
 class Proof:
-    """`compares_weights`: the engine's weights are to be the trainer's, tensor for tensor (not so with adapters).
+    """`compares`: what is to be the trainer's in the engine, tensor for tensor: all weights, or an adapter's matrices.
     `is_checked_later`: the policy may have moved on when the engine answers.
 
     Fingerprints are compared at every publish. The canary, which is two prefills at the engine and a forward here, is
@@ -57,11 +61,11 @@ class Proof:
     """
 
     def __init__(
-        self, config: TrainConfig, engine: EngineLink, *, compares_weights: bool, is_checked_later: bool = False
+        self, config: TrainConfig, engine: EngineLink, *, compares: Compared = "weights", is_checked_later: bool = False
     ) -> None:
         self._config = config
         self._engine = engine
-        self._compares_weights = compares_weights
+        self._compares = compares
         self._is_checked_later = is_checked_later
         self._standing = StandingWeights()
         self._canary_due = -math.inf  # on the monotonic clock
@@ -72,7 +76,9 @@ class Proof:
         """After the live weights were written, and before they change again."""
         started = time.monotonic()
         own = canary = other_canary = None
-        if self._config.verify_publish and self._compares_weights:
+        if self._config.verify_publish and self._compares == "adapter":
+            own = begin_fingerprints(policy.served_adapter(), version, self._standing)
+        elif self._config.verify_publish:
             standing = None if policy.merges_adapters else self._standing
             own = begin_fingerprints(policy.served_weights(), version, standing)
         if self._config.verify_publish and self._asks_canary(version):
@@ -92,7 +98,7 @@ class Proof:
         is_due = time.monotonic() >= self._canary_due or self._config.canary_share == 1
         return is_due or version >= self._config.steps
 
-    def verify(self, policy: Publishable, version: int, echoed_version: int) -> Verified:
+    def verify(self, policy: Publishable, version: int, echoed_version: int, adapter: str | None = None) -> Verified:
         """For an engine that serves the new weights now. With a canary all is known when it returns, else when it is
         settled."""
         refuse_other_version(self._engine, version, echoed_version)
@@ -100,7 +106,7 @@ class Proof:
             return NOT_VERIFIED
         started = time.monotonic()
         expected = self.expect(policy, version)  # first: a thread that asks meanwhile would hold it up
-        answer = in_background("asking for fingerprints", partial(self._ask_fingerprints, version))
+        answer = in_background("asking for fingerprints", partial(self._ask_fingerprints, version, adapter))
         if expected.canary is not None:
             verified = self.check(expected, echoed_version, answer.result)
         else:
@@ -119,33 +125,38 @@ class Proof:
         self._settling_s = time.monotonic() - started
 
     def check(
-        self, expected: Expected, echoed_version: int, read_engines: Callable[[], Fingerprints | None] | None = None
+        self,
+        expected: Expected,
+        echoed_version: int,
+        read_engines: Callable[[], Fingerprints] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> Verified:
         """Raises SyncError. `echoed_version` is what the engine answered to the publish itself."""
         refuse_other_version(self._engine, expected.version, echoed_version)
         if not self._config.verify_publish:
             return NOT_VERIFIED
         started = time.monotonic()
-        self._compare_answer(expected, read_engines or partial(self._ask_fingerprints, expected.version))
+        self._compare_answer(expected, read_engines or partial(self._ask_fingerprints, expected.version, adapter))
         difference = None if expected.canary is None else self._compare_canary(expected, expected.canary)
         seconds = expected.seconds + time.monotonic() - started
         if difference is None:
             return Verified(seconds=seconds)
         return Verified(seconds=seconds, canary_mean=difference.mean, canary_max=difference.max)
 
-    def _compare_answer(self, expected: Expected, read_engines: Callable[[], Fingerprints | None]) -> None:
-        engines = read_engines()
-        if expected.fingerprints is not None and engines is not None:
-            self._compare_weights(expected, expected.fingerprints(), engines)
+    def _compare_answer(self, expected: Expected, read_engines: Callable[[], Fingerprints]) -> None:
+        if expected.fingerprints is not None:
+            self._compare_weights(expected, expected.fingerprints(), read_engines())
 
-    def _ask_fingerprints(self, version: int) -> Fingerprints | None:
-        if not (self._config.verify_publish and self._compares_weights):
-            return None
-        return self._engine.post("/bridge/fingerprints", AskFingerprints(policy_version=version), Fingerprints)
+    def _ask_fingerprints(self, version: int, adapter: str | None) -> Fingerprints:
+        question = AskFingerprints(policy_version=version, adapter=adapter)
+        return self._engine.post("/bridge/fingerprints", question, Fingerprints)
 
     def _compare_weights(self, expected: Expected, own: Mapping[str, str], engines: Fingerprints) -> None:
         if engines.fingerprints == own:
             return
+        if self._compares == "adapter" and not own.keys() & engines.fingerprints.keys():
+            raise SyncError(f"after the publish of version {expected.version}, {NOT_LOADED}", fix=LOOK_AT_ADAPTERS)
         info = self._engine.get("/bridge/info", BridgeInfo)
         message, fix = explain(own, engines.fingerprints, own_dtype=expected.dtype, engine_dtype=info.dtype)
         raise SyncError(f"after the publish of version {expected.version}, {message}", fix=fix)
@@ -173,11 +184,8 @@ class Proof:
                 "weights",
                 "an engine of ours drops its caches at a publish; switch off prefix caching at a foreign one",
             )
-        if expected.fingerprints is None:
-            return (
-                "the engine did not load this adapter, or another one answers for it",
-                "look at GET /lora/status of the engine and at its log",
-            )
+        if self._compares == "adapter":
+            return NOT_LOADED, LOOK_AT_ADAPTERS
         return (
             "its weights are the trainer's, so it computes with them differently: another number format, another "
             "revision of the model's code, or an adapter that is still loaded",

@@ -45,6 +45,10 @@ class Publishable(Protocol):
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine has after this publish, by name; adapters are merged into them."""
 
+    def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's matrices as an engine computes with them (wire/bridge.py, AskFingerprints); they stay where
+        they are from one publish to the next."""
+
     def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
         """Under the live weights, without a gradient."""
 

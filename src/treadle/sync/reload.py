@@ -18,7 +18,7 @@ class ReloadSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
-        self._proof = Proof(config, self._engine, compares_weights=True)
+        self._proof = Proof(config, self._engine)
         self._live = LiveFolder(config)
 
     def attach(self) -> Attached:

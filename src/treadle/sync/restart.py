@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from treadle.config import TrainConfig
@@ -31,7 +32,9 @@ class RestartSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
-        self._proof = Proof(config, self._engine, compares_weights=not self.publishes_adapters, is_checked_later=True)
+        self._proof = Proof(
+            config, self._engine, compares="adapter" if self.publishes_adapters else "weights", is_checked_later=True
+        )
         self._live = LiveFolder(config)
         self._base = Path(config.model)
         self._served: int | None = None  # None: nothing was published yet
@@ -54,6 +57,8 @@ class RestartSync:
         expected = self._proof.expect(policy, version)
         num_bytes = 0
         if self._serves_this_already(version):
+            if self.publishes_adapters:
+                expected = replace(expected, fingerprints=None)  # it has none yet, and ours changes nothing
             self._served, verified = version, self._proof.check(expected, version)
         else:
             folder = self._save(policy, version)
@@ -92,7 +97,9 @@ class RestartSync:
         def restart() -> None:
             try:
                 updated = self._engine.post("/bridge/restart", body, Updated)
-                future.set_result((updated.policy_version, self._proof.check(expected, updated.policy_version)))
+                served = updated.policy_version
+                loaded = folder.name if self.publishes_adapters else None  # what the engine calls it
+                future.set_result((served, self._proof.check(expected, served, adapter=loaded)))
                 log.info("engine_restarted", policy_version=updated.policy_version, seconds=updated.seconds)
             except BaseException as error:  # it is raised where the publish is settled
                 future.set_exception(error)

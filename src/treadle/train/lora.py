@@ -108,6 +108,27 @@ def merged_weights(adapted: PeftModel) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.weight", (weight.float() + layer.get_delta_weight(ADAPTER)).to(weight.dtype)
 
 
+class ServedAdapter:
+    """The adapters as an engine computes with them: rounded to its number format, B times the scale."""
+
+    def __init__(self, adapted: PeftModel, dtype: torch.dtype) -> None:
+        self._sources: list[Tensor] = []
+        self._scales: list[float] = []
+        self.named: dict[str, Tensor] = {}
+        for name, layer in _adapted_layers(adapted):
+            for part, scale in (("lora_A", 1.0), ("lora_B", float(layer.scaling[ADAPTER]))):
+                weight: Tensor = getattr(layer, part)[ADAPTER].weight.detach()
+                self._sources.append(weight)
+                self._scales.append(scale)
+                self.named[f"{name}.{part}"] = torch.empty_like(weight, dtype=dtype)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        own = list(self.named.values())
+        torch._foreach_copy_(own, self._sources)
+        torch._foreach_mul_(own, self._scales)
+
+
 def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:
     """The layers that have an adapter, by their original names."""
     for name, module in adapted.get_base_model().named_modules():

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -38,6 +38,9 @@ from treadle.train.self_test import ask_the_model, check_agreement, packed_sampl
 from treadle.train.speed import prepare_layers, use_fused_kernels
 from treadle.train.trainable import choose_trainable
 
+if TYPE_CHECKING:
+    from treadle.train.lora import ServedAdapter
+
 
 class Policy:
     """`score(micro)` gives logprobs; backward leaves gradients on `live`, for the optimizer's hooks to take."""
@@ -56,6 +59,7 @@ class Policy:
         self.model = model
         self.ranks = ranks
         self.adapter: Any | None = None
+        self._served_adapter: ServedAdapter | None = None
         self._config = config
         self._folder = folder or Path(model.name_or_path)  # of the model that training began with
         self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
@@ -163,6 +167,14 @@ class Policy:
         for name, parameter in self.weights.items():
             if name not in merged:
                 yield name, parameter.detach()
+
+    def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        from treadle.train.lora import ServedAdapter
+
+        if self._served_adapter is None:
+            self._served_adapter = ServedAdapter(self.adapter, self.dtype)
+        self._served_adapter.renew()
+        yield from self._served_adapter.named.items()
 
     def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
         """One text by itself, through the same packed forward as training.

@@ -62,9 +62,11 @@ class BridgeInfo(msgspec.Struct, kw_only=True):
 
 class AskFingerprints(msgspec.Struct, kw_only=True):
     """POST /bridge/fingerprints: of which version; with every version another part of each weight is read
-    (sync/fingerprint.py)."""
+    (sync/fingerprint.py). With an adapter: of its matrices (`MODULE.lora_A`, `MODULE.lora_B`), in the engine's number
+    format, B times the adapter's scale."""
 
     policy_version: int
+    adapter: str | None = None
 
 
 class Fingerprints(msgspec.Struct, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 import time
 from concurrent.futures import wait
@@ -45,7 +46,8 @@ class Faults:
     swaps: tuple[str, str] | None = None  # two weights that are loaded into each other's place
     keeps_cache: bool = False  # answers from what it computed under earlier weights
     recasts: torch.dtype | None = None  # loads into another number format
-    ignores_adapters: bool = False
+    ignores_adapters: bool = False  # keeps the one before
+    leaves_adapters: bool = False  # has them, and computes without
     version_error: int = 0
     hangs_in: str = ""
     fails_in: str = ""
@@ -63,6 +65,7 @@ class SmallEngine:
         self.version, self.is_paused = 0, False
         self.calls, self.tokens, self.names_used, self.adapters = [], [], [], {}
         self._cache = {}
+        self._adapter_path = None
         self._receiver = Receiver()
         self._load(self.folder)
 
@@ -112,6 +115,8 @@ class SmallEngine:
 
     def fingerprints(self, body):
         version = body["policy_version"]
+        if body.get("adapter") is not None:
+            return Fingerprints(policy_version=self.version, fingerprints=self._adapter_fingerprints(version))
         found = {name: fingerprint(p, version) for name, p in self.base.named_parameters()}
         return Fingerprints(policy_version=self.version, fingerprints=found)
 
@@ -150,7 +155,8 @@ class SmallEngine:
         assert Path(body["adapter_path"]).is_absolute()
         assert body["adapter_name"] not in self.names_used, "a name that was used before"
         if not self.faults.ignores_adapters:
-            self.served = self._with_adapter(body["adapter_path"])
+            adapted = self._with_adapter(body["adapter_path"])
+            self.served = self.base if self.faults.leaves_adapters else adapted
         self.names_used.append(body["adapter_name"])
         self.adapters[body["adapter_name"]] = body["policy_version"]
         self._serve_version(body["policy_version"])
@@ -167,7 +173,21 @@ class SmallEngine:
         return {"status": "ok", "previous_name": self.adapters.pop(body["adapter_name"])}
 
     def _with_adapter(self, path):
+        self._adapter_path = Path(path)
         return PeftModel.from_pretrained(copy.deepcopy(self.base), path).merge_and_unload()
+
+    def _adapter_fingerprints(self, version):
+        """Of the newest that it computes with, read from its files."""
+        if self._adapter_path is None:
+            return {}
+        told = json.loads((self._adapter_path / "adapter_config.json").read_text())
+        scale, found = told["lora_alpha"] / told["r"], {}
+        for name, weight in load_file(self._adapter_path / "adapter_model.safetensors").items():
+            short = name.removeprefix("base_model.model.").removesuffix(".weight")
+            if not (self.faults.skips and short.endswith(self.faults.skips)):
+                matrix = weight.to(self.base.dtype)
+                found[short] = fingerprint(matrix * scale if short.endswith("lora_B") else matrix, version)
+        return found
 
     @torch.no_grad()
     def generate(self, body):

@@ -20,6 +20,7 @@ from treadle.wire.bridge import BridgeInfo
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 RELOAD = {"weight_bridge_mode": "reload"}
+LORA = {"weight_bridge_mode": "lora_only"}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,14 @@ def folder(tmp_path_factory):
         (Faults(version_error=1), RELOAD, r"says that it serves version 2 after a publish of 1"),
         (Faults(version_error=1), {}, r"says that it serves version 2 after a publish of 1"),
         (Faults(fails_in="/reload_weights"), RELOAD, r"failed in POST /reload_weights \(500\): the card is gone"),
-        (Faults(version_error=-1), {"weight_bridge_mode": "lora_only"}, r"serves version 0 after a publish of 1"),
+        (Faults(version_error=-1), LORA, r"serves version 0 after a publish of 1"),
+        (Faults(ignores_adapters=True), LORA,
+         r"weights differ, model\.layers\.0\.self_attn\.q_proj\.lora_.*: the engine has other weights than were"),
+        (Faults(skips="layers.1.self_attn.q_proj.lora_B"), LORA,
+         r"the engine has no model\.layers\.1\.self_attn\.q_proj\.lora_B"),
     ],
     ids=["skipped", "half written", "swapped halves", "not loaded", "dtype", "version", "version, one copy", "fails",
-         "adapter not served"],
+         "adapter not served", "adapter before", "half an adapter"],
 )  # fmt: skip
 def test_a_publish_that_went_wrong_is_caught_and_named(folder, tmp_path, faults, settings, words):
     engine = SmallEngine(folder, weights_file=None if settings else tmp_path / "shared.weights")
@@ -82,7 +87,7 @@ def test_an_adapter_that_does_not_answer_is_caught_by_the_canary(folder, tmp_pat
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, canary_share=1, weight_bridge_mode="lora_only")
         with pytest.raises(SyncError, match="the engine did not load this adapter") as error:
-            publish_with_canaries(trainer, engine, Faults(ignores_adapters=True))
+            publish_with_canaries(trainer, engine, Faults(leaves_adapters=True))
     print(error.value)
 
 

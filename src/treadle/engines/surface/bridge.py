@@ -118,7 +118,7 @@ class BridgeRoutes:
 
     async def fingerprints(self, http: HttpRequest) -> Response:
         body = await decode(http, AskFingerprints)
-        found = await self._engine.fingerprints(body.policy_version)
+        found = await self._engine.fingerprints(body.policy_version, body.adapter)
         return json_answer(Fingerprints(policy_version=body.policy_version, fingerprints=dict(found)))
 
     async def join(self, http: HttpRequest) -> Response:

@@ -53,6 +53,10 @@ class AdapterBook:
         if entry.adapter is self.serving:
             self.serving = None
 
+    def served_name(self, name: str) -> str:
+        """In vLLM."""
+        return self._find(name).served_name
+
     def borrow(self, name: str | None) -> tuple[Adapter, str] | None:
         """The adapter for a request, and vLLM's name for it; to be given back. None: the base model."""
         if name is None and self.serving is None:

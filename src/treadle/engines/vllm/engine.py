@@ -36,7 +36,7 @@ from treadle.engines.vllm.adapter_loading import AdapterLoading
 from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
 from treadle.engines.vllm.change_line import ChangeLine, tell_failure
-from treadle.engines.vllm.client import VllmClient
+from treadle.engines.vllm.client import VllmClient, agreed_answer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import Order, as_deltas, as_generation, num_asked, order_of
 from treadle.engines.vllm.door import Door, Pass
@@ -154,7 +154,11 @@ class VllmEngine:
             return None
         return msgspec.convert(plain, Layout)
 
-    async def fingerprints(self, policy_version: int) -> Mapping[str, str]:
+    async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
+        if adapter is not None:
+            order = {"name": self._adapters.book.served_name(adapter), "policy_version": policy_version}
+            answers = await self._client.call("/treadle/adapter", order)
+            return msgspec.convert(agreed_answer("treadle_adapter_fingerprints", answers), dict[str, str])
         async with self._fingerprinting:
             await self._client.rpc("treadle_begin_fingerprints", policy_version=policy_version)
             found = await self._client.rpc("treadle_read_fingerprints", policy_version=policy_version)

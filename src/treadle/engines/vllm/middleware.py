@@ -1,10 +1,11 @@
-"""Inside vLLM's API process: routes that we do not use are closed, and five of ours are added.
+"""Inside vLLM's API process: routes that we do not use are closed, and six of ours are added.
 
     POST /treadle/generate {"prompt_ids": [...], ...}       completions: see generating.py
     POST /treadle/hold     {"mode": "keep", ...}            no token is sampled from here on, and no GPU computes one
     POST /treadle/release  {"has_new_weights": true, ...}   go on; with new weights, what was cached is dropped first
     POST /treadle/adopt    {"gate": ..., "number": ...}     stand still at the gate until a trainer has written, go on
     POST /treadle/rpc      {"method": ..., "kwargs": {...}}      one of our worker's methods (worker.py)
+    POST /treadle/adapter  {"name": ..., "policy_version": 4}     fingerprints of an adapter
 
 vLLM is asked through its engine client's own methods (but see _pause), and its list of models for adapters. Every call
 needs the key, also those that vLLM would let pass.
@@ -61,6 +62,7 @@ class TreadleRoutes:
             "/treadle/release": _release,
             "/treadle/adopt": _adopt,
             "/treadle/rpc": _rpc,
+            "/treadle/adapter": _adapter,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +90,7 @@ class TreadleRoutes:
     async def _answer(self, handler: _Handler, scope: Scope, receive: Receive) -> Response:
         try:
             body = json.loads(await Request(scope, receive).body() or b"{}")
-            return JSONResponse(await handler(scope["app"].state.engine_client, body))
+            return JSONResponse(await handler(scope["app"].state, body))
         except Exception as error:  # vLLM's errors have no common base; the engine's client must hear of each
             return _error(500, f"{type(error).__name__}: {error}")
 
@@ -103,7 +105,8 @@ async def _generate(scope: Scope, receive: Receive) -> Response:
         return _error(*failure_of(error))
 
 
-async def _hold(client: Any, body: dict[str, Any]) -> dict[str, float]:
+async def _hold(state: Any, body: dict[str, Any]) -> dict[str, float]:
+    client = state.engine_client
     await _pause(client, body["mode"])
     held_at = time.monotonic()
     if body["settles"]:
@@ -124,7 +127,8 @@ async def _pause(client: Any, mode: str) -> None:
         await at_once(mode=mode, clear_cache=False)
 
 
-async def _release(client: Any, body: dict[str, Any]) -> dict[str, float]:
+async def _release(state: Any, body: dict[str, Any]) -> dict[str, float]:
+    client = state.engine_client
     if body["has_new_weights"]:
         # Requests that were frozen are computed again from their tokens, under the new weights.
         await client.reset_prefix_cache(reset_running_requests=True)
@@ -133,7 +137,7 @@ async def _release(client: Any, body: dict[str, Any]) -> dict[str, float]:
     return {"released_at": time.monotonic()}
 
 
-async def _adopt(client: Any, body: dict[str, Any]) -> Any:
+async def _adopt(state: Any, body: dict[str, Any]) -> Any:
     """Both calls are sent before either is answered. vLLM takes them in this order, and takes all that has come before
     it computes on; the worker goes on only when the second is sent. So no token is computed in between: under new
     weights, with what was cached under the old ones.
@@ -141,7 +145,7 @@ async def _adopt(client: Any, body: dict[str, Any]) -> Any:
     A turn of a busy event loop takes milliseconds, in which the worker would stand still. Each call is sent in its
     first turn; what is to happen soon after them happens in the same one.
     """
-    order = {"gate": body["gate"], "number": body["number"]}
+    client, order = state.engine_client, {"gate": body["gate"], "number": body["number"]}
     drop, num_turns = _drop_caches(client)
     gate = Gate(Path(body["gate"]))
     standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
@@ -171,10 +175,17 @@ def _drop_caches(client: Any) -> tuple[Awaitable[Any], int]:
     return at_once("reset_prefix_cache", reset_running_requests, reset_connector), 0
 
 
-async def _rpc(client: Any, body: dict[str, Any]) -> Any:
+async def _rpc(state: Any, body: dict[str, Any]) -> Any:
+    client = state.engine_client
     if body["method"] not in WORKER_METHODS:
         raise ValueError(f"{body['method']} is none of our worker's methods")
     return await client.collective_rpc(body["method"], kwargs=body["kwargs"])
+
+
+async def _adapter(state: Any, body: dict[str, Any]) -> Any:
+    number = state.openai_serving_models.lora_requests[body["name"]].lora_int_id
+    kwargs = {"adapter_id": number, "policy_version": body["policy_version"]}
+    return await state.engine_client.collective_rpc("treadle_adapter_fingerprints", kwargs=kwargs)
 
 
 def _error(status: int, message: str) -> Response:

@@ -7,7 +7,7 @@ the way. Weights go by their Hugging Face names here, as views of the rows that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from treadle.engines.vllm import loader  # noqa: F401 (registers the load format
 from treadle.engines.vllm.loader import SHARED_LAYOUT
 from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
+from treadle.sync.fingerprint import StandingWeights, begin_fingerprints, fingerprints
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
 from treadle.sync.gate import Gate
 from treadle.sync.layout import Layout
@@ -45,6 +45,7 @@ class TreadleWorker:
     """Mixed into vLLM's worker class; `get_model` and `model_config` are the worker's own."""
 
     model_config: Any
+    model_runner: Any
     get_model: Callable[[], nn.Module]
 
     @_refusals_as_answers
@@ -72,6 +73,11 @@ class TreadleWorker:
             raise SyncError("vLLM was restarted, or asked for others, while it read its weights", fix="ask again")
         found: dict[str, str] = begun()
         return found
+
+    @_refusals_as_answers
+    def treadle_adapter_fingerprints(self, *, adapter_id: int, policy_version: int) -> Answer:
+        """Of an adapter as vLLM keeps it, beside its device."""
+        return dict(fingerprints(_adapter_matrices(self, adapter_id), policy_version))
 
     @_refusals_as_answers
     def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
@@ -149,6 +155,22 @@ def _slices(worker: TreadleWorker) -> tuple[Slice, ...]:
 def _wanted(folder: str) -> dict[str, Shape]:
     """Names and shapes of the Hugging Face model that a trainer would build."""
     return {name: tuple(p.shape) for name, p in empty_model(Path(folder)).named_parameters()}
+
+
+def _adapter_matrices(worker: TreadleWorker, adapter_id: int) -> Iterator[tuple[str, Tensor]]:
+    """Those of stacked layers are kept together, in the order of their names; B has the scale in it already."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    adapter = manager.get_adapter(adapter_id)
+    if adapter is None:
+        raise SyncError("vLLM has let go of this adapter already", fix="publish less often, or raise --max-cpu-loras")
+    for module, kept in adapter.loras.items():
+        is_stacked = isinstance(kept.lora_a, list)
+        names = manager.packed_modules[module] if is_stacked else [module]
+        pairs = zip(kept.lora_a, kept.lora_b, strict=True) if is_stacked else [(kept.lora_a, kept.lora_b)]
+        for name, (matrix_a, matrix_b) in zip(names, pairs, strict=True):
+            if matrix_a is not None:
+                yield f"{name}.lora_A", matrix_a
+                yield f"{name}.lora_B", matrix_b
 
 
 def _further_names(worker: TreadleWorker) -> dict[str, str]:
