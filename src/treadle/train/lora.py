@@ -121,12 +121,17 @@ class ServedAdapter:
                 self._sources.append(weight)
                 self._scales.append(scale)
                 self.named[f"{name}.{part}"] = torch.empty_like(weight, dtype=dtype)
+        self._wide = [torch.empty_like(source) for source in self._sources]
 
     @torch.no_grad()
     def renew(self) -> None:
+        """Rounded, scaled in fp32, and rounded again: so a product of one tensor and a number is computed. One call for
+        all of them would round the number too, were they not fp32."""
         own = list(self.named.values())
         torch._foreach_copy_(own, self._sources)
-        torch._foreach_mul_(own, self._scales)
+        torch._foreach_copy_(self._wide, own)
+        torch._foreach_mul_(self._wide, self._scales)
+        torch._foreach_copy_(own, self._wide)
 
 
 def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:

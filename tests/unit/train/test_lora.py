@@ -15,7 +15,15 @@ from tests.tiny_model import write_tiny_model
 from treadle.config.train import LoraOptions
 from treadle.errors import ConfigError
 from treadle.train import lora
-from treadle.train.lora import adapter_parameters, add_adapters, merged_weights, original_weights, set_dropout
+from treadle.train.lora import (
+    ServedAdapter,
+    adapter_parameters,
+    add_adapters,
+    base_name,
+    merged_weights,
+    original_weights,
+    set_dropout,
+)
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -107,6 +115,23 @@ def test_a_plain_model_with_the_merged_weights_computes_what_the_adapted_one_doe
     weights = {name: p.detach() for name, p in original_weights(adapted).items()} | dict(merged_weights(adapted))
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(hidden(plain), hidden(adapted.get_base_model()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_served_is_bit_for_bit_what_an_engine_makes_of_the_saved_adapter(folder, dtype):
+    adapted = add_adapters(load(folder), LoraOptions(lora=True, lora_r=24, lora_alpha=32))
+    served = ServedAdapter(adapted, dtype)
+    for _ in range(2):
+        scramble(adapted)
+        served.renew()
+        assert len(served.named) == len(adapter_parameters(adapted))
+        for name, parameter in adapter_parameters(adapted).items():
+            expected = parameter.detach().to(dtype)
+            if "lora_B" in name:
+                expected *= 32 / 24  # as vLLM has it, in place
+            assert torch.equal(served.named[base_name(name).removesuffix(".weight")], expected), name
+        with torch.no_grad():
+            next(iter(adapter_parameters(adapted).values())).add_(1.0)
 
 
 def test_layers_stored_transposed_are_merged_the_right_way():
