@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,20 @@ class Running:
     process: subprocess.Popen
 
 
+VLLM = pytest.param("vllm", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"))
+
+
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
+def engine(request, tmp_path, monkeypatch):
     """This process is the other host."""
+    kind = getattr(request, "param", "transformers")
     for name, value in (AS_TWO_HOSTS | {"NCCL_HOSTID": "engine"}).items():
         monkeypatch.setenv(name, value)  # before either process uses NCCL
     folder = write_tiny_model(tmp_path / "model", hidden_size=256)
     port, log = free_port(), tmp_path / "engine.log"
-    flags = ("--engine", "transformers", "--model", str(folder), "--port", str(port), "--dtype", "bfloat16",
-             "--device", "cuda", "--max-model-len", "256")  # fmt: skip
+    flags = ("--engine", kind, "--model", str(folder), "--port", str(port), "--dtype", "bfloat16",
+             "--device", "cuda", "--max-model-len", "256", "--gpu-memory-utilization", "0.2",
+             "--vllm-args=--kv-cache-memory-bytes=1G")  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with running("engine", *flags, log=log) as process:
         wait_until_healthy(f"{url}/health", process, log, timeout_s=240)
@@ -78,6 +84,7 @@ def change(optimizer):
 
 
 @pytest.mark.parametrize("way", ["auto", "gloo"])
+@pytest.mark.parametrize("engine", ["transformers", VLLM], indirect=True)
 def test_broadcast_weights_are_the_trainers_and_logprobs_agree(engine, way):
     """auto takes NCCL: both are on GPUs, and the engine shares no memory."""
     config, sync, policy, optimizer = attached(engine.url, way)

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment).
+"""Real vLLM, on a CPU in CI. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment).
 
 A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
 it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side.

@@ -241,6 +241,8 @@ def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
 
 def test_one_physical_copy_serves_both_processes(served):
     layout = served(served.engine.layout())
+    if layout.storages:
+        pytest.skip("on a GPU tests/gpu looks at its memory")
     views = map_weights(layout)
     assert sum(v.numel() for v in views.values()) == sum(p.numel() for p in load(served.folder).parameters())
     assert all(torch.isfinite(v).all() for v in views.values())  # read: the pages are in both processes now
