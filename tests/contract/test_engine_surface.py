@@ -868,6 +868,14 @@ def test_an_adapter_without_a_version_serves_as_the_next_one(surface, tmp_path, 
     answer = surface.generate(seed=1)
     assert answer["policy_versions"] == [[before + 1]]
     check_against_plain(surface, answer, adapter=adapter)
+    newer = write_adapter(surface.folder, tmp_path / "step_2", seed=6)
+    assert surface.post("/lora/load", adapter_path=str(newer)).json()["policy_version"] == before + 2
+    back = surface.post("/lora/load", adapter_path=str(adapter), adapter_name="step_1")
+    assert back.status_code == 400, "it is there, and the newer one serves: nothing would change"
+    assert "new name" in back.json()["error"]
+    surface.post("/lora/unload", adapter_name="step_2")
+    again = surface.post("/lora/load", adapter_path=str(newer), adapter_name="step_3")
+    assert again.json()["policy_version"] == before + 3, "no version twice"
 
 
 def test_an_adapters_matrices_are_told_as_the_engine_computes_with_them(surface, tmp_path, no_adapters_left):

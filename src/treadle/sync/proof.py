@@ -19,8 +19,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
+from treadle.log import get_logger
 from treadle.sync.background import in_background
 from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
@@ -28,6 +31,7 @@ from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 from treadle.sync.receipt import NOT_VERIFIED, Publishable, Verified
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 
+log = get_logger("sync")
 OTHER_TEXT = 1
 NUM_NAMED = 3
 NOT_LOADED = "the engine did not load this adapter, or another one answers for it"
@@ -71,6 +75,7 @@ class Proof:
         self._canary_due = -math.inf  # on the monotonic clock
         self._unsettled: Callable[[], None] | None = None  # compares what the engine answers, which it waits for
         self._settling_s = 0.0
+        self._has_told_names = False
 
     def expect(self, policy: Publishable, version: int) -> Expected:
         """After the live weights were written, and before they change again."""
@@ -155,11 +160,28 @@ class Proof:
     def _compare_weights(self, expected: Expected, own: Mapping[str, str], engines: Fingerprints) -> None:
         if engines.fingerprints == own:
             return
-        if self._compares == "adapter" and not own.keys() & engines.fingerprints.keys():
+        if self._compares == "adapter" and not engines.fingerprints:
             raise SyncError(f"after the publish of version {expected.version}, {NOT_LOADED}", fix=LOOK_AT_ADAPTERS)
+        if self._compares == "adapter" and len(own) == len(engines.fingerprints):
+            own, engines = self._with_common_names(own, engines)
+            if engines.fingerprints == own:
+                return
         info = self._engine.get("/bridge/info", BridgeInfo)
         message, fix = explain(own, engines.fingerprints, own_dtype=expected.dtype, engine_dtype=info.dtype)
         raise SyncError(f"after the publish of version {expected.version}, {message}", fix=fix)
+
+    def _with_common_names(
+        self, own: Mapping[str, str], engines: Fingerprints
+    ) -> tuple[Mapping[str, str], Fingerprints]:
+        """vLLM calls some layers of some models by names of its own; of those the canary alone can tell."""
+        common = [name for name in own if name in engines.fingerprints]
+        if len(common) < len(own) and not self._has_told_names:
+            self._has_told_names = True
+            log.warning(
+                "adapter_compared_in_part", number=len(common), of=len(own), reason="the engine names it otherwise"
+            )
+        found = {name: engines.fingerprints[name] for name in common}
+        return {name: own[name] for name in common}, msgspec.structs.replace(engines, fingerprints=found)
 
     def _compare_canary(self, expected: Expected, canary: Canary) -> Difference:
         started = time.monotonic()

@@ -22,6 +22,7 @@ from treadle.config.train import LoraOptions
 from treadle.errors import ConfigError
 from treadle.train.trainable import LAYER_LISTS, check_layers, layer_number
 
+AT_ONCE = 64  # matrices that are there in fp32 a second time
 ADAPTER = "default"  # PEFT can hold several adapters, by name; we have one
 WRAPPED = "base_model.model."  # where PEFT keeps the model it wrapped
 
@@ -121,7 +122,6 @@ class ServedAdapter:
                 self._sources.append(weight)
                 self._scales.append(scale)
                 self.named[f"{name}.{part}"] = torch.empty_like(weight, dtype=dtype)
-        self._wide = [torch.empty_like(source) for source in self._sources]
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -129,9 +129,11 @@ class ServedAdapter:
         all of them would round the number too, were they not fp32."""
         own = list(self.named.values())
         torch._foreach_copy_(own, self._sources)
-        torch._foreach_copy_(self._wide, own)
-        torch._foreach_mul_(self._wide, self._scales)
-        torch._foreach_copy_(own, self._wide)
+        for start in range(0, len(own), AT_ONCE):
+            some = own[start : start + AT_ONCE]
+            wide = [matrix.float() for matrix in some]
+            torch._foreach_mul_(wide, self._scales[start : start + AT_ONCE])
+            torch._foreach_copy_(some, wide)
 
 
 def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:

@@ -53,11 +53,14 @@ class Policy:
         folder: Path | None = None,
         shared: dict[str, Tensor] | None = None,
         ranks: Ranks = ALONE,
+        is_the_engines: bool = False,
     ) -> None:
+        """`is_the_engines`: the live weights are the engine's own bytes."""
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
         self.ranks = ranks
+        self.is_the_engines = is_the_engines
         self.adapter: Any | None = None
         self._served_adapter: ServedAdapter | None = None
         self._config = config
@@ -275,7 +278,7 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
     model.tie_weights()  # emptying gives tied parameters two names; they are one parameter
     bind_parameters(model, layout)
     model.to(next(model.parameters()).device)  # its buffers: the parameters are there
-    return Policy(model, config, folder=Path(layout.model))
+    return Policy(model, config, folder=Path(layout.model), is_the_engines=True)
 
 
 def build_policy(engine: Attached, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:

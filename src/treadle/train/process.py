@@ -56,7 +56,9 @@ def run_trainer(config: TrainConfig) -> None:
         try:
             _train(config, ranks, mode, waits, stop, progress)
         except RuntimeError as error:
-            raise (no_room(error, config) or error) from error
+            if (told := no_room(error, config)) is not None:
+                raise told from error
+            raise
     ranks.leave()
 
 
@@ -92,7 +94,7 @@ def _train(
     restored = checkpoints.restore(policy, optimizer)
     if restored.step == 0 and engine.layout is not None:
         _refuse_trained_weights(engine.layout)
-        if engine.has_one_copy and not policy.merges_adapters:
+        if policy.is_the_engines:
             log.info("weights_compared", number=refuse_misplaced(policy.served_weights(), engine.folder))
     metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
     tracker = _open_tracker(config, metrics_file) if ranks.leads else FollowingTracker()

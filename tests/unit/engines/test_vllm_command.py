@@ -118,6 +118,8 @@ def test_flags_of_a_server_that_only_the_engine_calls_are_refused_by_name(words)
     with pytest.raises(ConfigError, match=name):
         command(vllm_args=words)
     assert "--max-num-batched-tokens" in command(vllm_args="--max-num-batched-tokens 9").argv
+    with pytest.raises(ConfigError, match="--api-key"):
+        command(vllm_args="--api_key x")  # vLLM takes both spellings
 
 
 @pytest.mark.parametrize("wanted", [1, 8, 9, 300, 512])

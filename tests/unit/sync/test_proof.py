@@ -282,3 +282,18 @@ def test_a_token_is_sent_with_every_call(folder, tmp_path, monkeypatch):
     with serving(engine) as url:
         Trainer(folder, tmp_path, url).publish(0)
     assert set(engine.tokens) == {"Bearer secret"}
+
+
+def test_layers_that_an_engine_names_otherwise_are_left_to_the_canary(folder, tmp_path, monkeypatch):
+    engine = SmallEngine(folder)
+    told = engine._adapter_fingerprints
+    monkeypatch.setattr(
+        engine, "_adapter_fingerprints", lambda v: {n.replace(".v_proj.", ".w."): f for n, f in told(v).items()}
+    )
+    with serving(engine) as url:
+        trainer = Trainer(folder, tmp_path, url, **LORA)
+        trainer.publish(0)
+        trainer.run(first=1, last=3)
+        engine.faults = Faults(ignores_adapters=True)
+        with pytest.raises(SyncError, match=r"weights differ, .*q_proj\.lora_"):
+            trainer.run(first=4, last=5)

@@ -15,9 +15,11 @@ from starlette.routing import Route
 from treadle.engines.surface.http import NotHere, decode, folder_here, route
 from treadle.engines.surface.served import Served
 from treadle.errors import RequestError
+from treadle.log import get_logger
 from treadle.wire.bridge import LoadAdapter, LoadedAdapter, UnloadAdapter
 from treadle.wire.http_bodies import json_answer
 
+log = get_logger("engine")
 MAX_NAME_CHARS = 200
 
 
@@ -37,6 +39,7 @@ class AdapterRoutes:
     def __init__(self, served: Served) -> None:
         self._served = served
         self._engine = served.engine
+        self._highest = 0  # version that an adapter was loaded as
 
     def routes(self) -> list[Route]:
         changes = {
@@ -109,12 +112,17 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _version_of(self, name: str, wished: int | None) -> int:
-        """Without a version, as Atropos' trainers ask, it is the next one; asked again, the one that it has."""
-        if wished is not None:
-            return wished
-        versions = {adapter.name: adapter.policy_version for adapter in self._engine.adapters()}
-        known = versions.get(name)
-        return self._engine.policy_version + 1 if known is None else known
+        """Without a version, as Atropos' trainers ask, it is one that was never served; asked again, the one it has."""
+        serving = self._engine.serving_adapter
+        if wished is None and serving is not None and serving.name == name and serving.policy_version is not None:
+            return serving.policy_version
+        if wished is None and any(adapter.name == name for adapter in self._engine.adapters()):
+            raise RequestError(f"the adapter '{name}' is loaded already, and does not serve", fix="choose a new name")
+        version = max(self._highest, self._engine.policy_version) + 1 if wished is None else wished
+        self._highest = max(self._highest, version)
+        if wished is None:
+            log.warning("adapter_without_version", name=name, serves_as=version)
+        return version
 
     async def _unload(self, name: str) -> Path:
         known = {adapter.name: adapter for adapter in self._engine.adapters()}

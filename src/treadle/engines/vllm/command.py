@@ -24,6 +24,7 @@ MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 SCHEDULING_FLAG = "--scheduling-policy"
+LOAD_FLAG = "--load-format"
 # Of vLLM's server, which nobody but the engine calls: they would change nothing for clients, or close it to the engine.
 _NOT_PASSED = {
     "--ssl-": "put a proxy that speaks TLS before the engine",
@@ -33,7 +34,7 @@ _NOT_PASSED = {
     "--chat-template": "save the template with the model, as chat_template.jinja",
     "--middleware": "clients speak to the engine, not to vLLM",
     "--worker-extension-cls": "the engine has one of its own",
-    "--load-format": "the engine loads safetensors itself",
+    LOAD_FLAG: "the engine loads safetensors itself where it shares its weights, and on a CPU",
     "--api-server-count": "one process of vLLM's answers the engine",
 }
 _OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
@@ -101,10 +102,11 @@ def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
     if kind == "cuda" and vllm.is_cpu:
         raise ConfigError(f"vLLM {vllm.version} is a build for CPUs", fix="install vllm, or pass --device cpu")
     own = shlex.split(config.vllm_args)
-    for word, (flag, fix) in product(own, _NOT_PASSED.items()):
-        if word.startswith(flag):
-            raise ConfigError(f"{word.partition('=')[0]} does not go to vLLM from here", fix=fix)
-    if any(word.startswith(SCHEDULING_FLAG) for word in own):
+    flags = [word.partition("=")[0].replace("_", "-") for word in own if word.startswith("--")]
+    for given, (flag, fix) in product(flags, _NOT_PASSED.items()):
+        if given.startswith(flag) and (flag != LOAD_FLAG or config.weights_file is not None or vllm.is_cpu):
+            raise ConfigError(f"{given} does not go to vLLM from here", fix=fix)
+    if any(given.startswith(SCHEDULING_FLAG) for given in flags):
         raise ConfigError(
             f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
             fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",

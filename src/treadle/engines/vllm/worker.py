@@ -28,6 +28,7 @@ from treadle.sync.layout import Layout
 from treadle.wire.bridge import JoinGroup
 
 Answer = dict[str, Any] | None
+NOT_COMPARED_FIX = "leave these layers out (--lora-target-modules), or set --verify-publish false"
 
 
 def _refusals_as_answers(method: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -166,7 +167,11 @@ def _adapter_matrices(worker: TreadleWorker, adapter_id: int) -> Iterator[tuple[
     for module, kept in adapter.loras.items():
         is_stacked = isinstance(kept.lora_a, list)
         names = manager.packed_modules[module] if is_stacked else [module]
-        pairs = zip(kept.lora_a, kept.lora_b, strict=True) if is_stacked else [(kept.lora_a, kept.lora_b)]
+        pairs = list(zip(kept.lora_a, kept.lora_b, strict=True)) if is_stacked else [(kept.lora_a, kept.lora_b)]
+        if len(pairs) != len(names):
+            raise SyncError(
+                f"vLLM keeps the adapter of {module} in a form that is not known here", fix=NOT_COMPARED_FIX
+            )
         for name, (matrix_a, matrix_b) in zip(names, pairs, strict=True):
             if matrix_a is not None:
                 yield f"{name}.lora_A", matrix_a
