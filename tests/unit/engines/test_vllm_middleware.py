@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,5 +61,5 @@ def test_the_worker_goes_on_when_the_call_that_drops_caches_is_sent(kind, tmp_pa
 
     monkeypatch.setattr(Gate, "may_go_on", let_go)
     order = {"gate": str(gate), "number": NUMBER, "timeout_s": 5.0}
-    asyncio.run(asyncio.wait_for(middleware._adopt(kind(gate, sent), order), 10))
+    asyncio.run(asyncio.wait_for(middleware._adopt(SimpleNamespace(engine_client=kind(gate, sent)), order), 10))
     assert sent == ["treadle_stand_still", "reset_prefix_cache", "may go on"]
