@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 from treadle.wire.generate import Wave
+
+if TYPE_CHECKING:
+    from treadle.engines.text import Text  # transformers takes seconds to load, and few who look here need it
 
 HoldMode = Literal["keep", "wait", "abort"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -134,6 +137,10 @@ class Engine(Protocol):
 
     @property
     def facts(self) -> EngineFacts: ...
+
+    @property
+    def text(self) -> Text:
+        """Of the model that is served."""
 
     @property
     def policy_version(self) -> int: ...

@@ -28,6 +28,7 @@ from treadle.engines.port import (
 from treadle.engines.receiving import Receiver
 from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
+from treadle.engines.text import Text
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError, SyncError
 from treadle.faults import reach
@@ -52,6 +53,10 @@ class TransformersServer:
         self._receiver = Receiver()
         self._arrival = Arrival()
         self._changing = asyncio.Lock()  # one change of weights or adapters at a time
+
+    @property
+    def text(self) -> Text:
+        return self._engine.text
 
     @property
     def facts(self) -> EngineFacts:

@@ -22,7 +22,6 @@ from treadle.engines.surface.http import refusal, route
 from treadle.engines.surface.metrics import metrics_route
 from treadle.engines.surface.openai_routes import openai_routes
 from treadle.engines.surface.served import Served
-from treadle.engines.text import Text
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.guard import Access, Guard, Rules
 from treadle.wire.http_bodies import json_answer
@@ -73,7 +72,6 @@ def app_of(
 
     served = Served(
         engine=engine,
-        text=Text.load(engine.facts.folder),
         model_name=config.served_model_name or config.model,
         pause_timeout_s=config.pause_timeout_s,
         bridge_file=bridge_file,

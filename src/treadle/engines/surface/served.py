@@ -50,11 +50,14 @@ class Served:
     """One engine, and what the surface knows beside it."""
 
     engine: Engine
-    text: Text
     model_name: str  # as it was asked for at the start
     pause_timeout_s: float
     bridge_file: Path | None = None  # where a trainer can read which weights are shared
     ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def text(self) -> Text:
+        return self.engine.text
 
     async def write_bridge_file(self) -> None:
         if self.bridge_file is None:

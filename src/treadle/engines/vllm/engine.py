@@ -85,7 +85,7 @@ class VllmEngine:
         self._held_at: float | None = None  # by vLLM's clock, which is the machine's
         self._is_restarting = False
         self._is_closed = False
-        self._text = text
+        self.text = text
         self._meter = Meter()
         self._door = Door(self._meter, self._refuse_when_dead)
 
@@ -253,7 +253,7 @@ class VllmEngine:
 
     def _decode(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """A last character that is not whole is left out, as vLLM leaves it out of a stream."""
-        return self._text.decode_after(prompt_ids, token_ids).rstrip(UNFINISHED)
+        return self.text.decode_after(prompt_ids, token_ids).rstrip(UNFINISHED)
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_open
@@ -392,7 +392,7 @@ class VllmEngine:
         self._refuse_when_closed()
         text = await asyncio.to_thread(Text.load, facts.folder)
         await asyncio.to_thread(server.wait_until_it_generates, self._start_timeout_s)
-        self._facts, self._text = facts, text
+        self._facts, self.text = facts, text
         self._meter.go_on()
 
     async def _unload_unused(self) -> None:
