@@ -63,17 +63,20 @@ class StandingWeights:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[object, ...]] = []
+        self._weights: list[Tensor] = []
+        self._addresses: list[int] = []
         self._turns: list[_Turn] = []
 
     def turns(self, weights: list[Tensor]) -> list[_Turn]:
-        places: list[tuple[object, ...]] = [(w.data_ptr(), w.shape, w.stride(), w.dtype, w.device) for w in weights]
-        if places == self._places:
+        addresses = [weight.data_ptr() for weight in weights]  # a tensor may be given other memory
+        if addresses == self._addresses and all(map(_are_alike, weights, self._weights)):
             return self._turns
-        self._places, self._turns = [], []
+        self._weights, self._addresses, self._turns = [], [], []
         turns = [_Turn(turn) for turn in _in_turns(weights, STANDING_TURN_BYTES)]
         if all(_can_be_viewed(weight) for weight in weights):  # of a copy, the next question would get old answers
-            self._places, self._turns = places, turns
+            self._weights, self._addresses, self._turns = weights, addresses, turns
+            for turn in turns:
+                turn.prepare()
         return turns
 
 
@@ -163,6 +166,12 @@ class _Turn:
         self._parts: dict[int, tuple[list[Tensor], _Shares]] = {}
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Every part, so that none of the next publishes is slower than the others."""
+        for part in range(PARTS):
+            self._part(part)
+
+    @torch.inference_mode()
     def begin_sums(self, parts: Sequence[int]) -> Callable[[], list[str]]:
         (blocks, shares), *others = map(self._part, parts)
         end_sums_M, sums_M = self._of_blocks([*self._ends, *blocks]).tensor_split([self._num_ends])
@@ -189,6 +198,13 @@ class _Turn:
         if gathered.is_cuda:
             return (gathered * self._factors).sum(-1)
         return gathered @ self._factors
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """The same tensor, or another that begins where it begins: of the same bytes in the same order?"""
+    if one is other:
+        return True
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _can_be_viewed(weight: Tensor) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -24,8 +25,8 @@ import msgspec
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.log import get_logger
-from treadle.sync.background import in_background
-from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, Difference, ask_canary, prepare_canary
+from treadle.sync.background import Background
+from treadle.sync.canary import MAX_OVER_MEAN, MEAN_BOUNDS, Canary, ask_canary, prepare_canary
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 from treadle.sync.receipt import NOT_VERIFIED, Publishable, Verified
@@ -73,7 +74,8 @@ class Proof:
         self._is_checked_later = is_checked_later
         self._standing = StandingWeights()
         self._canary_due = -math.inf  # on the monotonic clock
-        self._unsettled: Callable[[], None] | None = None  # compares what the engine answers, which it waits for
+        self._comparing = Background("comparing weights")
+        self._unsettled: Future[None] | None = None
         self._settling_s = 0.0
         self._has_told_names = False
 
@@ -111,12 +113,12 @@ class Proof:
             return NOT_VERIFIED
         started = time.monotonic()
         expected = self.expect(policy, version)  # first: a thread that asks meanwhile would hold it up
-        answer = in_background("asking for fingerprints", partial(self._ask_fingerprints, version, adapter))
-        if expected.canary is not None:
-            verified = self.check(expected, echoed_version, answer.result)
+        compared = self._comparing.begin(partial(self._compare_weights, expected, adapter))
+        if expected.canary is None:
+            self._unsettled, verified = compared, Verified()
         else:
-            self._unsettled = partial(self._compare_answer, expected, answer.result)
-            verified = Verified()
+            compared.result()
+            verified = self._ask_canary(expected, expected.canary)
         settling_s, self._settling_s = self._settling_s, 0.0
         return replace(verified, seconds=time.monotonic() - started + settling_s)
 
@@ -124,40 +126,27 @@ class Proof:
         """Before the weights change again: what was wrong with the last publish is raised here."""
         if self._unsettled is None:
             return
-        started, compare = time.monotonic(), self._unsettled
+        started, compared = time.monotonic(), self._unsettled
         self._unsettled = None
-        compare()
+        compared.result()
         self._settling_s = time.monotonic() - started
 
-    def check(
-        self,
-        expected: Expected,
-        echoed_version: int,
-        read_engines: Callable[[], Fingerprints] | None = None,
-        *,
-        adapter: str | None = None,
-    ) -> Verified:
+    def check(self, expected: Expected, echoed_version: int, adapter: str | None = None) -> Verified:
         """Raises SyncError. `echoed_version` is what the engine answered to the publish itself."""
         refuse_other_version(self._engine, expected.version, echoed_version)
         if not self._config.verify_publish:
             return NOT_VERIFIED
         started = time.monotonic()
-        self._compare_answer(expected, read_engines or partial(self._ask_fingerprints, expected.version, adapter))
-        difference = None if expected.canary is None else self._compare_canary(expected, expected.canary)
-        seconds = expected.seconds + time.monotonic() - started
-        if difference is None:
-            return Verified(seconds=seconds)
-        return Verified(seconds=seconds, canary_mean=difference.mean, canary_max=difference.max)
+        self._compare_weights(expected, adapter)
+        verified = Verified() if expected.canary is None else self._ask_canary(expected, expected.canary)
+        return replace(verified, seconds=expected.seconds + time.monotonic() - started)
 
-    def _compare_answer(self, expected: Expected, read_engines: Callable[[], Fingerprints]) -> None:
-        if expected.fingerprints is not None:
-            self._compare_weights(expected, expected.fingerprints(), read_engines())
-
-    def _ask_fingerprints(self, version: int, adapter: str | None) -> Fingerprints:
-        question = AskFingerprints(policy_version=version, adapter=adapter)
-        return self._engine.post("/bridge/fingerprints", question, Fingerprints)
-
-    def _compare_weights(self, expected: Expected, own: Mapping[str, str], engines: Fingerprints) -> None:
+    def _compare_weights(self, expected: Expected, adapter: str | None) -> None:
+        if expected.fingerprints is None:
+            return
+        question = AskFingerprints(policy_version=expected.version, adapter=adapter)
+        engines = self._engine.post("/bridge/fingerprints", question, Fingerprints)
+        own = expected.fingerprints()
         if engines.fingerprints == own:
             return
         if self._compares == "adapter" and not engines.fingerprints:
@@ -183,13 +172,13 @@ class Proof:
         found = {name: engines.fingerprints[name] for name in common}
         return {name: own[name] for name in common}, msgspec.structs.replace(engines, fingerprints=found)
 
-    def _compare_canary(self, expected: Expected, canary: Canary) -> Difference:
+    def _ask_canary(self, expected: Expected, canary: Canary) -> Verified:
         started = time.monotonic()
         difference = ask_canary(self._engine, canary, expected.version)
         now, share = time.monotonic(), self._config.canary_share
         self._canary_due = now + (expected.seconds + now - started) / share if share else math.inf
         if difference.is_within(expected.mean_bound):
-            return difference
+            return Verified(canary_mean=difference.mean, canary_max=difference.max)
         cause, fix = self._why_canary(expected)
         raise SyncError(
             f"after the publish of version {expected.version}, trainer and engine differ by {difference.mean:.3g} nats "

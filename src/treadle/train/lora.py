@@ -114,23 +114,28 @@ class ServedAdapter:
 
     def __init__(self, adapted: PeftModel, dtype: torch.dtype) -> None:
         self._sources: list[Tensor] = []
+        self._scaled: list[Tensor] = []
         self._scales: list[float] = []
         self.named: dict[str, Tensor] = {}
         for name, layer in _adapted_layers(adapted):
-            for part, scale in (("lora_A", 1.0), ("lora_B", float(layer.scaling[ADAPTER]))):
+            for part in ("lora_A", "lora_B"):
                 weight: Tensor = getattr(layer, part)[ADAPTER].weight.detach()
                 self._sources.append(weight)
-                self._scales.append(scale)
                 self.named[f"{name}.{part}"] = torch.empty_like(weight, dtype=dtype)
+            self._scaled.append(self.named[f"{name}.lora_B"])
+            self._scales.append(float(layer.scaling[ADAPTER]))
+        self._are_scales_exact = all(float(torch.tensor(scale, dtype=dtype)) == scale for scale in self._scales)
 
     @torch.no_grad()
     def renew(self) -> None:
         """Rounded, scaled in fp32, and rounded again: so a product of one tensor and a number is computed. One call for
-        all of them would round the number too, were they not fp32."""
-        own = list(self.named.values())
-        torch._foreach_copy_(own, self._sources)
-        for start in range(0, len(own), AT_ONCE):
-            some = own[start : start + AT_ONCE]
+        all of them rounds the number too: a scale that changes by that is multiplied in fp32."""
+        torch._foreach_copy_(list(self.named.values()), self._sources)
+        if self._are_scales_exact:
+            torch._foreach_mul_(self._scaled, self._scales)
+            return
+        for start in range(0, len(self._scaled), AT_ONCE):
+            some = self._scaled[start : start + AT_ONCE]
             wide = [matrix.float() for matrix in some]
             torch._foreach_mul_(wide, self._scales[start : start + AT_ONCE])
             torch._foreach_copy_(some, wide)

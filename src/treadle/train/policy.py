@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,9 +168,14 @@ class Policy:
             for name, weight in merged_weights(self.adapter):
                 merged.add(name)
                 yield name, weight
-        for name, parameter in self.weights.items():
+        for name, weight in self._plain_weights.items():
             if name not in merged:
-                yield name, parameter.detach()
+                yield name, weight
+
+    @cached_property
+    def _plain_weights(self) -> dict[str, Tensor]:
+        """Without their gradients. Nothing gives a parameter other memory once the policy is built."""
+        return {name: parameter.detach() for name, parameter in self.weights.items()}
 
     def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
         from treadle.train.lora import ServedAdapter
