@@ -20,8 +20,9 @@ from treadle.config.schema import RunConfig
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.pace import choose_pace
-from treadle.errors import ConfigError, TreadleError, require
+from treadle.errors import ConfigError, TreadleError, is_out_of_memory, require
 from treadle.launch import folder as run_folders
+from treadle.launch.budget.command import show_what_fits
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import look_at_machine
 from treadle.launch.memory import MemorySampler
@@ -186,6 +187,8 @@ def _run(
         life.live(plain=plain, on_served=page.open if open_page else None)
     except TreadleError as error:
         life.last_words = str(error)
+        if is_out_of_memory(life.last_words):
+            show_what_fits(config, Console(stderr=True))
         if history.read().last_step > 0:
             sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
         raise

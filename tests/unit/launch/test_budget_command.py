@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from treadle import processor
 from treadle.cli import main
+from treadle.config import load_run
+from treadle.launch.budget.command import show_what_fits
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -152,3 +157,33 @@ def test_wrong_input_dies_with_a_remedy(
     assert code == 2
     assert complaint in complained
     assert remedy in complained
+
+
+def shown_after(monkeypatch: pytest.MonkeyPatch, model: str, gpu: tuple[str, int] | None) -> str:
+    monkeypatch.setattr("treadle.launch.budget.request.find_gpu", lambda: gpu)
+    monkeypatch.setattr("treadle.launch.budget.request.host_memory", lambda: 64 * 2**30)
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_what_fits(load_run(None, {"model": model}), console)
+    return console.export_text()
+
+
+def test_after_a_run_that_did_not_fit_its_plan_and_flags_that_fit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = shown_after(monkeypatch, "Qwen3-1.7B", ("H100", 79 * 2**30))
+    assert "does not fit: 3.29 GB too much" in told
+    assert "--train.micro-tokens 8192" in told
+    assert "there is room" not in told
+
+
+@pytest.mark.parametrize("gpu", [None, ("H200", 139 * 2**30)])
+def test_after_a_run_whose_plan_fits_flags_that_take_a_quarter_less_are_shown(
+    monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None
+) -> None:
+    told = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
+    assert "By this plan there is room" in told
+    sizes = [float(size) for size in re.findall(r"(?:total|^ +(?:host|trainer GPU)) +([0-9.]+) GB", told, re.MULTILINE)]
+    assert len(sizes) > 2
+    assert max(sizes[-2:]) <= 0.76 * sizes[0]
+
+
+def test_a_model_of_unknown_shape_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown_after(monkeypatch, "somebody/something", None).startswith("no plan of its memory: the shape of")

@@ -20,7 +20,7 @@ from treadle.launch import folder as run_folders
 from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
-from treadle.launch.job import Life, check_one_model
+from treadle.launch.job import Life, check_one_model, start_run
 from treadle.launch.memory import MemorySampler
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
@@ -210,3 +210,17 @@ def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(mak
     """As vLLM's server is, which the engine process starts."""
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOARD!r}], start_new_session=True)"
     assert memory_while_full(make_spec("engine", starts)).peak_by_process["engine"] > 80_000_000
+
+
+@pytest.mark.parametrize(
+    "words", ["CUDA out of memory. Tried to allocate 2.00 GiB.", "ended by SIGKILL, perhaps out of memory"]
+)
+def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_path, monkeypatch, capsys) -> None:
+    def die(*_: object, **__: object) -> None:
+        raise ProcessDied(f"the trainer ended: {words}", fix="less")
+
+    monkeypatch.setattr(Life, "live", die)
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    with pytest.raises(ProcessDied):
+        start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
+    assert "--train.micro-tokens" in capsys.readouterr().err
