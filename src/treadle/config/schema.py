@@ -34,6 +34,7 @@ class HubConfig(Section):
     max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
     max_age: Count | None = option(None, "groups sampled more than so many policy versions ago are stale; empty: none")
     stale: Literal["drop", "downweight"] = option("drop", "what happens to stale groups")
+    unversioned: Literal["take", "refuse"] = option("take", "groups that do not say which policy version sampled them")
     vocab_size: PositiveInt | None = option(None, "token ids must be below this; empty: as the trainer registers")
     # limits
     queue_limit_groups: PositiveInt = option(10_000, "groups that may wait before posts are answered 503")

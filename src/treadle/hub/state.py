@@ -147,13 +147,14 @@ class HubState:
     def rules(self) -> Rules:
         """What groups that arrive now must agree with."""
         run, num_envs, newest_step = self.store.door_facts()
-        trainer = run.trainer
+        trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
         if trainer is None:
-            return Rules(num_envs=num_envs, vocab_size=self.config.vocab_size)
+            return Rules(num_envs=num_envs, vocab_size=self.config.vocab_size, needs_version=needs_version)
         return Rules(
             num_envs=num_envs,
             vocab_size=self.config.vocab_size or trainer.vocab_size,
             max_token_len=trainer.max_token_len if trainer.max_token_len > 0 else None,
             batch_size=trainer.batch_size if trainer.batch_size > 0 else None,
             newest_version=newest_step,
+            needs_version=needs_version,
         )

@@ -6,6 +6,9 @@ import time
 import zlib
 
 import pytest
+from starlette.testclient import TestClient
+
+from treadle.hub.app import build_app
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -221,3 +224,18 @@ def test_answers_are_compressed_when_asked_for_and_large_enough(client, desk):
     assert "content-encoding" not in client.get("/latest_example", headers={"Accept-Encoding": "gzip;q=0"}).headers
     small = client.get("/status", headers={"Accept-Encoding": "gzip"})
     assert "content-encoding" not in small.headers
+
+
+@pytest.mark.parametrize("has_trainer", [False, True])
+def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, config, clock, desk, has_trainer):
+    strict = config.model_copy(update={"unversioned": "refuse"})
+    if has_trainer:
+        desk.register()
+    with TestClient(build_app(store, strict, clock), str(desk.client.base_url), client=("127.0.0.1", 50_000)) as client:
+        answer = client.post("/scored_data", json=desk.group())
+        assert answer.status_code == 422
+        (problem,) = answer.json()["detail"]
+        assert (problem["type"], problem["loc"]) == ("unknown_version", ["body", "policy_version"])
+        assert client.get("/status").json()["queue_size"] == 0
+        assert client.post("/scored_data", json=desk.group(policy_version=0)).status_code == 200
+        assert client.get("/status").json()["queue_size"] == 1
