@@ -105,13 +105,19 @@ def require(extra: str, *packages: str) -> None:
             raise MissingExtra(f"this needs {package}, which is not installed", fix=f"pip install 'treadle[{extra}]'")
 
 
+_NO_MEMORY = (
+    "MemoryError", "out of memory", "can't allocate memory", "Cannot allocate memory",
+    "No available memory for the cache", "less than desired GPU memory utilization",  # vLLM's words
+)  # fmt: skip
+
+
 def is_out_of_memory(words: str) -> bool:
-    """Whether an error of torch's says so, on a GPU or on a CPU.
+    """Whether an error of torch's, Python's or vLLM's says so, on a GPU or on a CPU.
 
     >>> is_out_of_memory("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     True
     """
-    return any(sign in words for sign in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
+    return any(sign in words for sign in _NO_MEMORY)
 
 
 def as_user_error(error: OSError) -> UserError | None:

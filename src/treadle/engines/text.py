@@ -16,6 +16,11 @@ NUMS_BEFORE = 4, 16  # tokens that a tokenizer may look back at; more where so f
 UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Not where a trainer saved weights alone."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 class Text:
     """`Text.load(folder).encode("Say 7")` -> token ids."""
 

@@ -28,7 +28,7 @@ from treadle.engines.port import (
 from treadle.engines.receiving import Receiver
 from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
-from treadle.engines.text import Text
+from treadle.engines.text import Text, has_tokenizer
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError, SyncError
 from treadle.faults import reach
@@ -241,7 +241,7 @@ class TransformersServer:
     def _begin_anew(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
         """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""
         try:
-            anew = TransformersEngine(self._config, folder, self._engine.text)
+            anew = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the libraries' own: no such model
             raise RequestError(f"{folder} cannot be loaded: {error}", fix="save the model again") from None
         if files is None:

@@ -40,6 +40,7 @@ from treadle.launch.plan import (
 )
 from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.probe import get_json
+from treadle.launch.process import KILLED
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
@@ -188,7 +189,7 @@ def _run(
     except TreadleError as error:
         life.last_words = str(error)
         if is_out_of_memory(life.last_words):
-            show_what_fits(config, Console(stderr=True))
+            show_what_fits(plan.config, Console(stderr=True), of_host=KILLED in life.last_words)
         if history.read().last_step > 0:
             sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
         raise

@@ -81,7 +81,7 @@ def build_plan(
     hub_url = _url(config.hub.host, ports["hub"])
     engine_url = _url(config.engine.host, ports["engine"])
     threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
-    longest = _longest_sequence(config, explicit)
+    longest = longest_sequence(config, explicit)
     derived = {
         "hub.database": run_folder / "hub.sqlite",
         "engine.hub_url": hub_url,
@@ -117,7 +117,7 @@ def build_plan(
     return Plan(resolved, run_folder, specs, hub_url)
 
 
-def _longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
+def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
     """For engine and trainer alike: what the user gave for one of them, else room for a prompt and a completion."""
     given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
     asked = [value for key, value in given.items() if key in explicit]

@@ -15,6 +15,7 @@ from treadle.launch.probe import answers_ok
 from treadle.wire.listening import HANDED_FD
 
 NUM_TAIL_LINES = 20
+KILLED = ", perhaps out of memory"  # what is said of a process that the system has killed
 _USER_ERROR_CODE = 2
 _READY_ANSWER_S = 0.5  # the port is open from the start; the launcher must not stand still while nobody answers
 _OUR_WORDS = re.compile(r"^treadle[\w -]*: (?P<message>.+)$")
@@ -132,5 +133,5 @@ def describe_exit(code: int | None) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = ", perhaps out of memory" if -code == signal.SIGKILL else ""
+    hint = KILLED if -code == signal.SIGKILL else ""
     return f"exit code {code}, ended by {name}{hint}"

@@ -134,6 +134,18 @@ def test_half_an_adapter_is_refused(folder, tmp_path, read):
             read(tmp_path)
 
 
+def test_after_a_restart_text_is_that_of_the_folder_where_it_has_a_tokenizer(server, folder, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=9)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    one, two = list(words)[30:32]
+    words[one], words[two] = words[two], words[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    before = server.text.encode(one), server.text.encode(two)
+    asyncio.run(server.restart(other, None, 4))
+    assert (server.text.encode(two), server.text.encode(one)) == before
+
+
 def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, folder, tmp_path):
     trained = write_tiny_model(tmp_path / "trained", seed=9)
     liar = write_liar(folder, tmp_path / "liar")

@@ -159,30 +159,72 @@ def test_wrong_input_dies_with_a_remedy(
     assert remedy in complained
 
 
-def shown_after(monkeypatch: pytest.MonkeyPatch, model: str, gpu: tuple[str, int] | None) -> str:
+def shown_after(
+    monkeypatch: pytest.MonkeyPatch, model: str, gpu: tuple[str, int] | None, *, of_host: bool = False, **settings: str
+) -> str:
     monkeypatch.setattr("treadle.launch.budget.request.find_gpu", lambda: gpu)
     monkeypatch.setattr("treadle.launch.budget.request.host_memory", lambda: 64 * 2**30)
     console = Console(record=True, width=120, file=io.StringIO())
-    show_what_fits(load_run(None, {"model": model}), console)
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    show_what_fits(load_run(None, {"model": model, **dotted}), console, of_host=of_host)
     return console.export_text()
+
+
+def offered(told: str, place: str) -> list[float]:
+    """Gigabytes of what is offered."""
+    return [float(size) for size in re.findall(rf"^ .*\b{place} ([0-9.]+) GB", told, re.MULTILINE)]
+
+
+def total(told: str) -> float:
+    """Of the first place."""
+    return float(re.findall(r"^total +([0-9.]+) GB", told, re.MULTILINE)[0])
+
+
+H200 = ("H200", 139 * 2**30)
 
 
 def test_after_a_run_that_did_not_fit_its_plan_and_flags_that_fit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     told = shown_after(monkeypatch, "Qwen3-1.7B", ("H100", 79 * 2**30))
     assert "does not fit: 3.29 GB too much" in told
     assert "--train.micro-tokens 8192" in told
+    assert "--train-gpus" not in told  # that is no flag of a run
     assert "there is room" not in told
 
 
-@pytest.mark.parametrize("gpu", [None, ("H200", 139 * 2**30)])
+@pytest.mark.parametrize("has_vllm", [False, True])
+@pytest.mark.parametrize(("gpu", "place"), [(None, "host"), (H200, "trainer GPU")])
 def test_after_a_run_whose_plan_fits_flags_that_take_a_quarter_less_are_shown(
-    monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None
+    monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None, place: str, has_vllm: bool
 ) -> None:
+    monkeypatch.setattr("treadle.launch.budget.request.has_vllm", lambda _: has_vllm and gpu is not None)
     told = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
     assert "By this plan there is room" in told
-    sizes = [float(size) for size in re.findall(r"(?:total|^ +(?:host|trainer GPU)) +([0-9.]+) GB", told, re.MULTILINE)]
-    assert len(sizes) > 2
-    assert max(sizes[-2:]) <= 0.76 * sizes[0]
+    sizes = offered(told, place)
+    assert len(sizes) > 1
+    assert max(sizes) <= 0.755 * total(told)
+    assert "as it is" not in told
+    assert ("--engine.gpu-memory-utilization" in told) == (has_vllm and gpu is not None)
+
+
+def test_after_a_process_was_killed_main_memory_is_what_the_flags_take_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = shown_after(monkeypatch, "Qwen3-0.6B", H200, of_host=True, train__optimizer="adamw_cpu")
+    sizes = offered(told, "host")
+    assert sizes
+    assert max(sizes) <= 0.755 * float(re.findall(r"^total +([0-9.]+) GB", told, re.MULTILINE)[-1])
+
+
+def test_completions_that_need_more_room_than_the_defaults_are_planned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = (
+        total(shown_after(monkeypatch, "Qwen3-0.6B", H200, env__max_token_length=length)) for length in ("512", "8192")
+    )
+    assert long > 1.5 * short
+
+
+@pytest.mark.parametrize("settings", [{"engine__tensor_parallel_size": "2"}, {"engine__device": "cuda:1"}])
+def test_an_engine_on_other_cards_is_planned_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
+    told = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
+    assert "engine GPU" in told
+    assert "with the engine" not in told
 
 
 def test_a_model_of_unknown_shape_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

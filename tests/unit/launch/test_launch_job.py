@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import LlamaConfig
 from written_run import evaluation, step_values, write_run
 
 from tests.e2e.processes import free_port
@@ -212,15 +213,23 @@ def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(mak
     assert memory_while_full(make_spec("engine", starts)).peak_by_process["engine"] > 80_000_000
 
 
-@pytest.mark.parametrize(
-    "words", ["CUDA out of memory. Tried to allocate 2.00 GiB.", "ended by SIGKILL, perhaps out of memory"]
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "exit code -9, ended by SIGKILL, perhaps out of memory",
+    "ValueError: No available memory for the cache blocks.",
+    "ValueError: Free memory on device (1.2/79.1 GiB) is less than desired GPU memory utilization (0.5, 39.5 GiB).",
 )
+
+
+@pytest.mark.parametrize("words", NO_MEMORY)
 def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_path, monkeypatch, capsys) -> None:
     def die(*_: object, **__: object) -> None:
         raise ProcessDied(f"the trainer ended: {words}", fix="less")
 
+    folder = tmp_path / "model"
+    LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16).save_pretrained(folder)
     monkeypatch.setattr(Life, "live", die)
-    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(folder))
     with pytest.raises(ProcessDied):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
     assert "--train.micro-tokens" in capsys.readouterr().err

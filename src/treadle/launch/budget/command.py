@@ -11,13 +11,11 @@ from rich.console import Console
 from treadle.config.schema import RunConfig
 from treadle.errors import TreadleError
 from treadle.launch.budget.accounting import HOST, estimate
-from treadle.launch.budget.cards import Machine
 from treadle.launch.budget.drawing import as_json, show
-from treadle.launch.budget.levers import largest_micro_tokens, suggest
+from treadle.launch.budget.levers import Suggestion, largest_micro_tokens, suggest, take_less
 from treadle.launch.budget.request import add_plan_flags, read_request
-from treadle.launch.budget.result import Budget
 
-LESS = 0.75  # of what was planned: for a run that ended for want of memory although its plan fits
+LESS = 0.75  # of what was planned, for a run that ended for want of memory
 
 
 def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | None = None) -> int:
@@ -33,27 +31,34 @@ def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | N
     return 1 if budget.verdict == "does not fit" else 0
 
 
-def show_what_fits(run: RunConfig, console: Console) -> None:
-    """For a run that ended for want of memory: its plan on this machine, and flags that take less."""
+def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -> None:
+    """For a run that ended for want of memory, `of_host`: of main memory. Its plan on this machine, and flags that take
+    less of it. `run` is the settled configuration."""
     own_flags = argparse.ArgumentParser()
     add_plan_flags(own_flags)
+    values = own_flags.parse_args([])
+    if run.engine.tensor_parallel_size > 1 or _card(run.engine.device) != _card(run.train.device):
+        values._engine_gpus = run.engine.tensor_parallel_size
     try:
-        job, machine = read_request(run, own_flags.parse_args([]))
+        job, machine = read_request(run, values)
     except TreadleError as error:  # of a model whose shape is not known here, say
         console.print(f"no plan of its memory: {error}", style="dim")
         return
     budget = estimate(job, machine)
-    if budget.verdict == "does not fit":
-        show(console, budget, suggest(job, machine), None)
-        return
-    show(console, budget, suggest(job, _with_less(machine, budget)), None)
-    console.print(
-        "By this plan there is room: something else has some of it, or this job needs more than planned. "
-        f"Flags that are named here take {1 - LESS:.0%} less."
-    )
+    has_room = budget.verdict != "does not fit"
+    concerned = [p for p in budget.places if (p.name == HOST) == (of_host or not machine.has_gpu)] if has_room else []
+    offers = take_less(job, machine, {place.name: round(LESS * place.peak) for place in concerned})
+    show(console, budget, [_of_a_run(offer) for offer in offers], None)
+    if has_room:
+        found = f"These flags take {1 - LESS:.0%} less." if offers else "No flags take much less."
+        console.print(f"By this plan there is room: something else has some, or this job needs more. {found}")
 
 
-def _with_less(machine: Machine, budget: Budget) -> Machine:
-    if machine.gpu_bytes is None:
-        return replace(machine, host_bytes=round(LESS * budget.place(HOST).peak))
-    return replace(machine, gpu_bytes=round(LESS * max(p.peak for p in budget.places if p.name != HOST)))
+def _card(device: str) -> str:
+    return device.partition(":")[2] or "0"
+
+
+def _of_a_run(suggestion: Suggestion) -> Suggestion:
+    """As `treadle run` calls it."""
+    own, runs = "--gpu-memory-utilization", "--engine.gpu-memory-utilization"
+    return replace(suggestion, flags=tuple(flag.replace(own, runs) for flag in suggestion.flags))

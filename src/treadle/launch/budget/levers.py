@@ -13,9 +13,10 @@ Every lever has a price in harm, a number without a unit that only orders the an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 
 from treadle.errors import ConfigError
 from treadle.launch.budget.accounting import estimate
@@ -52,6 +53,14 @@ class _Move:
 
 
 _STAY = _Move()
+
+
+def take_less(job: Job, machine: Machine, most: Mapping[str, int]) -> list[Suggestion]:
+    """The least harmful combination for each way of training that fits here and takes at most so many bytes of each of
+    these places, best first."""
+    found = [_least_harm(job, machine, way, most) for way in _ways(job, machine)]
+    as_placed = [s for s in found if s is not None and _placing(s.budget.job) == _placing(job)]
+    return sorted(as_placed, key=lambda suggestion: suggestion.harm)[:MAX_SUGGESTIONS]
 
 
 def suggest(job: Job, machine: Machine) -> list[Suggestion]:
@@ -124,7 +133,9 @@ def _optimizers(job: Job, machine: Machine) -> list[_Move]:
     return [_Move((("optimizer", n),), (f"--train.optimizer {n}",), harm) for n, harm in prices.items()]
 
 
-def _least_harm(job: Job, machine: Machine, way: _Move) -> Suggestion | None:
+def _least_harm(
+    job: Job, machine: Machine, way: _Move, most: Mapping[str, int] = MappingProxyType({})
+) -> Suggestion | None:
     """The cheapest combination of the smaller levers that fits; a tight one when none fits safely."""
     tight: Suggestion | None = None
     for moves in sorted(product(*_small_levers(job, machine)), key=lambda moves: sum(move.harm for move in moves)):
@@ -134,7 +145,7 @@ def _least_harm(job: Job, machine: Machine, way: _Move) -> Suggestion | None:
         except ConfigError:  # so many GPUs do not divide the heads
             return None
         budget = estimate(changed, machine)
-        if budget.verdict == "does not fit":
+        if budget.verdict == "does not fit" or any(p.peak > most.get(p.name, p.peak) for p in budget.places):
             continue
         flags = tuple(flag for move in chosen for flag in move.flags)
         suggestion = Suggestion(flags, sum(move.harm for move in chosen), budget)
@@ -185,6 +196,10 @@ def _smallest_machines(more: list[Suggestion]) -> list[Suggestion]:
         return []
     faithful = [s for s in more if not any("optimizer" in flag or "lora" in flag for flag in s.flags)][:1]
     return [more[0], *(s for s in faithful if s is not more[0])]
+
+
+def _placing(job: Job) -> tuple[int, int]:
+    return job.train_gpus, job.engine_gpus
 
 
 def _num_gpus(job: Job) -> int:

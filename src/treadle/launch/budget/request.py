@@ -12,7 +12,7 @@ from treadle.launch.budget import calibration
 from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.launch.plan import explicit_keys
+from treadle.launch.plan import explicit_keys, longest_sequence
 from treadle.processor import fast_dtype
 
 
@@ -82,10 +82,11 @@ def _machine(run: RunConfig, values: argparse.Namespace) -> Machine:
 
 def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_gpu: bool) -> Job:
     train, engine = run.train.on_device(gpu=has_gpu), run.engine
-    completion = min(run.env.max_token_length, train.seq_len)
+    longest = longest_sequence(run, explicit_keys(run))
+    completion = min(run.env.max_token_length, longest)
     prompt = values._prompt_tokens
     if prompt is None:
-        prompt = calibration.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, train.seq_len - completion))
+        prompt = calibration.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, longest - completion))
     if prompt < 1:
         raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
     has_liger = train.fused_kernels == "liger"
@@ -123,7 +124,7 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         has_reference=train.kl_coef > 0 and train.kl_against == "reference",
         is_reference_offloaded=train.reference_offload,
         max_num_seqs=engine.max_num_seqs,
-        max_model_len=engine.max_model_len,
+        max_model_len=longest,
         gpu_memory_utilization=_utilization(engine, values),
     )
 
