@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,6 +121,41 @@ def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_serv
     assert server.death() is not None
     wait_until_gone([pid])
     assert not scratch.exists()
+
+
+# Healthy, and its first token takes a second: it compiles something.
+SLOW_SERVER = """
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer()
+    def do_POST(self):
+        time.sleep(1.0)
+        self.answer()
+    def answer(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("timeout_s", "is_long_enough"), [(60.0, True), (0.2, False)])
+def test_a_first_token_may_take_what_is_left_of_the_start(tmp_path, monkeypatch, timeout_s, is_long_enough):
+    monkeypatch.setattr("treadle.engines.vllm.server_process.FIRST_TOKEN_S", 0.2)
+    (tmp_path / "scratch").mkdir()
+    place = Place(port=free_port(), api_key="k", scratch=tmp_path / "scratch", cache=tmp_path)
+    server = ServerProcess(ServerCommand((sys.executable, "-c", SLOW_SERVER, str(place.port)), os.environ), place)
+    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", place.port)) == 0)
+    if is_long_enough:
+        server.wait_until_it_generates(timeout_s)
+    else:
+        with pytest.raises(EngineError, match="its first token did not come within 0 s") as refused:
+            server.wait_until_it_generates(timeout_s)
+        assert "--start-timeout-s" in refused.value.fix
+    server.stop()
 
 
 # Its bars as a GPU's vLLM draws them: shards in lines, graphs again and again in one.

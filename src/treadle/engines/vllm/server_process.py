@@ -26,7 +26,7 @@ log = get_logger("engine")
 
 NUM_TAIL_LINES = 20
 STOP_S = guard.GRACE_S + 10.0
-PROBE_TIMEOUT_S = 120.0
+FIRST_TOKEN_S = 120.0  # at least; on a CPU it may have to wait for a compiler
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _SEE_PLAN = "treadle plan says what a run needs and what would make it fit"
@@ -143,7 +143,7 @@ class ServerProcess:
                     )
                 if self._is_stopping.wait(0.1):
                     raise EngineError("vLLM was stopped while it started", fix="start the engine again")
-            self._sample_one_token(client)
+            self._sample_one_token(client, max(FIRST_TOKEN_S, deadline - time.monotonic()))
 
     def _answers(self, client: httpx.Client) -> bool:
         try:
@@ -151,11 +151,17 @@ class ServerProcess:
         except httpx.TransportError:
             return False
 
-    def _sample_one_token(self, client: httpx.Client) -> None:
+    def _sample_one_token(self, client: httpx.Client, timeout_s: float) -> None:
         order = Order(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
         try:
-            answer = client.post(GENERATE, content=msgspec.json.encode(order), timeout=PROBE_TIMEOUT_S)
+            answer = client.post(GENERATE, content=msgspec.json.encode(order), timeout=timeout_s)
             complaint = "" if answer.status_code == httpx.codes.OK else answer.text[:500]
+        except httpx.TimeoutException:
+            raise EngineError(
+                f"vLLM started, but its first token did not come within {timeout_s:.0f} s; the end of its log:\n"
+                f"{self._last_words()}",
+                fix="raise --start-timeout-s, or see what it waits for",
+            ) from None
         except httpx.TransportError as error:
             complaint = repr(error)
         if complaint:
