@@ -27,9 +27,16 @@ class KVCache:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
+        self.number = 0  # another one whenever keys and values lie elsewhere
         self.clear()
 
+    @property
+    def room(self) -> int:
+        """Positions that a row can have without growing."""
+        return self._keys[0].shape[2]
+
     def clear(self) -> None:
+        self.number += 1
         self._keys = [torch.empty(0)] * self._num_layers
         self._values = [torch.empty(0)] * self._num_layers
         self._positions_B: Tensor | None = None  # where a decode writes; None during a prefill
@@ -47,6 +54,7 @@ class KVCache:
 
     def adopt(self, copies: list[int]) -> None:
         """Give prompt i of the last prefill `copies[i]` rows, behind the rows that are already there."""
+        self.number += 1
         repeats = torch.tensor(copies, device=self._prompt_keys[0].device)
         for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
             self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
@@ -55,25 +63,26 @@ class KVCache:
 
     def keep(self, rows: Tensor) -> None:
         """Forget every row but these."""
+        self.number += 1
         for layer in range(len(self._keys)):
             self._keys[layer] = self._keys[layer][rows]
             self._values[layer] = self._values[layer][rows]
 
-    def begin_decode(self, positions: list[int], device: torch.device) -> Tensor:
-        """The next forward adds one position to each row, at `positions`; the same as a tensor. (What must be known of
-        them here is not asked of a GPU, which would be waited for.)"""
-        length = max(positions) + 1
-        if length > self._keys[0].shape[2]:
-            for layer in range(len(self._keys)):
-                self._keys[layer] = _grow(self._keys[layer], length)
-                self._values[layer] = _grow(self._values[layer], length)
-        self._positions_B = positions_B = torch.tensor(positions, device=device)
-        self._rows = torch.arange(len(positions), device=device)
-        ragged = min(positions) + 1 < length
-        steps = torch.arange(length, device=device)
-        self._mask = (steps[None, :] <= positions_B[:, None])[:, None, None, :] if ragged else None
+    def make_room(self, length: int) -> None:
+        if length <= self.room:
+            return
+        self.number += 1
+        for layer in range(len(self._keys)):
+            self._keys[layer] = _grow(self._keys[layer], length)
+            self._values[layer] = _grow(self._values[layer], length)
+
+    def begin_decode(self, positions_B: Tensor, length: int, *, is_ragged: bool) -> None:
+        """The next forward adds one position to each row, and looks at `length` of them; ragged: up to its own."""
+        self._positions_B = positions_B
+        self._rows = torch.arange(len(positions_B), device=positions_B.device)
+        steps = torch.arange(length, device=positions_B.device)
+        self._mask = (steps[None, :] <= positions_B[:, None])[:, None, None, :] if is_ragged else None
         self._length = length
-        return positions_B
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [B, heads, T, D], key and value [B, kv heads, T, D] -> [B, T, heads, D]."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from treadle.config import EngineConfig
+from treadle.engines.decoding import CudaGraphs, Decoder
 from treadle.engines.kv_cache import KVCache, plug_in
 from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import report, sample, uniforms
@@ -81,8 +82,11 @@ class TransformersEngine:
         self._rows: list[Sequence] = []  # row i of the cache; finished ones stay until the batch is compacted
         self._next_hidden = torch.empty(0)  # last hidden state of every row: the next token is read off it
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
-        self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._forward = partial(_forward, self.model.base_model, no_mask)  # holds no engine: one that is left is freed
         self._check_against(expected)
+        can_record = self.device.type == "cuda" and not config.enable_lora  # adapters are exchanged inside of layers
+        self._decoder = Decoder(self._forward, self._cache, CudaGraphs(self.device) if can_record else None)
         self.layout: Layout | None = None
         if config.weights_file is not None:
             self.layout = share_parameters(self.model, config.weights_file, str(folder))
@@ -157,8 +161,7 @@ class TransformersEngine:
         if len(finished) >= COMPACT_AT * len(rows):
             tokens = tokens[self._compact()]
         positions = [len(s.request.prompt_ids) + len(s.token_ids) - 1 for s in self._rows]
-        positions_B = self._cache.begin_decode(positions, self.device)
-        self._next_hidden = self._forward(tokens[:, None], positions_B[:, None])[:, -1]
+        self._next_hidden = self._decoder.step(tokens, positions)
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
         """End these with what they have."""
@@ -301,12 +304,6 @@ class TransformersEngine:
             self._cache.keep(index)
         return index
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        base = self.model.base_model
-        return base(
-            input_ids=ids, position_ids=positions, attention_mask=self._no_mask, use_cache=False
-        ).last_hidden_state
-
 
 def load_model(folder: Path, dtype: Any) -> Any:
     """The model in `folder`; one that needs attention we do not have is refused."""
@@ -315,6 +312,11 @@ def load_model(folder: Path, dtype: Any) -> Any:
         raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
     transformers_logging.disable_progress_bar()  # a log is no place for one
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def _forward(base: Any, mask: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+    hidden: Tensor = base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+    return hidden
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -354,9 +354,11 @@ def test_requests_may_call_the_model_by_a_name_of_the_users(config, folder, serv
 
 def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
     forwarded = []
-    engine = server._engine
-    forward = engine._forward
-    monkeypatch.setattr(engine, "_forward", lambda ids, at: (forwarded.append(tuple(ids.shape)), forward(ids, at))[1])
+    model = server._engine.model.base_model
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda **kw: (forwarded.append(tuple(kw["input_ids"].shape)), forward(**kw))[1]
+    )
     group = Request(PROMPT * 4, 4, 2, SamplingParams(), 0, ignore_eos=True)
     assert len(asyncio.run(server.generate(group)).completions) == 4
     assert forwarded == [(1, 12), (4, 1)]  # its prompt, then one token for each of the four

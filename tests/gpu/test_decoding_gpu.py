@@ -1,0 +1,102 @@
+"""Decode steps as CUDA graphs, in the transformers engine. Never run in CI: pytest -m gpu tests/gpu."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig
+from treadle.engines.decoding import CudaGraphs, Decoder, Recorded
+from treadle.engines.port import Request
+from treadle.engines.sampling import SamplingParams
+from treadle.engines.transformers_engine import TransformersEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+NUM_TOKENS = 120
+
+
+class Counted(CudaGraphs):
+    number = num_replays = 0
+
+    def __call__(self, work):
+        self.number += 1
+        recorded = super().__call__(work)
+
+        def replay():
+            self.num_replays += 1
+            recorded.replay()
+
+        return Recorded(replay, recorded.out)
+
+
+def ask(prompt_ids, max_tokens=NUM_TOKENS):
+    return Request(list(prompt_ids), 4, max_tokens, SamplingParams(temperature=0.9), 7, ignore_eos=True)
+
+
+def generate(engine, record):
+    engine._decoder = Decoder(engine._forward, engine._cache, record)
+    groups = engine.admit([ask(range(3, 3 + k), NUM_TOKENS - 7 * k) for k in range(1, 9)])
+    started = time.monotonic()
+    while engine.num_running:
+        engine.step()
+    print(f"{'recorded' if record else 'plain'}: {time.monotonic() - started:.2f} s")
+    assert engine._decoder._record is record  # none was refused
+    return [(s.token_ids, s.logprobs) for group in groups for s in group]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", None)])
+def test_recorded_steps_sample_what_plain_ones_do(dtype, limit, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256, num_layers=8)
+    engine = TransformersEngine(EngineConfig(dtype=dtype, device="cuda"), folder)
+    graphs = Counted(engine.device)
+    recorded, plain = generate(engine, graphs), generate(engine, None)
+    assert graphs.number >= 3
+    assert graphs.num_replays > NUM_TOKENS / 2
+    if limit is None:  # roundings differ, and with them what is sampled
+        return
+    for (tokens, logprobs), (expected_tokens, expected) in zip(recorded, plain, strict=True):
+        assert tokens == expected_tokens
+        assert logprobs == pytest.approx(expected, abs=limit)
+
+
+def test_a_model_that_waits_for_the_gpu_is_decoded_step_by_step(tmp_path, caplog):
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256)
+    engine = TransformersEngine(EngineConfig(dtype="float32", device="cuda"), folder)
+    plain = generate(engine, None)
+    stream = torch.cuda.current_stream()
+    hook = engine.model.base_model.layers[1].register_forward_hook(lambda *_: torch.ones(1, device="cuda").item())
+    engine._decoder = Decoder(engine._forward, engine._cache, CudaGraphs(engine.device))
+    groups = engine.admit([ask(range(3, 3 + k), NUM_TOKENS - 7 * k) for k in range(1, 9)])
+    while engine.num_running:
+        engine.step()
+    hook.remove()
+    assert [s.token_ids for group in groups for s in group] == [tokens for tokens, _ in plain]
+    assert [r.getMessage() for r in caplog.records] == ["decoding_not_recorded"]
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    recorded = generate(engine, CudaGraphs(engine.device))  # and another engine can record
+    assert [tokens for tokens, _ in recorded] == [tokens for tokens, _ in plain]
+
+
+@pytest.mark.parametrize("renews", [True, False])  # an engine does; a recording must see it all the same
+def test_changed_weights_are_what_a_recording_computes_with(renews, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256)
+    engine = TransformersEngine(EngineConfig(dtype="float32", device="cuda"), folder)
+    told = []
+    for record in (CudaGraphs(engine.device), None):
+        engine._decoder = Decoder(engine._forward, engine._cache, record)
+        (group,) = engine.admit([ask([5, 6, 7], 40)])
+        for number in range(40):
+            if number == 20:
+                with torch.no_grad():
+                    engine.model.base_model.norm.weight.mul_(0.5)
+                if renews:
+                    engine.renew(1)
+            engine.step()
+        with torch.no_grad():
+            engine.model.base_model.norm.weight.mul_(2.0)
+        told.append([s.token_ids for s in group])
+    assert told[0] == told[1]

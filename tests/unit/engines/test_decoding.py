@@ -1,0 +1,157 @@
+"""What a recorded decode step must be: the same as a plain one, for as long as the batch stays as it was.
+
+Here work is "recorded" by keeping it to be run again on the same memory, which is what a CUDA graph does; the graphs
+themselves are tested on a GPU (tests/gpu/test_decoding_gpu.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tests.tiny_model import write_tiny_model
+from treadle.config import EngineConfig
+from treadle.engines import decoding
+from treadle.engines.decoding import Decoder, Recorded
+from treadle.engines.port import Request
+from treadle.engines.sampling import SamplingParams
+from treadle.engines.transformers_engine import TransformersEngine
+
+
+class Records:
+    """Counts what was recorded, and how often it was replayed: only while keys and values are where they were."""
+
+    def __init__(self, spoil=None):
+        self.replays = []
+        self.cache = None
+        self._spoil = spoil
+
+    def __call__(self, work):
+        place, places = len(self.replays), self._places()
+        self.replays.append(0)
+        out = work().clone()
+
+        def replay():
+            self.replays[place] += 1
+            assert self._places() == places
+            if self._spoil is None:
+                out.copy_(work())
+                return
+            right = self._spoil.clone()
+            self._spoil.add_(0.3)  # inside of the layers, so that wrong keys and values are written
+            out.copy_(work())
+            self._spoil.copy_(right)
+
+        return Recorded(replay, out)
+
+    def _places(self):
+        return [t.data_ptr() for t in (*self.cache._keys, *self.cache._values)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def engine_that(record, folder):
+    engine = TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    if isinstance(record, Records):
+        record.cache = engine._cache
+    engine._decoder = Decoder(engine._forward, engine._cache, record)
+    return engine
+
+
+def generate(engine, *, late=()):
+    """Ragged prompts that end at different times; `late` ones come in the middle."""
+    lengths = ((1, 20), (5, 90), (9, 40), (3, 90))
+    groups = engine.admit([ask(range(3, 3 + k), max_tokens) for k, max_tokens in lengths])
+    for number in range(200):
+        if number == 30:
+            groups += engine.admit([ask(ids, 25) for ids in late]) if late else []
+        engine.step()
+        if not engine.num_running:
+            break
+    return [(s.token_ids, s.logprobs) for group in groups for s in group]
+
+
+def ask(prompt_ids, max_tokens):
+    return Request(list(prompt_ids), 2, max_tokens, SamplingParams(temperature=0.9), 7, ignore_eos=True)
+
+
+@pytest.mark.parametrize("late", [(), ([4, 5], [9, 9, 9])])
+def test_recorded_steps_sample_what_plain_ones_do(folder, late):
+    records = Records()
+    recorded = generate(engine_that(records, folder), late=late)
+    plain = generate(engine_that(None, folder), late=late)
+    assert sum(records.replays) > 60
+    assert len(records.replays) >= 3  # rows that finish or come, and a cache that grows, need another one
+    for (tokens, logprobs), (expected_tokens, expected) in zip(recorded, plain, strict=True):
+        assert tokens == expected_tokens
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_nothing_is_recorded_for_a_few_steps(folder):
+    records = Records()
+    engine = engine_that(records, folder)
+    engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER)])
+    while engine.num_running:
+        engine.step()
+    assert records.replays == []
+
+
+@pytest.mark.parametrize("renews", [True, False])  # an engine does; a recording must see it all the same
+def test_changed_weights_are_what_a_recording_computes_with(folder, renews):
+    engines = [engine_that(Records(), folder), engine_that(None, folder)]
+    told = []
+    for engine in engines:
+        groups = engine.admit([ask([5, 6, 7], 40)])
+        for number in range(40):
+            if number == 20:
+                with torch.no_grad():
+                    engine.model.base_model.norm.weight.mul_(0.5)
+                if renews:
+                    engine.renew(1)
+            engine.step()
+        told.append([s.token_ids for group in groups for s in group])
+        assert [s.policy_versions for group in groups for s in group] == [[0, 1] if renews else [0]] * 2
+    assert told[0] == told[1]
+
+
+def cannot(work):
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def told_of(caplog):
+    (said,) = [r for r in caplog.records if r.getMessage() == "decoding_not_recorded"]
+    return said.treadle_fields["reason"]
+
+
+def test_what_cannot_be_recorded_is_decoded_step_by_step(folder, caplog):
+    assert generate(engine_that(cannot, folder)) == generate(engine_that(None, folder))
+    assert told_of(caplog) == "operation not permitted when stream is capturing"
+
+
+def test_a_recording_that_computes_something_else_is_left_and_leaves_nothing_behind(folder, caplog):
+    engine = engine_that(None, folder)
+    records = Records(spoil=engine.model.base_model.layers[0].input_layernorm.weight.detach())
+    records.cache = engine._cache
+    engine._decoder = Decoder(engine._forward, engine._cache, records)
+    assert generate(engine) == generate(engine_that(None, folder))
+    assert "computes something else" in told_of(caplog)
+    assert records.replays == [1]
+
+
+def test_an_engine_that_is_left_is_freed_at_once(folder):
+    engine = engine_that(None, folder)
+    weight, left = weakref.ref(engine.model.base_model.norm.weight), weakref.ref(engine)
+    generate(engine)
+    gc.disable()
+    try:
+        del engine
+        assert left() is None
+        assert weight() is None
+    finally:
+        gc.enable()
