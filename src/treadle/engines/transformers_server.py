@@ -150,7 +150,7 @@ class TransformersServer:
         # In a thread that nobody has to wait for: an engine that is told to end does not wait for a trainer.
         standing = asyncio.wrap_future(in_background("at the gate", lambda: self._stand_still(gate, order)))
         try:
-            if not await is_written(standing, gate, order.timeout_s):
+            if not await is_written(standing, gate, order.number, order.timeout_s):
                 gate.give_up(order.number)
             return await standing
         except BaseException:

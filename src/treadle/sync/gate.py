@@ -119,6 +119,9 @@ class Gate:
     def may_go_on(self, number: int) -> None:
         self._cells[_MAY_GO_ON] = number
 
+    def was_written(self, number: int) -> bool:
+        return self._cells[_WRITTEN] == number
+
     def give_up(self, number: int) -> None:
         self._cells[_GIVEN_UP] = number
 
@@ -147,11 +150,13 @@ def refuse_misled(order: Adopt, served: int, gate: Gate) -> None:
     )
 
 
-async def is_written(standing: asyncio.Future[Any], gate: Gate, timeout_s: float) -> bool:
-    """For an engine that has sent somebody to `stand_still`. False: the trainer has ended, or takes too long."""
+async def is_written(standing: asyncio.Future[Any], gate: Gate, number: int, timeout_s: float) -> bool:
+    """For an engine that has sent somebody to `stand_still`. False: the trainer has ended before it had written, or
+    takes too long."""
     deadline = time.monotonic() + timeout_s
     while not (await asyncio.wait({standing}, timeout=_LOOK_AFTER_TRAINER_S))[0]:
-        if time.monotonic() > deadline or not gate.has_trainer:
+        is_left = not gate.has_trainer and not gate.was_written(number)  # in this order: it writes, then it leaves
+        if is_left or time.monotonic() > deadline:
             return False
     return True
 

@@ -98,7 +98,7 @@ def test_the_death_of_a_trainer_is_seen_at_once(path):
             standing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
-            return await is_written(standing, Gate(path), timeout_s=30), time.monotonic() - started
+            return await is_written(standing, Gate(path), new_number(), timeout_s=30), time.monotonic() - started
 
         written, seconds = asyncio.run(look())
         assert not written
@@ -108,9 +108,22 @@ def test_the_death_of_a_trainer_is_seen_at_once(path):
         trainer.wait()
 
 
+def test_a_trainer_that_has_written_may_leave_before_the_engine_has_gone_on(path):
+    number = new_number()
+
+    async def look():
+        standing = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(1.2, standing.set_result, 0.1)  # longer than it takes to look twice
+        return await is_written(standing, Gate(path), number, timeout_s=30)
+
+    with Gate(path).publishing():
+        Gate(path).go_on(number)
+    assert asyncio.run(look())
+
+
 def test_a_trainer_that_takes_too_long_is_given_up(path):
     async def look():
-        return await is_written(asyncio.get_running_loop().create_future(), Gate(path), timeout_s=0.6)
+        return await is_written(asyncio.get_running_loop().create_future(), Gate(path), new_number(), timeout_s=0.6)
 
     with Gate(path).publishing():
         assert not asyncio.run(look())

@@ -153,7 +153,7 @@ async def _adopt(state: Any, body: dict[str, Any]) -> Any:
     for _ in range(num_turns):
         await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
-    if not await is_written(standing, gate, body["timeout_s"]):
+    if not await is_written(standing, gate, body["number"], body["timeout_s"]):
         # the weights may be half written: vLLM must not compute on, once the worker waits no longer
         pausing = asyncio.ensure_future(_pause(client, "keep"))
         await asyncio.sleep(_TO_BE_SENT_S)
