@@ -69,6 +69,14 @@ def test_auto_is_the_checkpoints_own_number_format_and_the_model_bounds_the_leng
     assert flag(argv, "--max-model-len") == "512"
 
 
+def test_adapters_on_a_gpu_need_a_number_format_that_vllm_has_kernels_for():
+    for dtype in ("float32", "auto"):
+        with pytest.raises(ConfigError, match="bfloat16 or float16 only"):
+            command(vllm=GPU, enable_lora=True, dtype=dtype)
+    assert flag(command(vllm=GPU, enable_lora=True, dtype="float16").argv, "--dtype") == "float16"
+    assert flag(command(enable_lora=True, dtype="float32").argv, "--dtype") == "float32"
+
+
 def test_a_models_own_sampling_defaults_are_switched_off():
     assert flag(command().argv, "--generation-config") == "vllm"
 

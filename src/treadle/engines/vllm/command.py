@@ -61,13 +61,19 @@ def server_command(
 ) -> ServerCommand:
     """Flags of vLLM's own come last: they win."""
     refuse_impossible(config, vllm)
+    dtype = dtype_of(config, model, vllm)
+    if config.enable_lora and dtype == "float32" and not vllm.is_cpu:
+        raise ConfigError(
+            "vLLM computes adapters on a GPU in bfloat16 or float16 only",
+            fix="--dtype bfloat16, or --engine transformers",
+        )
     own = shlex.split(config.vllm_args)
     argv = [
         *(vllm.python, "-m", SERVER),
         *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
-        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model, vllm)),
+        *("--load-format", LOAD_FORMAT, "--dtype", dtype),
         # A model's own sampling defaults would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
