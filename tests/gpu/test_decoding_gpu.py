@@ -67,7 +67,11 @@ def test_a_model_that_waits_for_the_gpu_is_decoded_step_by_step(tmp_path, caplog
     engine = TransformersEngine(EngineConfig(dtype="float32", device="cuda"), folder)
     plain = generate(engine, None)
     stream = torch.cuda.current_stream()
-    hook = engine.model.base_model.layers[1].register_forward_hook(lambda *_: torch.ones(1, device="cuda").item())
+
+    def wait_for_the_gpu(*_):
+        torch.ones(1, device="cuda").item()
+
+    hook = engine.model.base_model.layers[1].register_forward_hook(wait_for_the_gpu)
     engine._decoder = Decoder(engine._forward, engine._cache, CudaGraphs(engine.device))
     groups = engine.admit([ask(range(3, 3 + k), NUM_TOKENS - 7 * k) for k in range(1, 9)])
     while engine.num_running:
