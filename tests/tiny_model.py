@@ -15,7 +15,14 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, hidden_size: int = 160, num_layers: int = 3) -> Path:
+def write_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 160,
+    num_layers: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """Save the model with its tokenizer and chat template, as `save_pretrained` would."""
     folder.mkdir(parents=True, exist_ok=True)
     special = ["<pad>", "<end>", "<turn>"]
@@ -40,5 +47,5 @@ def write_tiny_model(folder: Path, *, seed: int = 0, hidden_size: int = 160, num
         eos_token_id=1,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder

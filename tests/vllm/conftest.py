@@ -1,4 +1,5 @@
-"""Real vLLM, on a CPU in CI. Run by `.venv-vllm/bin/pytest tests/vllm` (scripts/setup-vllm.sh makes that environment).
+"""Real vLLM: on a CPU in CI, on a GPU where there is one. Run by `.venv-vllm/bin/pytest tests/vllm`
+(scripts/setup-vllm.sh makes that environment).
 
 A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
 it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders
 
@@ -27,7 +29,12 @@ SIZES = {"hidden_size": 256, "num_layers": 16}
 START_S = 300.0  # for a start of vLLM on a machine that has much else to do
 HERE = Path(__file__).parent
 COMES_LAST = HERE / "test_life.py"
-SHARED = {"served", "engine"}  # fixtures that start a server for more than one test
+# Fixtures that start a server for more than one test, and the group of tests that it is for.
+SHARED = {"served": "served", "adapting": "served", "engine": "engine"}
+HAS_GPU = torch.cuda.is_available()
+# Of logprobs, mean difference to a plain forward in float32 on a CPU: with the same weights, with others, and with the
+# same adapters. On a GPU vLLM's attention multiplies in TF32, and it computes adapters in half precision only.
+SAME, OTHER, SAME_ADAPTER = (5e-3, 0.03, 0.02) if HAS_GPU else (1e-4, 1e-3, 1e-4)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
@@ -37,11 +44,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            for server in SHARED & set(item.fixturenames):
-                item.add_marker(pytest.mark.xdist_group(server))
+            for group in {SHARED[name] for name in SHARED.keys() & set(item.fixturenames)}:
+                item.add_marker(pytest.mark.xdist_group(group))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: scripts/setup-vllm.sh"))
     items.sort(key=lambda item: item.path == COMES_LAST)
+
+
+def pytest_collection_finish(session):
+    """Two groups on two workers: were they not kept together, each worker would start every server, and tests that
+    follow one another would not."""
+    is_grouping = os.environ.get("PYTEST_XDIST_WORKER") and session.config.getoption("loadgroup", False)
+    for item in session.items if is_grouping else ():
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError(f"pytest-xdist does not group tests with pytest {pytest.__version__}")
 
 
 class Served:
@@ -52,6 +68,7 @@ class Served:
         from treadle.engines.vllm.start import start_vllm
         from treadle.wire.listening import take_port
 
+        config = with_little_memory(config)
         self.folder = Path(config.model)
         self._others = set(vllm_processes())  # of another server that this test process has
         self.engine = start_vllm(config, self.folder)
@@ -71,6 +88,10 @@ class Served:
         """A concurrent.futures.Future: it runs while the test goes on."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def processes(self):
+        """vLLM's, of the life that it has now."""
+        return psutil.Process(self.engine._server._process.pid).children(recursive=True)
+
     def close(self):
         self._http.should_exit = True
         self._serving.result(30)
@@ -79,6 +100,14 @@ class Served:
         self._thread.join(timeout=5)
         self._loop.close()
         assert set(vllm_processes()) <= self._others
+
+
+def with_little_memory(config):
+    """Several servers fit on one GPU, each with its share by name: what others take or free does not matter."""
+    if not HAS_GPU:
+        return config
+    flags = f"{config.vllm_args} --kv-cache-memory-bytes=1G"
+    return config.model_copy(update={"gpu_memory_utilization": 0.1, "vllm_args": flags})
 
 
 def vllm_processes():
@@ -102,21 +131,30 @@ def wait_until(condition, deadline_s=START_S):
         time.sleep(0.02)
 
 
+def _serve(folder, weights_file, **changes):
+    """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
+    settings = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "vllm_python": sys.executable, **changes}
+    return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
+
+
 @pytest.fixture(scope="session")
 def served(tiny_model, tmp_path_factory):
-    """One server with everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
-    config = EngineConfig(
-        engine="vllm",
-        model=str(tiny_model),
-        dtype="float32",
-        weights_file=tmp_path_factory.mktemp("shared") / "weights",
-        enable_lora=True,
-        max_lora_rank=16,
-        vllm_python=sys.executable,
-    )
-    served = Served(config)
+    """One server for all; on a GPU without adapters."""
+    served = _serve(tiny_model, tmp_path_factory.mktemp("shared") / "weights", enable_lora=not HAS_GPU)
     yield served
     served.close()
+
+
+@pytest.fixture(scope="session")
+def adapting(request, tmp_path_factory):
+    """The one that takes adapters; on a GPU one of its own, in half precision."""
+    if not HAS_GPU:
+        yield request.getfixturevalue("served")
+        return
+    folder = _write_model(tmp_path_factory.mktemp("half") / "model", **SIZES, dtype=torch.float16)
+    adapting = _serve(folder, tmp_path_factory.mktemp("shared") / "weights", dtype="float16")
+    yield adapting
+    adapting.close()
 
 
 @pytest.fixture(scope="session")

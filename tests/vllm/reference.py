@@ -18,7 +18,7 @@ def load(folder, adapter=None):
 @torch.inference_mode()
 def logits_after(model, prompt_ids, token_ids):
     """[T, V]: what each of `token_ids` was sampled from."""
-    logits = model(torch.tensor([prompt_ids + token_ids])).logits[0].float()
+    logits = model(torch.tensor([prompt_ids + token_ids], device=model.device)).logits[0].float().cpu()
     return logits[len(prompt_ids) - 1 : -1]
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.vllm.conftest import START_S, vllm_processes, wait_until, words_of
+from tests.vllm.conftest import SAME, START_S, wait_until, words_of
 from tests.vllm.reference import load, mean_difference
 from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import SamplingParams
@@ -51,7 +51,7 @@ def check_it_serves(served, folder, version):
     shared = map_weights(served(served.engine.layout()))
     assert {name: fingerprint(weight, 3) for name, weight in shared.items()} == expected
     sampled = served(served.engine.generate(request(n=8)))
-    assert mean_difference(model, PROMPT, sampled.completions) < 1e-4
+    assert mean_difference(model, PROMPT, sampled.completions) < SAME
 
 
 def test_a_restart_serves_another_model_and_requests_wait_for_it(served, other_model, tmp_path):
@@ -86,7 +86,7 @@ def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
     wait_until(lambda: served(engine.state()).num_running == 3)
     served(engine.hold("keep", 60))
     waiting = served.begin(engine.generate(request()))
-    core = next(p for p in vllm_processes() if "EngineCor" in " ".join(words_of(p)))
+    core = next(p for p in served.processes() if "EngineCor" in " ".join(words_of(p)))
     core.send_signal(signal.SIGKILL)
     for unfinished in [*running, waiting]:
         with pytest.raises(EngineError):

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from tests.unit.sync.group_peer import Weights
-from tests.vllm.conftest import vllm_processes, wait_until
+from tests.vllm.conftest import HAS_GPU, OTHER, SAME, SAME_ADAPTER, vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
@@ -38,16 +38,30 @@ def plain(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def adapters(tiny_model, tmp_path_factory):
+def adapters(adapting, tmp_path_factory):
     """Two adapters that change a lot."""
     folders = []
     for seed, rank in ((1, 4), (2, 8)):
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=4 * rank, target_modules="all-linear", init_lora_weights=False)
         folder = tmp_path_factory.mktemp("adapters") / f"rank-{rank}"
-        get_peft_model(load(tiny_model), config).save_pretrained(folder)
+        get_peft_model(load(adapting.folder), config).save_pretrained(folder)
         folders.append(folder)
     return folders
+
+
+@pytest.fixture
+def weights(served):
+    """Those that it serves, to be written to; afterwards they are what they were, whatever became of the test."""
+    weights = map_weights(served(served.engine.layout()))
+    saved = {name: weight.clone() for name, weight in weights.items()}
+    yield weights
+    if all(torch.equal(weight, saved[name]) for name, weight in weights.items()):
+        return
+    served(served.engine.hold("keep", 60))
+    for name, weight in weights.items():
+        weight.copy_(saved[name])
+    served(served.engine.release(served.engine.policy_version + 1))
 
 
 def request(**changes):
@@ -61,7 +75,7 @@ def test_greedy_completions_are_the_likeliest_tokens_n_times(served, plain):
     for completion in generation.completions:
         assert completion.token_ids == logits_after(plain, PROMPT, completion.token_ids).argmax(-1).tolist()
         assert all(max(top, key=top.get) == t for top, t in zip(completion.tops, completion.token_ids, strict=True))
-    assert mean_difference(plain, PROMPT, generation.completions) < 1e-4
+    assert mean_difference(plain, PROMPT, generation.completions) < SAME
 
 
 def test_a_stream_adds_up_to_the_whole_answer(served):
@@ -137,9 +151,8 @@ async def _update_in_midst(engine, change, version):
     return deltas, at_hold, whole
 
 
-def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
+def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weights):
     engine = served.engine
-    weights = map_weights(served(engine.layout()))
     saved = {name: weight.clone() for name, weight in weights.items()}
     first = served(engine.state()).policy_version
     before = served(engine.generate(request(n=2, seed=1)))
@@ -160,46 +173,46 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain):
     noisy = load(served.folder)
     noisy.load_state_dict({n: w.clone() for n, w in weights.items()}, strict=False)
     cut = sum(len(d.token_ids) for d in deltas[:at_hold])
-    assert (logprobs_of(plain, PROMPT, tokens)[:cut] - logprobs[:cut]).abs().mean() < 1e-4
+    assert (logprobs_of(plain, PROMPT, tokens)[:cut] - logprobs[:cut]).abs().mean() < SAME
     # As if its tokens had been prefilled by the new weights: nothing of the old ones' keys and values is left.
-    assert (logprobs_of(noisy, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() < 1e-4
-    assert (logprobs_of(plain, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() > 1e-3
+    assert (logprobs_of(noisy, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() < SAME
+    assert (logprobs_of(plain, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() > OTHER
 
     changed = served(engine.generate(request(n=2, seed=1)))
-    assert mean_difference(noisy, PROMPT, changed.completions) < 1e-4
+    assert mean_difference(noisy, PROMPT, changed.completions) < SAME
     served(engine.hold("keep", 60))
     for name, weight in weights.items():
         weight.copy_(saved[name])
     served(engine.release(first + 2))
     restored = served(engine.generate(request(n=2, seed=1)))
     assert [c.token_ids for c in restored.completions] == [c.token_ids for c in before.completions]
-    assert mean_difference(plain, PROMPT, restored.completions) < 1e-4
+    assert mean_difference(plain, PROMPT, restored.completions) < SAME
     assert [c.policy_versions for c in restored.completions] == [[first + 2]] * 2
 
 
-def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served, plain):
+def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served, plain, weights):
     engine = served.engine
     prompt = [20 + i % 40 for i in range(BLOCK + 20)]
     asked = request(prompt_ids=prompt, n=2, max_tokens=8)
-    weights = map_weights(served(engine.layout()))
     name = "model.layers.0.self_attn.v_proj.weight"
     saved, first = weights[name].clone(), served(engine.state()).policy_version
     for _ in range(2):  # the second finds the prompt's first block in the cache
-        assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < 1e-4
+        assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < SAME
     served(engine.hold("keep", 60))
     weights[name].mul_(-1)
     served(engine.release(first + 1))
     changed = load(served.folder)
     changed.load_state_dict({name: weights[name].clone()}, strict=False)
     completions = served(engine.generate(asked)).completions
-    assert mean_difference(changed, prompt, completions) < 1e-4
-    assert mean_difference(plain, prompt, completions) > 1e-3
+    assert mean_difference(changed, prompt, completions) < SAME
+    assert mean_difference(plain, prompt, completions) > OTHER
     served(engine.hold("keep", 60))
     weights[name].copy_(saved)
     served(engine.release(first + 2))
-    assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < 1e-4
+    assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < SAME
 
 
+@pytest.mark.usefixtures("weights")
 def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(served, plain):
     engine = served.engine
     first = served(engine.state()).policy_version
@@ -210,13 +223,13 @@ def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(serv
     noisy.load_state_dict(changed, strict=False)
     link = GroupLink(EngineLink(served.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=1 << 20)
     link.join(Weights(saved))
-    for version, weights, reference in ((first + 1, changed, noisy), (first + 2, saved, plain)):
+    for version, sent, reference in ((first + 1, changed, noisy), (first + 2, saved, plain)):
         served(engine.hold("keep", 60))
-        assert link.send(Weights(weights)) == sum(w.nbytes for w in weights.values())
+        assert link.send(Weights(sent)) == sum(w.nbytes for w in sent.values())
         served(engine.release(version))
         generation = served(engine.generate(request(n=2)))
         assert [c.policy_versions for c in generation.completions] == [[version]] * 2
-        assert mean_difference(reference, PROMPT, generation.completions) < 1e-4
+        assert mean_difference(reference, PROMPT, generation.completions) < SAME
     fingerprints = served(engine.fingerprints(0))
     assert fingerprints == {name: fingerprint(weight, 0) for name, weight in saved.items()}
 
@@ -241,7 +254,7 @@ def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
 
 def test_one_physical_copy_serves_both_processes(served):
     layout = served(served.engine.layout())
-    if layout.storages:
+    if HAS_GPU:
         pytest.skip("on a GPU tests/gpu looks at its memory")
     views = map_weights(layout)
     assert sum(v.numel() for v in views.values()) == sum(p.numel() for p in load(served.folder).parameters())
@@ -263,13 +276,13 @@ def test_a_trainers_model_stands_on_the_engines_weights(served, plain):
     bind_parameters(trainer, layout)
     expected = dict(plain.named_parameters())
     for name, parameter in trainer.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+        assert torch.equal(parameter.cpu(), expected[name]), name
     assert trainer.lm_head.weight is trainer.model.embed_tokens.weight
 
 
-def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapters, tiny_model):
-    engine = served.engine
-    first = served(engine.state()).policy_version + 100
+def test_adapters_are_swapped_under_load_without_a_failed_request(adapting, adapters):
+    engine = adapting.engine
+    first = adapting(engine.state()).policy_version + 100
     answers = {}  # by the version that they were sampled under
 
     async def keep_asking(stop):
@@ -291,21 +304,21 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(served, adapte
         stop.set()
         await asyncio.gather(*load)
 
-    served(swap(), timeout_s=300)
-    reference = [load(tiny_model, folder) for folder in adapters]
+    adapting(swap(), timeout_s=300)
+    reference = [load(adapting.folder, folder) for folder in adapters]
     for number in range(NUM_SWAPS):
-        assert mean_difference(reference[number % 2], PROMPT, answers[first + number].completions) < 1e-4
+        assert mean_difference(reference[number % 2], PROMPT, answers[first + number].completions) < SAME_ADAPTER
     assert [a.policy_version for a in engine.adapters()] == [first + NUM_SWAPS - 1]
     with pytest.raises(RequestError, match="no adapter 'policy-0'"):
-        served(engine.generate(request(adapter="policy-0")))
-    served(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
+        adapting(engine.generate(request(adapter="policy-0")))
+    adapting(engine.unload_adapter(f"policy-{NUM_SWAPS - 1}"))
 
 
-def test_requests_that_outlive_many_adapters_finish_under_their_own(served, adapters, tiny_model, tmp_path):
+def test_requests_that_outlive_many_adapters_finish_under_their_own(adapting, adapters, tmp_path):
     """More of them than vLLM keeps, so that it reads them again; of the files only the two newest stay, as a trainer
     has it."""
-    engine = served.engine
-    first = served(engine.state()).policy_version + 100
+    engine = adapting.engine
+    first = adapting(engine.state()).policy_version + 100
 
     async def swap():
         asked = []
@@ -321,41 +334,42 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(served, adap
         assert not asked[-3].done(), "too fast: nothing outlived its files"
         return await asyncio.gather(*asked)
 
-    generations = served(swap(), timeout_s=300)
-    served(engine.unload_adapter(f"policy-{NUM_OUTLIVED - 1}"))
-    reference = [load(tiny_model, folder) for folder in adapters]
+    generations = adapting(swap(), timeout_s=300)
+    adapting(engine.unload_adapter(f"policy-{NUM_OUTLIVED - 1}"))
+    reference = [load(adapting.folder, folder) for folder in adapters]
     for number, generation in enumerate(generations):
         assert generation.completions[0].policy_versions == [first + number]
-        assert mean_difference(reference[number % 2], PROMPT, generation.completions) < 1e-4
+        assert mean_difference(reference[number % 2], PROMPT, generation.completions) < SAME_ADAPTER
 
 
-def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(served, plain, adapters, tiny_model):
-    engine = served.engine
+def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(adapting, adapters):
+    engine = adapting.engine
+    plain = load(adapting.folder)
     models = {None: plain}
     for folder in adapters:
-        served(engine.load_adapter(folder.name, folder, None))
-        models[folder.name] = load(tiny_model, folder)
+        adapting(engine.load_adapter(folder.name, folder, None))
+        models[folder.name] = load(adapting.folder, folder)
 
     async def ask_for_all():
         # Twenty-four are in one batch, with rows of all three.
         return await asyncio.gather(*(engine.generate(request(n=8, adapter=name)) for name in models))
 
-    for model, generation in zip(models.values(), served(ask_for_all()), strict=True):
-        assert mean_difference(model, PROMPT, generation.completions) < 1e-4
-    alone = served(engine.generate(request(n=2)))
-    assert mean_difference(plain, PROMPT, alone.completions) < 1e-4
+    for model, generation in zip(models.values(), adapting(ask_for_all()), strict=True):
+        assert mean_difference(model, PROMPT, generation.completions) < SAME_ADAPTER
+    alone = adapting(engine.generate(request(n=2)))
+    assert mean_difference(plain, PROMPT, alone.completions) < SAME_ADAPTER
     for folder in adapters:
-        served(engine.unload_adapter(folder.name))
+        adapting(engine.unload_adapter(folder.name))
     assert engine.adapters() == []
 
 
-def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(served, adapters, tmp_path):
+def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(adapting, adapters, tmp_path):
     (tmp_path / "adapter_config.json").write_text((adapters[0] / "adapter_config.json").read_text())
     save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(RequestError, match="it has no such weight"):
-        served(served.engine.load_adapter("broken", tmp_path, 1))
-    assert served(served.engine.state()).failure is None
-    assert served.engine.adapters() == []
+        adapting(adapting.engine.load_adapter("broken", tmp_path, 1))
+    assert adapting(adapting.engine.state()).failure is None
+    assert adapting.engine.adapters() == []
 
 
 def test_one_token_is_sampled_ahead_of_the_rollouts_that_wait(served):
@@ -382,7 +396,8 @@ def test_routes_that_are_not_used_are_closed_and_the_key_is_needed(served):
     url = "http://127.0.0.1:" + server.cmdline()[server.cmdline().index("--port") + 1]
     key = {"Authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
     listening = {c.laddr.ip for p in vllm_processes() for c in p.net_connections("tcp") if c.status == "LISTEN"}
-    assert listening == {"127.0.0.1"}
+    # Of a GPU's worker, 0.26 has torch.distributed's store listen everywhere; 0.32 keeps it in a file.
+    assert listening - ({"::"} if HAS_GPU else set()) == {"127.0.0.1"}
     assert httpx.get(f"{url}/health").status_code == 401
     assert httpx.get(f"{url}/health", headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert httpx.get(f"{url}/health", headers=key).status_code == 200

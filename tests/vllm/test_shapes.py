@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.tiny_model import write_tiny_model
-from tests.vllm.conftest import Served
+from tests.vllm.conftest import SAME, Served
 from tests.vllm.reference import load, mean_difference
 from treadle.config import EngineConfig
 from treadle.engines.port import Request
@@ -53,6 +53,6 @@ def test_a_trainers_views_are_the_weights_of_the_files_and_logprobs_agree(tmp_pa
         assert refuse_misplaced(views.items(), folder) == len(dict(model.named_parameters()))
         asked = Request(PROMPT, 2, 24, SamplingParams(), 0, ignore_eos=True)
         generation = served(served.engine.generate(asked), timeout_s=300)
-        assert mean_difference(load(folder), PROMPT, generation.completions) < 1e-4
+        assert mean_difference(load(folder), PROMPT, generation.completions) < SAME
     finally:
         served.close()
