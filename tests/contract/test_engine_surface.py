@@ -591,7 +591,7 @@ def as_before(surface):
     assert surface.post("/reload_weights", path=str(surface.folder)).status_code == 200
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def other_weights(tmp_path_factory, surface):
     """The same model with other numbers in it."""
     folder = tmp_path_factory.mktemp("other") / "model"

@@ -70,7 +70,6 @@ class Served:
 
         config = with_little_memory(config)
         self.folder = Path(config.model)
-        self._others = set(vllm_processes())  # of another server that this test process has
         self.engine = start_vllm(config, self.folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -90,16 +89,19 @@ class Served:
 
     def processes(self):
         """vLLM's, of the life that it has now."""
+        if self.engine._server.death() is not None:
+            return []
         return psutil.Process(self.engine._server._process.pid).children(recursive=True)
 
     def close(self):
+        own = self.processes()
         self._http.should_exit = True
         self._serving.result(30)
         self(self.engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
-        assert set(vllm_processes()) <= self._others
+        assert not [words for process in own if (words := words_of(process))]
 
 
 def with_little_memory(config):

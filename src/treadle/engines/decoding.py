@@ -2,11 +2,12 @@
 
 A decode step of a small model is a thousand kernels, most of them over before Python has asked for the next one. A CUDA
 graph asks for all of them at once. What it reads and writes is fixed, so a recording is good for as long as the batch
-has the same rows and the cache the same room, and is made once that has lasted a few steps.
+has the same rows and its longest one fits, and is made once that has lasted a few steps.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treadle.engines.kv_cache import KVCache
+from treadle.engines.kv_cache import GROWTH, KVCache
 from treadle.log import get_logger
 
 log = get_logger("engine")
 RECORD_AFTER = 3  # steps: a recording takes as long as two of them
+WORTH_IT = 8  # replays of a recording; after fewer, the next one is waited for twice as long
+LONGEST_WAIT = 48  # steps
 # How far a recorded step may be from a plain one, as a share of a row's hidden state: what rounding explains.
 MAX_APART = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -42,6 +45,9 @@ class Decoder:
         self._forward = forward
         self._cache = cache
         self._record = record
+        self._wait = RECORD_AFTER
+        self._recorded: Recorded | None = None
+        self._num_replays = 0
         self._forget()
 
     def step(self, tokens_B: Tensor, positions: list[int]) -> Tensor:
@@ -49,51 +55,68 @@ class Decoder:
         asked of a GPU, which would be waited for.) Good until the next step."""
         length = max(positions) + 1
         self._cache.make_room(length)
-        if self._cache.number != self._number:
+        if self._cache.number != self._number or (self._recorded is not None and length > self._span):
             self._forget()
         positions_B = torch.tensor(positions, device=tokens_B.device)
         if self._recorded is not None:
             self._tokens_B.copy_(tokens_B)
             self._positions_B.copy_(positions_B)
             self._recorded.replay()
+            self._num_replays += 1
             return self._recorded.out
         compute = partial(self._compute, tokens_B, positions_B, length, is_ragged=min(positions) + 1 < length)
         hidden_B = compute()
         self._num_alike += 1
-        if self._record is None or self._num_alike < RECORD_AFTER:
+        if self._record is None or self._num_alike < self._wait:
             return hidden_B
-        if self._try_to_record(self._record, tokens_B, positions_B, hidden_B):
+        if self._try_to_record(self._record, tokens_B, positions_B, length, hidden_B):
             return hidden_B
-        self._record = None
         return compute()  # a recording that computes something else has left its keys and values behind
 
     def _forget(self) -> None:
+        if self._recorded is not None:
+            self._wait = RECORD_AFTER if self._num_replays >= WORTH_IT else min(2 * self._wait, LONGEST_WAIT)
         self._number = self._cache.number
-        self._num_alike = 0
-        self._recorded: Recorded | None = None
+        self._num_alike = self._num_replays = self._span = 0
+        self._recorded = None
         self._tokens_B = self._positions_B = torch.empty(0)
 
     def _compute(self, tokens_B: Tensor, positions_B: Tensor, length: int, *, is_ragged: bool) -> Tensor:
         self._cache.begin_decode(positions_B, length, is_ragged=is_ragged)
         return self._forward(tokens_B[:, None], positions_B[:, None])[:, -1]
 
-    def _try_to_record(self, record: Recorder, tokens_B: Tensor, positions_B: Tensor, expected_B: Tensor) -> bool:
-        """Over all of the cache's room, with what lies beyond a row's end masked. It must compute what this step just
-        did: to write the same keys and values again changes nothing."""
+    def _try_to_record(
+        self, record: Recorder, tokens_B: Tensor, positions_B: Tensor, length: int, expected_B: Tensor
+    ) -> bool:
+        """Over some positions more than there are, with what lies beyond a row's end masked. It must compute what this
+        step just did: to write the same keys and values again changes nothing."""
         tokens_B, positions_B = tokens_B.clone(), positions_B.clone()
-        room = self._cache.room
+        span = min(-(-length // GROWTH) * GROWTH, self._cache.room)
         try:
-            recorded = record(lambda: self._compute(tokens_B, positions_B, room, is_ragged=True))
+            recorded = record(lambda: self._compute(tokens_B, positions_B, span, is_ragged=True))
             recorded.replay()
             apart = _apart(recorded.out, expected_B)
-            reason = "" if apart <= MAX_APART[expected_B.dtype] else f"it computes something else, {apart:.2g} apart"
-        except RuntimeError as error:  # of a model whose code asks the GPU for numbers on the way
-            reason = str(error).splitlines()[0]
-        if reason:
-            log.warning("decoding_not_recorded", reason=reason, fix="nothing: it decodes as it did, step by step")
+        except RuntimeError as error:
+            if _lacks_memory(error):
+                self._num_alike, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
+                log.warning("decoding_not_recorded", reason="no memory for it", fix="nothing: it is tried again later")
+            else:  # of a model whose code asks the GPU for numbers on the way
+                self._give_up(str(error).splitlines()[0])
             return False
-        self._recorded, self._tokens_B, self._positions_B = recorded, tokens_B, positions_B
+        if not apart <= MAX_APART[expected_B.dtype]:
+            self._give_up(f"it computes something else, {apart:.2g} apart")
+            return False
+        self._recorded, self._span, self._tokens_B, self._positions_B = recorded, span, tokens_B, positions_B
         return True
+
+    def _give_up(self, reason: str) -> None:
+        self._record = None
+        log.warning("decoding_not_recorded", reason=reason, fix="nothing: it decodes as it did, step by step")
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Also where that it ended a recording is what is said."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError)
 
 
 def _apart(found_B: Tensor, expected_B: Tensor) -> float:
@@ -109,21 +132,29 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it is a prototype
 
     def __call__(self, work: Callable[[], Tensor]) -> Recorded:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._record(work)
+        finally:
+            current.wait_stream(self._stream)
+
+    def _record(self, work: Callable[[], Tensor]) -> Recorded:
+        with _refusing_to_wait():
+            work()  # also: what libraries set up at their first call on a stream cannot be recorded
+        torch.cuda.synchronize(self._device)
+        # What that took, and earlier recordings had: torch would keep both, and ask for as much again.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            with _refusing_to_wait():
-                work()  # also: what libraries set up at their first call on a stream cannot be recorded
-            torch.cuda.synchronize(self._device)
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on speaking to the GPU
-            try:
-                out = work()
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._stream)
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on speaking to the GPU
+        try:
+            out = work()
+        finally:
+            graph.capture_end()
         return Recorded(graph.replay, out)
 
 

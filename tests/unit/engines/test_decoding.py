@@ -26,6 +26,7 @@ class Records:
 
     def __init__(self, spoil=None):
         self.replays = []
+        self.lengths = []  # positions that each looks at
         self.cache = None
         self._spoil = spoil
 
@@ -33,6 +34,7 @@ class Records:
         place, places = len(self.replays), self._places()
         self.replays.append(0)
         out = work().clone()
+        self.lengths.append(self.cache._length)
 
         def replay():
             self.replays[place] += 1
@@ -118,6 +120,60 @@ def test_changed_weights_are_what_a_recording_computes_with(folder, renews):
         told.append([s.token_ids for group in groups for s in group])
         assert [s.policy_versions for group in groups for s in group] == [[0, 1] if renews else [0]] * 2
     assert told[0] == told[1]
+
+
+def test_recordings_that_are_of_little_use_become_rare(folder):
+    records = Records()
+    engine = engine_that(records, folder)
+    for _ in range(12):
+        engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER + 3)])
+        while engine.num_running:
+            engine.step()
+    assert len(records.replays) == 1
+    engine.admit([ask([5, 6, 7], 40)])
+    while engine.num_running:
+        engine.step()
+    assert records.replays[1] > decoding.WORTH_IT
+    engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER + 3)])
+    while engine.num_running:
+        engine.step()
+    assert len(records.replays) == 3, "it was worth it: the next one comes as soon as the first"
+
+
+def test_a_recording_looks_no_further_than_the_longest_row_that_is_there(folder):
+    records = Records()
+    engine = engine_that(records, folder)
+    groups = engine.admit([ask(range(3, 3 + 70), 5), ask([4] * 150, 3), ask([5, 6], 80)])
+    while engine.num_running:
+        engine.step()
+    assert records.lengths[-2:] == [64, 128]
+    plain = engine_that(None, folder)
+    expected = plain.admit([ask(range(3, 3 + 70), 5), ask([4] * 150, 3), ask([5, 6], 80)])
+    while plain.num_running:
+        plain.step()
+    assert [s.token_ids for group in groups for s in group] == [s.token_ids for group in expected for s in group]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_without_memory_it_is_tried_again(folder, caplog, is_told):
+    records, attempts = Records(), []
+
+    def lacking_memory(work):
+        attempts.append(1)
+        if len(attempts) > 2:
+            return records(work)
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            if not is_told:
+                raise RuntimeError("capture was invalidated")
+
+    engine = engine_that(lacking_memory, folder)
+    records.cache = engine._cache
+    assert [t for t, _ in generate(engine)] == [t for t, _ in generate(engine_that(None, folder))]
+    assert sum(records.replays) > 20
+    said = [r.treadle_fields["reason"] for r in caplog.records if r.getMessage() == "decoding_not_recorded"]
+    assert said == ["no memory for it"] * 2
 
 
 def cannot(work):

@@ -185,6 +185,7 @@ def test_a_device_is_one_of_those_this_process_may_see():
         (CPU, {"device": "cuda"}, "a build for CPUs"),
         (CPU, {"device": "mps"}, "cpu or cuda"),
         (GPU, {"weights_file": Path("w"), "tensor_parallel_size": 2}, "split over GPUs"),
+        (CPU, {"vllm_args": "--dtype float16"}, "does not go to vLLM from here"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_started(vllm, settings, reason):

@@ -52,18 +52,25 @@ class Engines:
 
     def __init__(self, folder=Path("/model"), drain_timeout_s=SOON_S):
         self.servers = [VllmDouble()]
+        self.refusal = None
         self.engine = VllmEngine(
             self.servers[0],
             facts(folder),
             NO_TEXT,
-            self._begin,
+            self._prepare,
             start_timeout_s=SOON_S,
             drain_timeout_s=drain_timeout_s,
         )
 
-    def _begin(self, folder):
-        self.servers.append(VllmDouble(is_ready=False))
-        return self.servers[-1], facts(folder)
+    def _prepare(self, folder):
+        if self.refusal:
+            raise self.refusal
+
+        def begin():
+            self.servers.append(VllmDouble(is_ready=False))
+            return self.servers[-1], facts(folder)
+
+        return begin
 
 
 @contextlib.asynccontextmanager
@@ -371,6 +378,20 @@ def test_fingerprints_are_begun_and_read_one_question_at_a_time():
 def test_one_worker_is_not_named():
     with pytest.raises(RequestError, match=r"^it does not fit"):
         agreed_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
+
+
+def test_a_restart_that_cannot_work_is_refused_and_the_server_stays(models):
+    async def restart():
+        async with engines() as made:
+            made.refusal = ConfigError("float16 only", fix="--dtype float16")
+            with pytest.raises(RequestError, match="float16 only") as refused:
+                await made.engine.restart(models[1], None, 3)
+            assert refused.value.fix == "--dtype float16"
+            assert not made.servers[0].has_ended.is_set()
+            assert (await made.engine.state()).failure is None
+            assert len((await made.engine.generate(request())).completions) == 1
+
+    asyncio.run(restart())
 
 
 def test_a_version_that_was_not_tested_is_named_at_the_start(models, monkeypatch, caplog):

@@ -25,12 +25,14 @@ MODEL_NAME = "policy"  # what the base model is asked for by
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
 SCHEDULING_FLAG = "--scheduling-policy"
 LOAD_FLAG = "--load-format"
-# Of vLLM's server, which nobody but the engine calls: they would change nothing for clients, or close it to the engine.
+# They would change nothing for clients, who speak to the engine and not to vLLM's server; or close that to the engine,
+# or make it believe in something that is not so.
 _NOT_PASSED = {
     "--ssl-": "put a proxy that speaks TLS before the engine",
     "--root-path": "put a proxy before the engine",
     "--api-key": "--token-file FILE is the engine's own",
     "--served-model-name": "it is a flag of the engine's own: give it outside of --vllm-args",
+    "--dtype": "it is a flag of the engine's own: give it outside of --vllm-args",
     "--chat-template": "save the template with the model, as chat_template.jinja",
     "--middleware": "clients speak to the engine, not to vLLM",
     "--worker-extension-cls": "the engine has one of its own",
@@ -60,20 +62,14 @@ def server_command(
     config: EngineConfig, model: ModelFacts, vllm: Installation, place: Place, inherited: Mapping[str, str]
 ) -> ServerCommand:
     """Flags of vLLM's own come last: they win."""
-    refuse_impossible(config, vllm)
-    dtype = dtype_of(config, model, vllm)
-    if config.enable_lora and dtype == "float32" and not vllm.is_cpu:
-        raise ConfigError(
-            "vLLM computes adapters on a GPU in bfloat16 or float16 only",
-            fix="--dtype bfloat16, or --engine transformers",
-        )
+    refuse_impossible(config, model, vllm)
     own = shlex.split(config.vllm_args)
     argv = [
         *(vllm.python, "-m", SERVER),
         *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
-        *("--load-format", LOAD_FORMAT, "--dtype", dtype),
+        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model, vllm)),
         # A model's own sampling defaults would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
@@ -97,7 +93,7 @@ def max_model_len(config: EngineConfig, model: ModelFacts) -> int:
     return min(config.max_model_len, model.max_positions or config.max_model_len)
 
 
-def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
+def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installation) -> None:
     kind = config.device.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {config.device}: vLLM runs on cpu or cuda")
@@ -121,6 +117,11 @@ def refuse_impossible(config: EngineConfig, vllm: Installation) -> None:
         raise ConfigError(
             "a model that is split over GPUs cannot share its weights",
             fix="--tensor-parallel-size 1, or adapters (--weight-bridge-mode lora_only)",
+        )
+    if config.enable_lora and dtype_of(config, model, vllm) == "float32" and not vllm.is_cpu:
+        raise ConfigError(
+            "vLLM computes adapters on a GPU in bfloat16 or float16 only",
+            fix="--dtype bfloat16, or --engine transformers",
         )
 
 

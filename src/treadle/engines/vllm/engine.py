@@ -43,7 +43,7 @@ from treadle.engines.vllm.door import Door, Pass
 from treadle.engines.vllm.meter import Meter
 from treadle.engines.vllm.model_facts import folder_of_model, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
-from treadle.errors import EngineError, RequestError
+from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
 from treadle.sync.gate import Gate, refuse_misled
 from treadle.sync.layout import Layout
@@ -54,7 +54,8 @@ ABORT_AGAIN_S = 0.1  # a request that reached vLLM after the others were dropped
 
 CLOSE_S = 30.0  # for a change that was under way to see that its server is gone
 
-BeginServer = Callable[[Path], tuple[ServerProcess, EngineFacts]]  # one that loads now, and what it will serve
+BeginServer = Callable[[], tuple[ServerProcess, EngineFacts]]  # one that loads now, and what it will serve
+PrepareServer = Callable[[Path], BeginServer]  # for a model; a UserError where it cannot serve that
 
 
 class VllmEngine:
@@ -63,7 +64,7 @@ class VllmEngine:
         server: ServerProcess,
         facts: EngineFacts,
         text: Text,
-        begin_server: BeginServer,
+        prepare_server: PrepareServer,
         *,
         start_timeout_s: float,
         drain_timeout_s: float,
@@ -73,7 +74,7 @@ class VllmEngine:
         self._server = server
         self._client = VllmClient(server)
         self._facts = facts
-        self._begin_server = begin_server
+        self._prepare_server = prepare_server
         self._start_timeout_s = start_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._gate = gate
@@ -182,11 +183,15 @@ class VllmEngine:
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         model = folder_of_model(folder)
+        try:
+            begin = await asyncio.to_thread(self._prepare_server, model)
+        except UserError as error:
+            raise RequestError(error.message, fix=error.fix) from None
         check = check_for(model, self._facts)
         on_top = None
         if adapter is not None:
             on_top = await asyncio.to_thread(check, adapter.name, adapter, policy_version)
-        await self._changes.make(self._restart(model, on_top, policy_version, check))
+        await self._changes.make(self._restart(begin, on_top, policy_version, check))
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         async def load() -> Adapter:
@@ -356,11 +361,13 @@ class VllmEngine:
         self._arrivals.named()
         return held_s
 
-    async def _restart(self, folder: Path, adapter: Adapter | None, policy_version: int, check: CheckAdapter) -> None:
+    async def _restart(
+        self, begin: BeginServer, adapter: Adapter | None, policy_version: int, check: CheckAdapter
+    ) -> None:
         self._is_restarting = True
         try:
             await self._drain()
-            await self._replace_server(folder)
+            await self._replace_server(begin)
             self._adapters = AdapterLoading(self._client, check, self._server.scratch)
             self._arrivals = Arrivals()
             if adapter is not None:
@@ -379,11 +386,11 @@ class VllmEngine:
             log.warning("restart_ends_requests", reason=error.message)
         self._door.close()
 
-    async def _replace_server(self, folder: Path) -> None:
+    async def _replace_server(self, begin: BeginServer) -> None:
         """Whatever it waits for, `close` ends: by ending the server that it waits for."""
         self._refuse_when_closed()
         await asyncio.to_thread(self._server.stop)
-        server, facts = await asyncio.to_thread(self._begin_server, folder)
+        server, facts = await asyncio.to_thread(begin)
         former, self._server, self._client = self._client, server, VllmClient(server)
         self._held_at = None
         await former.close()

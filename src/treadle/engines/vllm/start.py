@@ -16,8 +16,8 @@ from treadle.engines.default_model import cache_folder
 from treadle.engines.port import Engine, EngineFacts
 from treadle.engines.text import Text
 from treadle.engines.vllm.adapter_places import lora_rank
-from treadle.engines.vllm.command import Place, dtype_of, max_model_len, server_command
-from treadle.engines.vllm.engine import VllmEngine
+from treadle.engines.vllm.command import Place, dtype_of, max_model_len, refuse_impossible, server_command
+from treadle.engines.vllm.engine import BeginServer, VllmEngine
 from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm
 from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
 from treadle.engines.vllm.progress import Tell, tell_nobody
@@ -41,11 +41,17 @@ def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> 
         server,
         facts,
         Text.load(facts.folder),
-        partial(begin_server, config, vllm),
+        partial(prepare_server, config, vllm),
         start_timeout_s=config.start_timeout_s,
         drain_timeout_s=config.pause_timeout_s,
         gate=None if config.weights_file is None else gate_beside(config.weights_file.resolve()),
     )
+
+
+def prepare_server(config: EngineConfig, vllm: Installation, folder: Path) -> BeginServer:
+    """What can be refused is refused here, while an earlier server still serves."""
+    refuse_impossible(config, read_model_facts(folder), vllm)
+    return partial(begin_server, config, vllm, folder)
 
 
 def begin_server(
