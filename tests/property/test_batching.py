@@ -351,7 +351,7 @@ def test_two_hundred_environments_are_planned_in_time(batch_size, sizes):
         made = plan(lanes, batch_size)
         seconds.append(time.thread_time() - began)
     assert made.ids is not None
-    assert min(seconds) < 0.05, seconds
+    assert min(seconds) < 0.1, seconds  # 0.03 to 0.05 on slow processors
 
 
 # ---- staleness
