@@ -6,10 +6,12 @@ from treadle.errors import ConfigError
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
 # Adapters side by side in one batch: the one that serves, and those before it under which long completions still run.
-# One more waits for a place, and with it everybody who asks for the newest. Each place takes memory by its rank.
-MAX_LORAS = 8
-RANKS_TOGETHER = 128
-MAX_CPU_LORAS = 16  # kept in memory; any other is read from its files again
+# One more waits for a place, and with it everybody who asks for the newest. Worse, where all places are taken the new
+# one takes that of the oldest in use, which takes the next one's at the next token, and so on: one swap copies all of
+# them to the GPU once more (75 ms for 8, on an H200). Each place takes memory by its rank.
+MAX_LORAS = 16
+RANKS_TOGETHER = 256
+MAX_CPU_LORAS = 32  # kept in memory; any other is read from its files again
 
 
 def lora_rank(wanted: int) -> int:
@@ -27,6 +29,6 @@ def lora_rank(wanted: int) -> int:
 def max_loras(rank: int) -> int:
     """
     >>> max_loras(16), max_loras(32), max_loras(256)
-    (8, 4, 2)
+    (16, 8, 2)
     """
     return max(2, min(MAX_LORAS, RANKS_TOGETHER // rank))
