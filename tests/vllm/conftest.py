@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
+from treadle.sync.weights_file import map_weights
 
 # Four heads of a size that vLLM has CPU kernels for; and completions that take long enough to do something meanwhile.
 SIZES = {"hidden_size": 256, "num_layers": 16}
@@ -32,6 +33,7 @@ COMES_LAST = HERE / "test_life.py"
 # Fixtures that start a server for more than one test, and the group of tests that it is for.
 SHARED = {"served": "served", "adapting": "served", "engine": "engine"}
 HAS_GPU = torch.cuda.is_available()
+ADAPTERS_KEPT = 8  # by a vLLM that everything is tried with: few, so that more than these are soon there
 # Of logprobs, mean difference to a plain forward in float32 on a CPU: with the same weights, with others, and with the
 # same adapters. On a GPU vLLM's attention multiplies in TF32, and it computes adapters in half precision only.
 SAME, OTHER, SAME_ADAPTER = (5e-3, 0.03, 0.02) if HAS_GPU else (1e-4, 1e-3, 1e-4)
@@ -135,7 +137,10 @@ def wait_until(condition, deadline_s=START_S):
 
 def _serve(folder, weights_file, **changes):
     """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
-    settings = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "vllm_python": sys.executable, **changes}
+    adapters = {"enable_lora": True, "max_lora_rank": 16}
+    if changes.get("enable_lora", True):
+        adapters["vllm_args"] = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
+    settings = {"dtype": "float32", **adapters, "vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 
 
@@ -145,6 +150,20 @@ def served(tiny_model, tmp_path_factory):
     served = _serve(tiny_model, tmp_path_factory.mktemp("shared") / "weights", enable_lora=not HAS_GPU)
     yield served
     served.close()
+
+
+@pytest.fixture
+def weights(served):
+    """Those that it serves, to be written to; afterwards they are what they were, whatever became of the test."""
+    weights = map_weights(served(served.engine.layout()))
+    saved = {name: weight.clone() for name, weight in weights.items()}
+    yield weights
+    if all(torch.equal(weight, saved[name]) for name, weight in weights.items()):
+        return
+    served(served.engine.hold("keep", 60))
+    for name, weight in weights.items():
+        weight.copy_(saved[name])
+    served(served.engine.release(served.engine.policy_version + 1))
 
 
 @pytest.fixture(scope="session")

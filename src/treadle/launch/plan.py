@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from treadle.config.schema import EngineConfig, RunConfig
+from treadle.config.schema import RunConfig
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
@@ -23,7 +23,6 @@ from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
-DEFAULT_MAX_LORA_RANK = EngineConfig().max_lora_rank
 # Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
 _CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -130,7 +129,8 @@ def engine_of_mode(train: TrainConfig, run_folder: Path, facts: MachineFacts) ->
     shares = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     if train.weight_bridge_mode in LORA_MODES:
-        settings |= {"engine.enable_lora": True, "engine.max_lora_rank": max(train.lora_r, DEFAULT_MAX_LORA_RANK)}
+        # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
+        settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
     return settings
 
 

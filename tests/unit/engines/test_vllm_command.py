@@ -107,6 +107,8 @@ def test_adapters_need_flags_and_a_variable():
         at = argv.index("--lora-target-modules")
         assert argv[at + 1 : at + 3] == ("down_proj", "q_proj")  # not the output: that ends vLLM
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in command().env
+    own = command(enable_lora=True, vllm_args="--max-loras=100").argv
+    assert "--max-cpu-loras" not in own  # vLLM refuses fewer than there are places, and by itself takes as many
 
 
 def test_what_proves_a_publish_goes_before_rollouts_and_no_flag_undoes_that():

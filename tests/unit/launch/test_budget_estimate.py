@@ -101,6 +101,12 @@ def test_vllm_keeps_places_for_adapters_on_every_linear_layer_out_of_its_share(r
     assert place.find("KV cache") == without.find("KV cache") - place.find("places for adapters")
 
 
+@pytest.mark.parametrize(("rank", "num_kept"), [(16, 32), (24, 16), (64, 8)])
+def test_vllm_keeps_the_newest_adapters_in_host_memory(rank, num_kept) -> None:
+    job = Job(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
+    assert estimate(job, H100).place(HOST).find("adapters") == num_kept * job.num_trained * 2
+
+
 @pytest.mark.parametrize(
     ("optimizer", "gradient_bytes", "scratch"),
     [

@@ -58,11 +58,12 @@ def test_without_shared_memory_the_weights_lie_in_the_run_folder() -> None:
     [("shared_vllm", True, False), ("lora_only", False, True), ("lora_restart", False, True), ("none", False, False),
      ("reload", False, False), ("delta", False, False)],
 )  # fmt: skip
-def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bool, has_lora: bool) -> None:
-    config = plan_for({"train.weight_bridge_mode": mode, "train.lora_r": 128}).config
+@pytest.mark.parametrize("rank", [8, 128])
+def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bool, has_lora: bool, rank: int) -> None:
+    config = plan_for({"train.weight_bridge_mode": mode, "train.lora_r": rank}).config
     assert (config.engine.weights_file is not None) == shares
     assert config.engine.enable_lora == config.train.lora == has_lora
-    assert not has_lora or config.engine.max_lora_rank == 128
+    assert not has_lora or config.engine.max_lora_rank == rank
 
 
 def test_an_engine_that_gets_broadcasts_shares_no_memory() -> None:

@@ -11,7 +11,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels fo
 # them to the GPU once more (75 ms for 8, on an H200). Each place takes memory by its rank.
 MAX_LORAS = 16
 RANKS_TOGETHER = 256
-MAX_CPU_LORAS = 32  # kept in memory; any other is read from its files again
 
 
 def lora_rank(wanted: int) -> int:
@@ -32,3 +31,13 @@ def max_loras(rank: int) -> int:
     (16, 8, 2)
     """
     return max(2, min(MAX_LORAS, RANKS_TOGETHER // rank))
+
+
+def max_cpu_loras(rank: int) -> int:
+    """How many vLLM keeps in host memory, also those that it was told to unload; any other it reads from its files
+    again.
+
+    >>> max_cpu_loras(16), max_cpu_loras(256)
+    (32, 4)
+    """
+    return 2 * max_loras(rank)

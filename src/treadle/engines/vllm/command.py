@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from treadle.config import EngineConfig
-from treadle.engines.vllm.adapter_places import MAX_CPU_LORAS, lora_rank, max_loras
+from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts
 from treadle.errors import ConfigError
@@ -75,7 +75,7 @@ def server_command(
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *_weights_flags(config, model),
         *(SCHEDULING_FLAG, "priority"),  # completions.py says who comes first
-        *_lora_flags(config, model),
+        *_lora_flags(config, model, own),
         *_hardware_flags(config, vllm, own, max_model_len(config, model)),
         *own,
     ]
@@ -132,12 +132,13 @@ def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
     return ["--model-loader-extra-config", json.dumps(shared)]
 
 
-def _lora_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
+def _lora_flags(config: EngineConfig, model: ModelFacts, own: list[str]) -> list[str]:
     if not config.enable_lora:
         return []
     rank = lora_rank(config.max_lora_rank)
     flags = ["--enable-lora", "--max-lora-rank", str(rank)]
-    flags += ["--max-loras", str(max_loras(rank)), "--max-cpu-loras", str(MAX_CPU_LORAS)]
+    if not any(word.startswith("--max-loras") for word in own):  # else vLLM keeps as many as it has places
+        flags += ["--max-loras", str(max_loras(rank)), "--max-cpu-loras", str(max_cpu_loras(rank))]
     # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it: it
     # looks up the adapter of each row of the batch, and the prompt's rows are not in it (0.32 on a CPU, 0.26 on a GPU).
     return [*flags, "--lora-target-modules", *model.linear_modules]

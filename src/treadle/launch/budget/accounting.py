@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from treadle.engines.vllm.adapter_places import lora_rank, max_loras
+from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
 from treadle.launch.budget import calibration as known
 from treadle.launch.budget.activations import backward_bytes, kept_bytes, logits_bytes
 from treadle.launch.budget.cards import Machine
@@ -187,6 +187,11 @@ def _host_parts(job: Job) -> list[Component]:
         _part("processes", num_processes * known.HOST_GPU_PROCESS_BYTES, "both", f"{num_processes} with CUDA"),
         _part("hub and environment", others, "others"),
     ]
+    if job.mode == "lora" and job.gpu_memory_utilization is not None:
+        num = max_cpu_loras(lora_rank(job.lora_r))
+        parts.append(
+            _part("adapters", num * job.num_trained * job.weight_bytes, "engine", f"vLLM keeps the newest {num}")
+        )
     if job.optimizer == "adamw_cpu":
         masters, moments = optimizer_bytes(job)
         gradients = job.train_gpus * job.gradient_bytes * job.num_trained  # each process has its own

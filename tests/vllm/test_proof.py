@@ -1,0 +1,72 @@
+"""What a publish that went wrong in a real vLLM is told by. The other faults, with an engine that can have all of them:
+tests/unit/sync/test_proof.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.vllm.conftest import SAME
+from tests.vllm.reference import load, logits_after
+from treadle.config import TrainConfig
+from treadle.errors import SyncError
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.proof import Proof
+from treadle.sync.receipt import TokenScores
+
+LAYER = "model.layers.1."
+OUTPUT, GATE, UP = (f"{LAYER}{name}.weight" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"))
+
+
+class Trained:
+    """As much of a trainer's policy as a proof needs: a model whose weights have all moved."""
+
+    merges_adapters = False
+    dtype = torch.float32
+
+    def __init__(self, folder):
+        self.model = load(folder)
+        self.vocab_size = self.model.config.vocab_size
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.05)
+
+    def served_weights(self):
+        return ((name, weight.detach()) for name, weight in self.model.named_parameters())
+
+    def score_tokens(self, token_ids):
+        logprobs = torch.log_softmax(logits_after(self.model, token_ids[:1], [*token_ids[1:], 0]), -1)
+        return TokenScores(logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1), logprobs[-1])
+
+
+def publish(served, weights, written):
+    """The version that is served now."""
+    version = served(served.engine.state()).policy_version + 1
+    served(served.engine.hold("keep", 60))
+    for name, weight in written.items():
+        weights[name].copy_(weight)
+    served(served.engine.release(version))
+    return version
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda new, old: {OUTPUT: old[OUTPUT]}, f"1 of .* weights differ, {OUTPUT}: skipped or half written"),
+        (lambda new, _old: {GATE: new[UP], UP: new[GATE]}, f"{GATE} and {UP} have changed places in the engine"),
+        (lambda _new, old: old, "it did not load them, was restarted meanwhile"),
+    ],
+    ids=["skipped", "swapped", "none came"],
+)
+def test_weights_that_vllm_has_otherwise_are_named(served, weights, fault, words):
+    policy = Trained(served.folder)
+    new, old = dict(policy.served_weights()), {name: weight.clone() for name, weight in weights.items()}
+    version = publish(served, weights, new | fault(new, old))
+    proof = Proof(TrainConfig(engine_url=served.url, canary_tolerance=SAME), EngineLink(served.url, 120.0))
+    expected = proof.expect(policy, version)
+    with pytest.raises(SyncError, match=words):
+        proof.check(expected, version)
+    version = publish(served, weights, new)
+    verified = proof.check(proof.expect(policy, version), version)
+    assert verified.canary_mean < SAME
