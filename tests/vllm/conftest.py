@@ -137,9 +137,8 @@ def wait_until(condition, deadline_s=START_S):
 
 def _serve(folder, weights_file, **changes):
     """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
-    adapters = {"enable_lora": True, "max_lora_rank": 16}
-    if changes.get("enable_lora", True):
-        adapters["vllm_args"] = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
+    few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
+    adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
     settings = {"dtype": "float32", **adapters, "vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 

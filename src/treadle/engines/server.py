@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -82,8 +81,6 @@ def _serve(
     bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
     app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
-    gc.collect()
-    gc.freeze()  # 400,000 objects of torch and transformers stay: looking through them held every request for 0.2 s
     serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
     if life.failure is not None:
         fix = NO_ROOM_FIX if is_out_of_memory(life.failure) else "the traceback is above"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +48,6 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
             with pages(store, partial(explain, hub), hub.is_run_at_work) as shown:
-                gc.freeze()  # what was imported stays: looking through it again and again takes a fiftieth of the time
                 app = app_of(hub, access, shown, watchdog.watch_loop)
                 serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)
             reach("hub:stopping")
