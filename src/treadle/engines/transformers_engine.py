@@ -4,6 +4,11 @@
     step()            one more token for every running sequence; finished ones leave
     renew(version)    the weights are others now: what was cached is computed again from the tokens so far
 
+On a CPU, completions of one request share a row of the batch until their tokens differ:
+
+    row 0: s0 s1 s2 s3  "28 + 63 ="      step      row 0: s0 s2     "28 + 63 = 9"
+                                       -------->   row 1: s1 s3     "28 + 63 = 8"
+
 All state belongs to the one thread that calls these (scheduler.py).
 """
 
@@ -30,7 +35,7 @@ from treadle.engines.sampling import report, sample, uniforms
 from treadle.engines.text import Text, Written
 from treadle.errors import ConfigError, ModelError
 from treadle.processor import fast_dtype
-from treadle.sync.device import choose_device
+from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
 from treadle.sync.weights_file import share_parameters
 from treadle.wire.groups import common_prefix
@@ -42,6 +47,7 @@ PROBE = [1, 2, 3, 4, 5, 6, 7]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
 PREFILL_TOKENS = 16384  # more are computed in several forwards: their activations would take too much memory
+USUAL_ROWS = 64  # of a decode step
 LOGITS_ROWS = 256  # positions whose logits are held at once when a prompt's logprobs are wanted
 
 
@@ -53,6 +59,13 @@ class Sequence(Sampled):
     uniform: np.ndarray
     ends: frozenset[int]
     written: Written | None  # only where the text is looked at before the end
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+
+Row = list[Sequence]  # sequences with the same history; a row of the KV cache
 
 
 class TransformersEngine:
@@ -71,6 +84,7 @@ class TransformersEngine:
         self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
         self.model = load_model(folder, "auto" if dtype == "auto" else getattr(torch, dtype)).to(self.device).eval()
+        choose_products(self.model.base_model, USUAL_ROWS)
         self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
         # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.
@@ -79,7 +93,9 @@ class TransformersEngine:
         self._cache = KVCache(self.model.config.num_hidden_layers)
         expected = self._own_logits()
         plug_in(self.model, self._cache)
-        self._rows: list[Sequence] = []  # row i of the cache; finished ones stay until the batch is compacted
+        self._rows: list[Row] = []  # row i of the cache; finished ones stay until the batch is compacted
+        # A decode step on a CPU takes time in proportion to its rows. CUDA graphs need a batch that keeps its rows.
+        self._shares_rows = self.device.type == "cpu"
         self._next_hidden = torch.empty(0)  # last hidden state of every row: the next token is read off it
         # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
@@ -99,7 +115,7 @@ class TransformersEngine:
 
     @property
     def num_running(self) -> int:
-        return sum(1 for s in self._rows if s.finish_reason is None)
+        return sum(1 for row in self._rows for s in row if s.finish_reason is None)
 
     def settle(self) -> None:
         """Wait for what a GPU still computes: only then is nobody reading the weights."""
@@ -115,20 +131,21 @@ class TransformersEngine:
         `streamed` are the places of requests whose text is wanted while it grows.
         """
         self._compact()
-        self._begin([r.prompt_ids for r in requests], [r.n for r in requests])
         groups = self._sequences(requests, policy_version, streamed)
-        self._rows += [sequence for group in groups for sequence in group]
+        rows = [[group] if self._shares_rows else [[s] for s in group] for group in groups]
+        self._begin([r.prompt_ids for r in requests], [len(rows_of_request) for rows_of_request in rows])
+        self._rows += [row for rows_of_request in rows for row in rows_of_request]
         return groups
 
     @torch.inference_mode()
     def renew(self, policy_version: int) -> None:
         """The weights have changed: compute keys and values of every running sequence again, and go on with these."""
-        running = [s for s in self._rows if s.finish_reason is None]
+        running = [row for row in map(_unfinished, self._rows) if row]
         self.drop_all()
         if running:
-            self._begin([s.request.prompt_ids + s.token_ids for s in running], [1] * len(running))
+            self._begin([row[0].request.prompt_ids + row[0].token_ids for row in running], [1] * len(running))
             self._rows = running
-        for s in running:
+        for s in (s for row in running for s in row):
             if s.policy_versions[-1] != policy_version:
                 s.policy_versions.append(policy_version)
 
@@ -142,26 +159,37 @@ class TransformersEngine:
         """
         groups = self._sequences(requests, policy_version, streamed)
         for request, group in zip(requests, groups, strict=True):
-            hidden = self._prefill([request.prompt_ids])
-            self._sample(group, hidden.expand(request.n, -1))
+            self._sample([group], self._prefill([request.prompt_ids]))
         self._cache.begin_prefill()
         return groups
 
     @torch.inference_mode()
     def step(self) -> None:
         """One more token for each running sequence, if there is any."""
-        rows = self._rows
-        if not rows:
+        if not self._rows:
             return
-        tokens = self._sample(rows, self._next_hidden)
-        finished = [i for i, s in enumerate(rows) if s.finish_reason is not None]
-        if len(finished) == len(rows):
+        self._sample(self._rows, self._next_hidden)
+        if not self.num_running:
             self.drop_all()
             return
-        if len(finished) >= COMPACT_AT * len(rows):
-            tokens = tokens[self._compact()]
-        positions = [len(s.request.prompt_ids) + len(s.token_ids) - 1 for s in self._rows]
+        tokens = self._fork()
+        positions = [row[0].length - 1 for row in self._rows]
         self._next_hidden = self._decoder.step(tokens, positions)
+
+    def _fork(self) -> Tensor:
+        """Give sequences whose new tokens differ rows of their own; the token that each row goes on with."""
+        children = [_by_last_token(row) for row in self._rows]
+        num_finished = sum(not by_token for by_token in children)
+        if all(len(by_token) <= 1 for by_token in children) and num_finished < COMPACT_AT * len(self._rows):
+            # A finished row is computed on: to take it out of the cache would cost more.
+            self._rows = [
+                next(iter(by_token.values()), row) for by_token, row in zip(children, self._rows, strict=True)
+            ]
+        else:
+            parents = [place for place, by_token in enumerate(children) for _ in by_token]
+            self._rows = [row for by_token in children for row in by_token.values()]
+            self._cache.keep(torch.tensor(parents, dtype=torch.long, device=self.device))
+        return torch.tensor([row[0].token_ids[-1] for row in self._rows], device=self.device)
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
         """End these with what they have."""
@@ -216,23 +244,25 @@ class TransformersEngine:
     def _written(self, request: Request) -> Written:
         return Written(self.text, request.stop, request.prompt_ids)
 
-    def _sample(self, rows: list[Sequence], hidden_B: Tensor) -> Tensor:
-        """The next token of each row, read off its last hidden state; those that are finished get none."""
-        uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in rows]
-        params = [s.request.sampling for s in rows]
-        logits_BV = self.model.get_output_embeddings()(hidden_B)
-        tokens_B, logprobs_B = sample(logits_BV, params, torch.tensor(uniform, device=self.device))
-        num_top = max(s.request.num_top for s in rows)
+    def _sample(self, rows: list[Row], hidden_B: Tensor) -> None:
+        """The next token of each sequence, read off its row's last hidden state; finished ones get none."""
+        sequences = [s for row in rows for s in row]
+        uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in sequences]
+        params = [s.request.sampling for s in sequences]
+        logits_SV = self.model.get_output_embeddings()(hidden_B)
+        if len(sequences) > len(rows):
+            logits_SV = logits_SV.repeat_interleave(torch.tensor([len(row) for row in rows], device=self.device), 0)
+        tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
+        num_top = max(s.request.num_top for s in sequences)
         if num_top or self._reports_raw:
-            logprobs_B, *tops = report(logits_BV, params, tokens_B, num_top=num_top, raw=self._reports_raw)
-            _note_tops(rows, *tops)
-        for s, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            logprobs_S, *tops = report(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
+            _note_tops(sequences, *tops)
+        for s, token, logprob in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
             if s.finish_reason is None:
                 s.token_ids.append(token)
                 s.logprobs.append(logprob)
                 if (reason := self._finished(s, token)) is not None:
                     self._finish(s, reason)
-        return tokens_B
 
     def _finished(self, s: Sequence, token: int) -> str | None:
         if token in s.ends:
@@ -294,15 +324,27 @@ class TransformersEngine:
     def _positions(self, start: int, end: int) -> Tensor:
         return torch.arange(start, end, device=self.device)[None]
 
-    def _compact(self) -> Tensor:
-        """Drop finished rows; returns the indexes of those that stay."""
-        kept = [i for i, s in enumerate(self._rows) if s.finish_reason is None]
-        index = torch.tensor(kept, dtype=torch.long, device=self.device)
-        if len(kept) < len(self._rows):
-            self._rows = [self._rows[i] for i in kept]
+    def _compact(self) -> None:
+        """Drop rows of which every sequence is finished."""
+        rows = [_unfinished(row) for row in self._rows]
+        kept = [place for place, row in enumerate(rows) if row]
+        if len(kept) < len(rows):
+            index = torch.tensor(kept, dtype=torch.long, device=self.device)
             self._next_hidden = self._next_hidden[index]
             self._cache.keep(index)
-        return index
+        self._rows = [rows[place] for place in kept]
+
+
+def _unfinished(row: Row) -> Row:
+    return [s for s in row if s.finish_reason is None]
+
+
+def _by_last_token(row: Row) -> dict[int, Row]:
+    """The unfinished sequences of a row by the token that each got last."""
+    by_token: dict[int, Row] = {}
+    for s in _unfinished(row):
+        by_token.setdefault(s.token_ids[-1], []).append(s)
+    return by_token
 
 
 def load_model(folder: Path, dtype: Any) -> Any:
@@ -337,8 +379,8 @@ def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
     yield first, len(prompts)
 
 
-def _note_tops(rows: list[Sequence], ids_BK: Tensor, logprobs_BK: Tensor) -> None:
-    for s, tops in zip(rows, _paired(ids_BK, logprobs_BK), strict=True):
+def _note_tops(sequences: list[Sequence], ids_SK: Tensor, logprobs_SK: Tensor) -> None:
+    for s, tops in zip(sequences, _paired(ids_SK, logprobs_SK), strict=True):
         if s.finish_reason is None and s.request.num_top:
             s.tops.append(dict(islice(tops.items(), s.request.num_top)))
 

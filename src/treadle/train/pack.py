@@ -1,13 +1,16 @@
 """Groups -> what the model forwards: no padding, and what rollouts have in common only once. Pure.
 
-    two groups of two rollouts           packed:  R R R P P a a a b b Q c c d d
-      R R R P P a a a                    position 0 1 2 3 4 5 6 7 5 6 3 4 5 4 5
-      R R R P P b b
-      R R R Q c c                        R, the root, is what all prompts of the micro begin with; a completion's token
-      R R R Q d d                        sees the root, its group's prompt and its own completion up to itself
+    two groups of two rollouts           packed:  R R R P P a a b Q s c d
+      R R R P P a a .                    position 0 1 2 3 4 5 6 5 3 4 5 5
+      R R R P P b .
+      R R R Q s c .                      R, the root, is what all stems of the micro begin with. A stem (P P, Q s) is
+      R R R Q s d .                      what several rollouts of a group begin with: the prompt, and the tokens of
+                                         their completions up to the first that differs.
 
-A rollout is never cut, a group may be. Every token that carries loss brings its weight in the mean over the whole
-optimizer step, so the losses of micros add up to the same number however the step is split.
+A token sees the root, its stem and its own rollout up to itself. The last token of a rollout (.) is predicted but
+predicts nothing, so it is not forwarded. A rollout is never cut, a group may be. Every token that carries loss brings
+its weight in the mean over the whole optimizer step, so the losses of micros add up to the same number however the step
+is split.
 
 Rollouts without any advantage have no gradient (unless there is a KL term) and are not forwarded; their tokens still
 count in the mean.
@@ -36,7 +39,7 @@ TOKEN_COST = 6 * 2048  # what a token costs in all other layers, in query-key pa
 
 @dataclass(frozen=True)
 class Segment:
-    """Rollouts that share a prompt: where the root, the rest of the prompt and each completion lie in the row."""
+    """Rollouts that share a stem: where the root, the rest of the stem and the rest of each rollout lie in the row."""
 
     root: tuple[int, int]
     prompt: tuple[int, int]
@@ -45,7 +48,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Micro:
-    """What one forward takes. `_T` runs over packed tokens, `_L` over the tokens that carry loss."""
+    """What one forward takes. `_T` runs over packed tokens, `_L` over the tokens that carry loss, `_D` over distinct
+    predictions: rollouts that share a stem predict its tokens alike."""
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -53,6 +57,8 @@ class Micro:
     source_L: Tensor  # index into T of the token whose hidden state predicts the loss token
     targets_L: Tensor
     temperatures_L: Tensor
+    first_D: Tensor  # index into L of the first of each distinct prediction
+    prediction_L: Tensor  # index into D of each loss token's prediction
     loss_tokens: LossTokens
     origins: tuple[tuple[ScoredGroup, int], ...]  # of each sequence: its group, and which rollout of it
     cost: float
@@ -140,7 +146,8 @@ def pack(
     weights = TokenWeights(examined, config)
     share = _pays_to_share(examined, config)
     budget = config.micro_tokens or ON_CPU["micro_tokens"]
-    portions = [portion for e in examined for portion in cut_into_portions(e, budget, share=share)]
+    num_root = root_length([e.tokens[i][: e.prefix] for e in examined for i in e.rollouts[:1]]) if share else 0
+    portions = [portion for e in examined for portion in cut_into_portions(e, budget, num_root, share=share)]
     bins = spread([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
     return PackedBatch(
         micros=tuple(_build([portions[i] for i in chosen], weights, token_cost) for chosen in bins),
@@ -163,45 +170,79 @@ def root_length(prompts: Sequence[np.ndarray]) -> int:
 
 @dataclass(frozen=True)
 class _Portion:
-    """Rollouts of one group that are forwarded together behind `prefix` shared tokens."""
+    """Rollouts of one group that are forwarded together behind the `stem` tokens that they share."""
 
     examined: Examined
     rollouts: tuple[int, ...]
-    prefix: int
+    stem: int
 
     @property
-    def prompt(self) -> np.ndarray:
-        return self.examined.tokens[self.rollouts[0]][: self.prefix]
+    def stem_tokens(self) -> np.ndarray:
+        return self.examined.tokens[self.rollouts[0]][: self.stem]
 
     @property
     def lengths(self) -> list[int]:
-        return [len(self.examined.group.tokens[i]) - self.prefix for i in self.rollouts]
+        """Tokens of each rollout behind the stem, without the last."""
+        return [len(self.examined.tokens[i]) - 1 - self.stem for i in self.rollouts]
 
     @property
     def num_tokens(self) -> int:
-        return self.prefix + sum(self.lengths)
+        return self.stem + sum(self.lengths)
 
     def cost(self, token_cost: float) -> float:
         """In query-key pairs: what the linear layers take, and the triangles and rectangles of attention."""
-        pairs = self.prefix**2 / 2 + sum(n * (self.prefix + n / 2) for n in self.lengths)
+        pairs = self.stem**2 / 2 + sum(n * (self.stem + n / 2) for n in self.lengths)
         return self.num_tokens * token_cost + pairs
 
 
-def cut_into_portions(examined: Examined, budget: int, *, share: bool) -> list[_Portion]:
-    """The rollouts in parts of at most `budget` tokens; each part that shares repeats the prompt."""
+def cut_into_portions(examined: Examined, budget: int, num_root: int = 0, *, share: bool) -> list[_Portion]:
+    """The rollouts in portions of at most `budget` tokens, each with the stem that its rollouts share. Every further
+    portion repeats a stem, except for the `num_root` tokens that the whole micro shares."""
     if not share:
         return [_Portion(examined, (i,), 0) for i in examined.rollouts]
-    parts: list[_Portion] = []
-    chosen: list[int] = []
-    size = examined.prefix
-    for i in examined.rollouts:
-        length = len(examined.tokens[i]) - examined.prefix
-        if chosen and size + length > budget:
-            parts.append(_Portion(examined, tuple(chosen), examined.prefix))
-            chosen, size = [], examined.prefix
-        chosen.append(i)
-        size += length
-    return [*parts, _Portion(examined, tuple(chosen), examined.prefix)] if chosen else parts
+    portions: list[_Portion] = []
+    for rollouts, stem in find_stems(examined.tokens, examined.rollouts, num_root) if examined.rollouts else []:
+        chosen: list[int] = []
+        size = stem
+        for i in rollouts:
+            length = len(examined.tokens[i]) - 1 - stem
+            if chosen and size + length > budget:
+                portions.append(_Portion(examined, tuple(chosen), stem))
+                chosen, size = [], stem
+            chosen.append(i)
+            size += length
+        portions.append(_Portion(examined, tuple(chosen), stem))
+    return portions
+
+
+def find_stems(tokens: Sequence[np.ndarray], rollouts: Sequence[int], num_root: int) -> list[tuple[list[int], int]]:
+    """Rollouts by what they begin with in common: [(rollouts, length of their stem)].
+
+    Rollouts that go on alike behind the stem of all get a stem of their own where that saves tokens, although the
+    shorter one is then forwarded once more.
+
+    >>> rows = [np.array(row) for row in ([7, 1, 2, 3, 4], [7, 1, 2, 3, 5], [7, 9, 9])]
+    >>> find_stems(rows, [0, 1, 2], num_root=0)
+    [([0, 1], 4), ([2], 2)]
+    """
+    stem = _stem([tokens[i] for i in rollouts])
+    by_next: dict[int, list[int]] = {}
+    for i in rollouts:
+        by_next.setdefault(int(tokens[i][stem]), []).append(i)
+    apart = []
+    for alike in by_next.values() if len(by_next) > 1 else ():
+        num_saved = (len(alike) - 1) * (_stem([tokens[i] for i in alike]) - stem)
+        if num_saved > stem - num_root:
+            apart.append(alike)
+    if not apart:
+        return [(list(rollouts), stem)]
+    rest = [i for i in rollouts if not any(i in alike for alike in apart)]
+    return [found for part in (*apart, rest) if part for found in find_stems(tokens, part, num_root)]
+
+
+def _stem(rollouts: Sequence[np.ndarray]) -> int:
+    """How many tokens rollouts begin with alike. The last of each is not forwarded, so it is no part of a stem."""
+    return min(num_alike(rollouts), min(map(len, rollouts)) - 1)
 
 
 def _pays_to_share(examined: Sequence[Examined], config: TrainConfig) -> bool:
@@ -213,8 +254,9 @@ def _pays_to_share(examined: Sequence[Examined], config: TrainConfig) -> bool:
 
 
 def _build(portions: Sequence[_Portion], weights: TokenWeights, token_cost: float) -> Micro:
-    shares = any(portion.prefix for portion in portions)
-    builder = _MicroBuilder(portions[0].prompt[: root_length([p.prompt for p in portions]) if shares else 0], weights)
+    shares = any(portion.stem for portion in portions)
+    num_root = root_length([portion.stem_tokens for portion in portions]) if shares else 0
+    builder = _MicroBuilder(portions[0].stem_tokens[:num_root], weights)
     for portion in portions:
         builder.add(portion)
     return builder.build(sum(portion.cost(token_cost) for portion in portions))
@@ -234,29 +276,30 @@ class _MicroBuilder:
         self._origins: list[tuple[ScoredGroup, int]] = []
 
     def add(self, portion: _Portion) -> None:
-        prompt_start = self._num_tokens
-        self._append(portion.prompt, self._root[1], portion.prefix)
-        prompt_end = self._num_tokens
+        stem_start = self._num_tokens
+        self._append(portion.stem_tokens, self._root[1], portion.stem)
+        stem_end = self._num_tokens
         completions = []
         for i in portion.rollouts:
             start = self._num_tokens
             tokens = portion.examined.tokens[i]
-            self._append(tokens, portion.prefix, len(tokens))
+            self._append(tokens, portion.stem, len(tokens) - 1)
             completions.append((start, self._num_tokens))
-            self._add_loss_tokens(portion, i, start, prompt_end)
-        self._segments.append(Segment(self._root, (prompt_start, prompt_end), tuple(completions)))
+            self._add_loss_tokens(portion, i, stem_start, start)
+        self._segments.append(Segment(self._root, (stem_start, stem_end), tuple(completions)))
 
     def _append(self, tokens: np.ndarray, start: int, end: int) -> None:
         self._ids.append(tokens[start:end])
         self._positions.append(np.arange(start, end))
         self._num_tokens += max(0, end - start)
 
-    def _add_loss_tokens(self, portion: _Portion, rollout: int, start: int, prompt_end: int) -> None:
+    def _add_loss_tokens(self, portion: _Portion, rollout: int, stem_start: int, own_start: int) -> None:
         examined, group = portion.examined, portion.examined.group
         places = np.flatnonzero(examined.carries_loss[rollout])
-        sources = np.where(places > portion.prefix, start + places - portion.prefix - 1, prompt_end - 1)
+        before = places - 1
+        in_stem = np.where(before < self._root[1], before, stem_start + before - self._root[1])
         values = {
-            "source": sources,
+            "source": np.where(before < portion.stem, in_stem, own_start + before - portion.stem),
             "target": examined.tokens[rollout][places],
             "temperature": np.full(len(places), temperature_of(group, rollout)),
             "logprob": rollout_logprobs(group, rollout, places),
@@ -275,6 +318,8 @@ class _MicroBuilder:
             name: torch.from_numpy(fields[name].astype(np.float32))
             for name in ("temperature", "logprob", "advantage", "weight")
         }
+        predictions = np.stack([fields[name] for name in ("source", "target", "temperature")], 1)
+        _, first_D, prediction_L = np.unique(predictions, axis=0, return_index=True, return_inverse=True)
         return Micro(
             token_ids_T=torch.from_numpy(np.concatenate(self._ids)),
             positions_T=torch.from_numpy(np.concatenate(self._positions)),
@@ -282,6 +327,8 @@ class _MicroBuilder:
             source_L=long["source"],
             targets_L=long["target"],
             temperatures_L=real["temperature"],
+            first_D=torch.from_numpy(first_D),
+            prediction_L=torch.from_numpy(prediction_L.reshape(-1)),
             loss_tokens=LossTokens(
                 rollout_logprobs_L=real["logprob"],
                 old_logprobs_L=None,

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, ModelError
-from treadle.sync.device import choose_device
+from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
 from treadle.sync.receipt import Attached, TokenScores
 from treadle.sync.weights_file import bind_parameters, map_weights
@@ -41,6 +41,9 @@ from treadle.train.trainable import choose_trainable
 
 if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
+
+
+USUAL_ROWS = 512  # tokens of a micro on a CPU
 
 
 class Policy:
@@ -81,6 +84,7 @@ class Policy:
         use_fused_kernels(model, config)
         if self.device.type == "cpu":
             make_lean(model)
+            choose_products(model.base_model, USUAL_ROWS)
         with torch.no_grad():
             check_agreement(model, self.score(packed_sample(model))[0], expected)
         self.live: dict[str, nn.Parameter]
@@ -238,13 +242,14 @@ class Policy:
 
     def _score(self, model: Any, micro: Micro) -> tuple[Tensor, Tensor]:
         hidden_TE = self._hidden(model, micro.token_ids_T, micro.positions_T, micro.segments)
-        return chosen_logprobs(
-            hidden_TE[micro.source_L.to(self.device)],
-            model.get_output_embeddings().weight,
-            micro.targets_L.to(self.device),
-            micro.temperatures_L.to(self.device),
-            chunk=self._chunk,
+        source_D, target_D, temperature_D = (
+            values_L[micro.first_D].to(self.device)
+            for values_L in (micro.source_L, micro.targets_L, micro.temperatures_L)
         )
+        weight_VE = model.get_output_embeddings().weight
+        of_predictions = chosen_logprobs(hidden_TE[source_D], weight_VE, target_D, temperature_D, chunk=self._chunk)
+        logprobs_L, entropy_L = (values_D[micro.prediction_L.to(self.device)] for values_D in of_predictions)
+        return logprobs_L, entropy_L
 
 
 def _write_live(root: Path, name: str, fill: Callable[[Path], None]) -> Path:

@@ -71,6 +71,50 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(engine):
     assert len({tuple(s.token_ids) for s in alone}) == 3
 
 
+@pytest.fixture
+def apart(engine):
+    """The same engine with a row for each completion, as on a GPU."""
+    engine._shares_rows = False
+    yield engine
+    engine._shares_rows = True
+
+
+def ask_alike():
+    """Completions that begin alike and differ later."""
+    return [ask([5, 6, 7], n=6, seed=42, temperature=0.03, max_tokens=25), ask([9, 8], n=4, seed=1, temperature=0.03)]
+
+
+def test_completions_that_begin_alike_share_rows_and_get_the_tokens_they_would_get_apart(engine, apart):
+    expected = [s for group in generate(apart, *ask_alike()) for s in group]
+    apart._shares_rows = True
+    groups = engine.admit(ask_alike())
+    num_rows = []
+    while engine.num_running:
+        num_rows.append(len(engine._rows))
+        engine.step()
+    together = [s for group in groups for s in group]
+    assert [s.token_ids for s in together] == [s.token_ids for s in expected]
+    for one, other in zip(together, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
+    assert num_rows[0] == 2
+    assert 2 < max(num_rows) < 10
+    assert len({tuple(s.token_ids) for s in together[:6]}) > 1
+
+
+def test_rows_stay_shared_when_the_weights_change(engine):
+    expected = [s.token_ids for group in generate(engine, *ask_alike()) for s in group]
+    groups = engine.admit(ask_alike())
+    for _ in range(4):
+        engine.step()
+    num_rows = len(engine._rows)
+    engine.renew(1)  # to the same weights
+    assert len(engine._rows) == num_rows < 10
+    while engine.num_running:
+        engine.step()
+    assert [s.token_ids for group in groups for s in group] == expected
+    assert all(s.policy_versions == [0, 1] for s in groups[0])
+
+
 def test_requests_may_join_while_others_run(engine):
     expected = [s.token_ids for s in generate(engine, ask([5, 6, 7], n=2, seed=42, max_tokens=30))[0]]
     first = engine.admit([ask([11, 12], n=3, seed=9, max_tokens=20)])[0]

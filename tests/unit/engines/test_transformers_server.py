@@ -360,5 +360,7 @@ def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
         model, "forward", lambda **kw: (forwarded.append(tuple(kw["input_ids"].shape)), forward(**kw))[1]
     )
     group = Request(PROMPT * 4, 4, 2, SamplingParams(), 0, ignore_eos=True)
-    assert len(asyncio.run(server.generate(group)).completions) == 4
-    assert forwarded == [(1, 12), (4, 1)]  # its prompt, then one token for each of the four
+    completions = asyncio.run(server.generate(group)).completions
+    assert len(completions) == 4
+    rows = len({completion.token_ids[0] for completion in completions})
+    assert forwarded == [(1, 12), (rows, 1)]  # its prompt, then one token for each history that differs

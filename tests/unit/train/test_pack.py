@@ -8,7 +8,7 @@ import torch
 
 from treadle.config import TrainConfig
 from treadle.train.examine import shared_prefix, temperature_of, token_advantages
-from treadle.train.pack import pack
+from treadle.train.pack import find_stems, pack
 from treadle.train.partition import spread
 from treadle.wire.groups import IGNORED, ScoredGroup
 
@@ -35,10 +35,10 @@ def advantages_of(g, config=PLAIN):
 
 def test_prompt_is_packed_once_and_positions_restart():
     (micro,) = pack([group([5, 6, 7], [[1, 2], [3]], [1.0, 0.0])], PLAIN).micros
-    assert micro.token_ids_T.tolist() == [5, 6, 7, 1, 2, 3]
-    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 3]
+    assert micro.token_ids_T.tolist() == [5, 6, 7, 1]  # the last token of a rollout predicts nothing
+    assert micro.positions_T.tolist() == [0, 1, 2, 3]
     assert micro.segments[0].prompt == (0, 3)
-    assert micro.segments[0].completions == ((3, 5), (5, 6))
+    assert micro.segments[0].completions == ((3, 4), (4, 4))
     assert micro.source_L.tolist() == [2, 3, 2]  # the token before each loss token, in its own rollout
     assert micro.targets_L.tolist() == [1, 2, 3]
     tokens = micro.loss_tokens
@@ -49,37 +49,56 @@ def test_prompt_is_packed_once_and_positions_restart():
 
 def test_without_sharing_every_rollout_brings_its_prompt():
     (micro,) = pack([group([5, 6, 7], [[1, 2], [3]], [1.0, 0.0])], settings(share_prompts="off")).micros
-    assert micro.token_ids_T.tolist() == [5, 6, 7, 1, 2, 5, 6, 7, 3]
-    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    assert [s.completions for s in micro.segments] == [((0, 5),), ((5, 9),)]
-    assert micro.source_L.tolist() == [2, 3, 7]
+    assert micro.token_ids_T.tolist() == [5, 6, 7, 1, 5, 6, 7]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert [s.completions for s in micro.segments] == [((0, 4),), ((4, 7),)]
+    assert micro.source_L.tolist() == [2, 3, 6]
+
+
+def test_what_completions_begin_with_is_packed_and_predicted_once():
+    (micro,) = pack([group([5, 6], [[1, 2, 2, 3], [1, 2, 2, 4, 8], [9, 7]], [1.0, 0.0, 0.0])], PLAIN).micros
+    assert micro.token_ids_T.tolist() == [5, 6, 1, 2, 2, 4, 9]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 2]
+    assert [s.root for s in micro.segments] == [(0, 2), (0, 2)]
+    assert [(s.prompt, s.completions) for s in micro.segments] == [((2, 5), ((5, 5), (5, 6))), ((6, 7), ((7, 7),))]
+    assert micro.source_L.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 1, 6]
+    assert micro.targets_L.tolist() == [1, 2, 2, 3, 1, 2, 2, 4, 8, 9, 7]
+    assert len(micro.first_D) == 8  # three of the eleven predictions are those of another rollout
+    predictions = list(zip(micro.source_L.tolist(), micro.targets_L.tolist(), strict=True))
+    assert predictions == [predictions[micro.first_D[d]] for d in micro.prediction_L.tolist()]
+
+
+def test_a_longer_stem_is_shared_only_where_that_saves_tokens():
+    rows = [np.array(row) for row in ([7, 8, 1, 2, 3], [7, 8, 1, 2, 4], [7, 8, 9])]
+    assert find_stems(rows, [0, 1, 2], num_root=0) == [([0, 1, 2], 2)]  # two tokens saved, two repeated
+    assert find_stems(rows, [0, 1, 2], num_root=1) == [([0, 1], 4), ([2], 2)]
 
 
 def test_prompts_are_shared_by_themselves_only_when_it_pays():
     short = group([5], [list(range(10, 40)), list(range(50, 80))], [1.0, 0.0])
     long = group([5, 6, 7, 8], [[1, 2], [3]], [1.0, 0.0])
-    assert pack([short], PLAIN).num_forwarded_tokens == 62
-    assert pack([long], PLAIN).num_forwarded_tokens == 7
+    assert pack([short], PLAIN).num_forwarded_tokens == 60
+    assert pack([long], PLAIN).num_forwarded_tokens == 5
 
 
 def test_what_all_prompts_begin_with_is_packed_once_for_the_whole_micro():
     groups = [group([5, 6, 7, 8], [[1, 2], [3]], [1.0, 0.0]), group([5, 6, 9], [[4], [1]], [1.0, 0.0])]
     (micro,) = pack(groups, PLAIN).micros
-    assert micro.token_ids_T.tolist() == [5, 6, 7, 8, 1, 2, 3, 9, 4, 1]
-    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 2, 3, 3]
+    assert micro.token_ids_T.tolist() == [5, 6, 7, 8, 1, 9]
+    assert micro.positions_T.tolist() == [0, 1, 2, 3, 4, 2]
     assert [s.root for s in micro.segments] == [(0, 2), (0, 2)]
-    assert [s.prompt for s in micro.segments] == [(2, 4), (7, 8)]
-    assert micro.source_L.tolist() == [3, 4, 3, 7, 7]
+    assert [s.prompt for s in micro.segments] == [(2, 4), (5, 6)]
+    assert micro.source_L.tolist() == [3, 4, 3, 5, 5]
 
 
 def test_groups_without_spread_are_counted_but_not_forwarded():
     same = group([5], [[1, 2], [3, 4]], [1.0, 1.0])
     mixed = group([6], [[1], [2]], [1.0, 0.0])
     batch = pack([same, mixed], PLAIN)
-    assert [m.token_ids_T.tolist() for m in batch.micros] == [[6, 1, 2]]
+    assert [m.token_ids_T.tolist() for m in batch.micros] == [[6]]
     assert batch.micros[0].loss_tokens.weights_L.tolist() == pytest.approx([1 / 6] * 2)  # all six count in the mean
     metrics = batch.metrics(0)
-    assert (metrics["batch/trained_tokens_per_step"], metrics["batch/packing_ratio"]) == (2, 4 / 3)
+    assert (metrics["batch/trained_tokens_per_step"], metrics["batch/packing_ratio"]) == (2, 4)
     assert metrics["frac_reward_zero_std"] == 0.5
     assert (metrics["by_group/frac_all_good"], metrics["by_group/frac_all_bad"]) == (0.5, 0.0)
 
@@ -122,7 +141,7 @@ def test_micros_keep_the_token_budget_and_lose_nothing(budget):
 def test_a_group_larger_than_the_budget_is_cut_between_rollouts():
     large = group([5, 6, 7], [[i, i, i, i] for i in range(10, 16)], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     batch = pack([large], settings(micro_tokens=12))
-    assert [m.num_tokens for m in batch.micros] == [11, 11, 11]  # the prompt and two completions each
+    assert [m.num_tokens for m in batch.micros] == [12, 12]  # the prompt and three completions each
 
 
 def test_micros_cost_about_the_same():
@@ -188,7 +207,7 @@ def test_set_advantage_to_zero():
     first, second = advantages_of(overridden)
     assert not first.any()
     assert second.tolist() == [0.0, -0.5]
-    assert pack([overridden], PLAIN).micros[0].token_ids_T.tolist() == [1, 3]  # nothing to teach, not forwarded
+    assert pack([overridden], PLAIN).micros[0].targets_L.tolist() == [3]  # nothing to teach, not forwarded
 
 
 def test_a_stale_groups_weight_scales_its_advantages():

@@ -101,7 +101,7 @@ def lay_out(segments: Sequence[Segment]) -> Blocks:
     num_root = root[1] - root[0]
     longest_prompt = max(1, *(num_root + s.prompt[1] - s.prompt[0] for s in segments))  # one column at least
     most = max(len(s.completions) for s in segments)
-    longest = max(end - start for s in segments for start, end in s.completions)
+    longest = max(1, *(end - start for s in segments for start, end in s.completions))
     prompt = torch.zeros(num_groups, longest_prompt, dtype=torch.long)
     is_prompt = torch.zeros(num_groups, longest_prompt, dtype=torch.bool)
     prompt[:, :num_root] = torch.arange(*root)
