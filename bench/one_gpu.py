@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--gsm8k", type=Path)
-    parser.add_argument("--steps", type=int, default=45, help="of the default job")
+    parser.add_argument("--steps", type=int, default=25, help="of the default job")
     parser.add_argument("--gsm8k-steps", type=int, default=80)
     known = parser.parse_args()
     out: Path = known.out

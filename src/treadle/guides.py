@@ -107,7 +107,7 @@ GUIDES = MappingProxyType({
         about="Run the trainer: leases batches from the hub, takes optimizer steps, and publishes the weights to the "
         "engine. The same command again goes on from the newest checkpoint.",
         examples={
-            "treadle train --save-path mine": "45 steps of the built-in model",
+            "treadle train --save-path mine": "25 steps of the built-in model",
             "treadle train --model-name Qwen/Qwen3-0.6B --steps 200 --lr 1e-6": "another model",
             "treadle train --lora --objective dapo --kl-coef 0.01": "adapters, and another objective",
         },

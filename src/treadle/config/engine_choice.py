@@ -22,6 +22,12 @@ def has_vllm(config: EngineConfig) -> bool:
     return _is_installed("vllm") and kind in ("auto", "cuda") and _NVIDIA.exists()
 
 
+def may_use_gpu(device: str) -> bool:
+    """Whether `device` means a GPU on this machine, told without torch."""
+    kind = device.partition(":")[0]
+    return kind == "cuda" or (kind == "auto" and _NVIDIA.exists())
+
+
 def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)

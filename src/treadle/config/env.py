@@ -117,7 +117,7 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
     name: str = option("arithmetic", "a built-in environment, verifiers:NAME, or the path of a .py file")
     group_size: PositiveInt = option(8, "completions per prompt")
     max_token_length: PositiveInt = option(
-        24, "longest completion, in tokens; most environments have their own, else 512"
+        16, "longest completion, in tokens; most environments have their own, else 512"
     )
     temperature: NotNegative = option(1.0, "sampling temperature in training")
     seed: int = option(0, "the same seed gives the same prompts and the same samples")

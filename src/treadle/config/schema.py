@@ -71,7 +71,7 @@ class EngineConfig(Section):
         "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
     )
     threads: Count = option(0, "compute threads; 0 takes every core")
-    max_num_seqs: PositiveInt = option(64, "completions that are generated side by side")
+    max_num_seqs: PositiveInt = option(128, "completions that are generated side by side")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(
         "processed_logprobs", "logprobs of the distribution that was sampled from, or of the model at temperature 1"
@@ -100,7 +100,7 @@ class RunConfig(Section):
     """A whole run: what `treadle run` starts."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
+    steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "the same seed gives the same curve")
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(

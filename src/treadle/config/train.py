@@ -44,7 +44,7 @@ Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 # What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
-ON_CPU = {"micro_tokens": 2048, "logprob_chunk": 2048}
+ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
 ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
 
 _TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}
@@ -167,7 +167,7 @@ class OptimizerOptions(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
         "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
     )
-    lr: Positive = option(3e-5, "peak learning rate", flags=("learning-rate",))
+    lr: Positive = option(4e-5, "peak learning rate", flags=("learning-rate",))
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
     beta1: Fraction = option(0.9, "AdamW: decay of the mean")
@@ -259,7 +259,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     """The trainer process."""
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(45, "optimizer steps", flags=("training-steps",))
+    steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "seed of everything random in the trainer")
     device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
     threads: Count = option(0, "compute threads; 0 takes every core")
@@ -270,7 +270,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     init_method: str = option("env://", "where they meet: tcp://HOST:PORT, or MASTER_ADDR and MASTER_PORT")
     ranks_timeout_s: Seconds = option(600.0, "a trainer process that is silent for longer ends all of them")
     # the batch
-    batch_size: PositiveInt = option(64, "sequences per optimizer step, before accumulation")
+    batch_size: PositiveInt = option(128, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
     seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
     max_age: Count = option(

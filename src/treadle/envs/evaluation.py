@@ -35,6 +35,7 @@ class EvalSample(msgspec.Struct, kw_only=True):
     prompt: str
     question: str = ""  # the last message of the prompt: without what every prompt begins with
     completion: str
+    ended: bool = True  # by itself; False: it was cut off at the length limit
     gold: str
     is_right: bool
     reward: float | None = None  # None: it could not be scored, and `error` says why
@@ -52,6 +53,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
     num_right: int  # of the answers
     accuracy: float  # pass@1
     interval_95: tuple[float, float]  # of the accuracy
+    ended: float | None = None  # share of the answers that ended by themselves
     pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
     pass_at_k_interval_95: dict[str, tuple[float, float]]
     num_unscored: int  # answers that count as wrong because scoring them failed
@@ -174,6 +176,7 @@ def summarize(
         num_right=sum(num_rights),
         accuracy=shares["1"],
         interval_95=intervals["1"],
+        ended=fmean(not rollout.is_truncated for rollout in everything) if everything else None,
         pass_at_k=shares,
         pass_at_k_interval_95=intervals,
         num_unscored=unscored.total(),
@@ -202,6 +205,7 @@ def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
         prompt=item.prompt,
         question=str(item.messages[-1]["content"]) if item.messages else "",
         completion=rollout.text,
+        ended=not rollout.is_truncated,
         gold=item.answer,
         is_right=rollout.score.is_right,
         reward=rollout.score.reward,

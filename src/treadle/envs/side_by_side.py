@@ -15,7 +15,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Tell = Callable[[int, str], None]  # how many are done, and a few words on them
 
-ROLLOUTS_AT_ONCE = 64  # what an engine generates side by side, unless it was told otherwise
+ROLLOUTS_AT_ONCE = 128  # what an engine generates side by side, unless it was told otherwise
 _PLAIN_LINE_EVERY_S = 5.0
 
 

@@ -33,6 +33,8 @@ class Evaluation:
     num_right: int
     num_prompts: int
     samples: tuple[dict[str, Any], ...] = ()
+    ended: float | None = None  # share of the answers that ended by themselves; None: not known
+    max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
 
     @property
     def point(self) -> HeldOutPoint:
@@ -122,6 +124,8 @@ def read_evaluation(path: Path) -> Evaluation | None:
             num_right=int(values.get("num_right", 0)),
             num_prompts=int(values.get("num_prompts", 0)),
             samples=tuple(values.get("samples") or ()),
+            ended=None if values.get("ended") is None else float(values["ended"]),
+            max_tokens=(values.get("generation_params") or {}).get("max_tokens"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -20,11 +20,10 @@ import psutil  # type: ignore[import-untyped]
 from treadle.errors import RunStalled
 from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
-from treadle.watch.telling import SILENT_AFTER_S, tell_wait, tell_work
+from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
 from treadle.wire.hub import Processes, ProcessStanding
 
 LOOK_EVERY_S = 1.0
-SHOWN_AFTER_S = 2.0
 SILENT_S = 30.0
 STACKS_TAKE_S = 1.0
 MOST_ALARMS = 200
@@ -34,12 +33,19 @@ _SILENT = frozenset((name, SILENT) for name in ("hub", "engine", "env", "trainer
 
 @dataclass(frozen=True)
 class Sight:
-    """`notes`: what is waited for at this moment; `alarms`: all that was ever worth a line of its own, once each;
-    `standings`: the processes, as the hub knows them."""
+    """What the overseer found out about the run.
 
+    now        what is waited for at this moment, in a few words
+    notes      explanations of what is wrong or takes long at this moment; none while every wait is normal
+    alarms     late waits and silent processes, once each
+    findings   what is wrong with the work of a process, once each
+    standings  the processes, as the hub knows them
+    """
+
+    now: str = ""
     notes: tuple[str, ...] = ()
     alarms: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()  # what is wrong with the work of a process, once each
+    findings: tuple[str, ...] = ()
     standings: tuple[ProcessStanding, ...] = ()
 
 
@@ -78,18 +84,12 @@ class Overseer:
         else:
             self._hub_heard_s = self._clock()
         standings = _read(answer)
-        notes = [tell_work(standing.report.work) for standing in standings if standing.report.work is not None]
-        notes += [
-            tell_wait(standing.report, wait)
-            for standing in standings
-            for wait in standing.report.waits[:1]
-            if wait.seconds >= SHOWN_AFTER_S
-        ]
+        notes = tuple(line for standing in standings for line in tell_process(standing, with_fixes=True))
         # What is over may be told again when it comes back.
         self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
         for standing in standings:
             self._look_at(standing)
-        self.sight = replace(self.sight, notes=tuple(notes), standings=tuple(standings))
+        self.sight = replace(self.sight, now=tell_now(standings), notes=notes, standings=tuple(standings))
         is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
         is_movement_seen = is_known and not is_starting
         self._look_for_movement((progress, *_movement(standings)) if is_movement_seen else object(), standings)

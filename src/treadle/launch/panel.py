@@ -12,10 +12,10 @@ from rich.text import Text
 
 from treadle.config.schema import RunConfig
 from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
-from treadle.launch.overseer import SHOWN_AFTER_S, Sight
+from treadle.launch.overseer import Sight
 from treadle.launch.wording import duration, gigabytes, percent, sparkline
 from treadle.track.health_log import HealthLine
-from treadle.watch.telling import SILENT_AFTER_S, tell_work
+from treadle.watch.telling import SILENT_AFTER_S, is_long, shortened, tell_work, wait_to_show
 from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
@@ -140,11 +140,13 @@ def _doing(standing: ProcessStanding) -> Text:
     report = standing.report
     if standing.heard_s > SILENT_AFTER_S:
         return Text(f"not heard of for {standing.heard_s:.0f} s", style="red")
-    others = [wait for wait in report.waits if wait.of or wait.is_late]  # its own work is no wait
-    if others and others[0].seconds >= SHOWN_AFTER_S:
-        wait = others[0]
-        return Text(f"waits {duration(wait.seconds)} for {wait.what}", style="red" if wait.is_late else "yellow")
-    return Text(report.state)
+    wait = wait_to_show(report)
+    if wait is None:
+        return Text(report.state)
+    words = f"waits {duration(wait.seconds)} for "
+    if is_long(wait):
+        return Text(words + wait.what, style="red" if wait.is_late else "yellow")
+    return Text(words + shortened(wait.what))
 
 
 def _number(value: float | None, pattern: str) -> str:

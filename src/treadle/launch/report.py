@@ -1,4 +1,4 @@
-"""What a run achieved: figures for summary.json, and the same in words at the end of the run."""
+"""Summarize a run: write summary.json and print the final report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
 NUM_HEALTH_LINES = 4
+LONGEST_TEXT = 600  # characters of a prompt or an answer in the printed report
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class Summary:
     alarms: list[str] = field(default_factory=list)  # what the watchdog said
     findings: list[str] = field(default_factory=list)  # what was wrong with the groups of an environment
     last_words: str = ""  # the error that ended the run
+    # Share of the held-out answers that ended by themselves; None: not known.
+    ended_before: float | None = None
+    ended_after: float | None = None
 
 
 def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
@@ -106,24 +110,37 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         alarms=list(outcome.alarms),
         findings=list(outcome.findings),
         last_words=outcome.last_words,
+        ended_before=None if history.before is None else history.before.ended,
+        ended_after=None if history.after is None else history.after.ended,
     )
 
 
 def choose_examples(before: Evaluation | None, after: Evaluation | None, num: int = 3) -> list[dict[str, Any]]:
-    """The same prompts before and after: first those that became right, then those right twice, then any."""
+    """The same prompts before and after: first those that became right, then those right twice, then any.
+
+    Among equals, answers that now end by themselves come first.
+    """
     if before is None or after is None:
         return []
     later = {sample.get("prompt"): sample for sample in after.samples}
     pairs = [(sample, later[sample.get("prompt")]) for sample in before.samples if sample.get("prompt") in later]
-    pairs.sort(key=lambda pair: (not pair[1].get("is_right"), bool(pair[0].get("is_right"))))
+    pairs.sort(
+        key=lambda pair: (
+            not pair[1].get("is_right"),
+            bool(pair[0].get("is_right")),
+            not pair[1].get("ended", True),
+        )
+    )
     return [
         {
             "prompt": old.get("prompt"),
             "gold": old.get("gold"),
             "before": old.get("completion"),
             "before_is_right": bool(old.get("is_right")),
+            "before_ended": bool(old.get("ended", True)),
             "after": new.get("completion"),
             "after_is_right": bool(new.get("is_right")),
+            "after_ended": bool(new.get("ended", True)),
         }
         for old, new in pairs[:num]
     ]
@@ -153,13 +170,16 @@ def draw_plot(history: History, summary: Summary) -> str:
 
 def print_report(summary: Summary, console: Console) -> None:
     def row(name: str, value: str) -> None:
-        console.print(f"  [dim]{name:<18}[/dim] ", end="", highlight=False)
+        console.print(f"  [dim]{name:<30}[/dim]  ", end="", highlight=False)
         console.print(value, highlight=False, markup=False, soft_wrap=True)
 
     console.print()
     console.print(f"[bold]{summary.steps_taken} steps in {duration(summary.total_s)}[/bold]", highlight=False)
     row("held-out accuracy", _change(summary.held_out_before, summary.held_out_after))
-    _print_examples(summary.examples, console)
+    if summary.ended_before is not None or summary.ended_after is not None:
+        shares = ("not measured" if e is None else percent(e) for e in (summary.ended_before, summary.ended_after))
+        row("answers that end by themselves", " -> ".join(shares))
+    _print_examples(summary, console)
     row("seconds per step", _split_in_words(summary.seconds_per_step))
     row("peak memory", _memory_in_words(summary))
     for number, line in enumerate(summary.health[-NUM_HEALTH_LINES:]):
@@ -176,17 +196,23 @@ def print_report(summary: Summary, console: Console) -> None:
     row("talk to it", f"{program()} chat {near(summary.run)}")
 
 
-def _print_examples(examples: list[dict[str, Any]], console: Console) -> None:
+def _print_examples(summary: Summary, console: Console) -> None:
+    examples = summary.examples
     num_became_right = sum(e["after_is_right"] and not e["before_is_right"] for e in examples)
     if examples:  # say how they were chosen: these are not a sample
         kind = "that became right" if num_became_right == len(examples) else "(those that became right first)"
         console.print(f"\n  [dim]{len(examples)} held-out prompts {kind}; all are in evals/[/dim]", highlight=False)
     for example in examples:
-        console.print(f"\n  {one_line(str(example['prompt']), 100)}", highlight=False, markup=False, soft_wrap=True)
-        for when in ("before", "after"):
+        prompt = one_line(str(example["prompt"]), LONGEST_TEXT)
+        console.print(f"\n  {prompt}", highlight=False, markup=False, soft_wrap=True)
+        for when, held_out in (("before", summary.held_out_before), ("after", summary.held_out_after)):
             mark = "[green]right[/green]" if example[f"{when}_is_right"] else "[red]wrong[/red]"
             console.print(f"    [dim]{when:<6}[/dim] {mark} ", end="", highlight=False)
-            console.print(one_line(str(example[when]), 80), highlight=False, markup=False, soft_wrap=True)
+            answer = one_line(str(example[when]), LONGEST_TEXT)
+            if not example.get(f"{when}_ended", True):
+                limit = (held_out or {}).get("max_tokens")
+                answer += f" (cut off at {limit} tokens)" if limit else " (cut off)"
+            console.print(answer, highlight=False, markup=False, soft_wrap=True)
     if examples:
         console.print()
 
@@ -200,6 +226,7 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
         "interval_95": [evaluation.low, evaluation.high],
         "num_right": evaluation.num_right,
         "num_prompts": evaluation.num_prompts,
+        "max_tokens": evaluation.max_tokens,
     }
 
 

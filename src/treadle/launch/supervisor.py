@@ -21,7 +21,7 @@ from treadle.launch.process import ChildProcess
 # checkpoint, and a large one takes its time on a slow disk; whoever is left then is killed.
 STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("engine", 1.0), ("hub", 0.6))
 _OTHERS_S = 1.0
-TOLD_EVERY_S = 5.0
+TOLD_EVERY_S = 15.0
 _POLL_S = 0.1
 _READY_POLL_S = 0.25
 

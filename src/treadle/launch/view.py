@@ -1,10 +1,10 @@
-"""What a user sees while a run goes on: a live panel on a terminal, one plain line per step anywhere else."""
+"""Show the progress of a run: a live panel on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
@@ -20,7 +20,16 @@ from treadle.log import get_logger
 
 log = get_logger("launch")
 
-LONGEST_SILENCE_S = 30.0  # then a plain view says what is waited for
+WAITING_LINE_EVERY_S = 15.0
+# The figures of a plain step line.
+_FIGURES: Mapping[str, Callable[[float], str]] = {
+    "reward": "reward {:.3f}".format,
+    "rollout/accuracy": lambda share: f"accuracy {percent(share)}",
+    "completions/clipped_ratio": lambda share: f"ended {100 * (1 - share):.0f} %",  # by themselves
+    "perf/trained_tok_s_wall_clock": "{:.0f} tokens/s".format,
+    "perf/step_s": "{:.1f} s".format,
+    "sample/staleness_mean": "age {:.1f}".format,
+}
 
 
 @dataclass
@@ -137,74 +146,71 @@ class LiveView:
 
 
 class PlainView:
-    """`step 12/50  reward 0.31  accuracy 28 %  412 tokens/s  ...`, for files, pipes and small terminals."""
+    """One line per step, evaluation, phase and problem, for files, pipes and small terminals.
+
+    step  12/50  reward 0.310  accuracy 28.0 %  ended 97 %  412 tokens/s  8.1 s  age 1.0  5 min 08 s left
+
+    After 15 s without a line it prints what is waited for: `evaluating at step 0: 128 of 256, 20 s`. An explanation
+    follows only when a process has a problem or has waited for more than half of its deadline (watch/telling.py).
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
-        self._last_phase = ""
-        self._last_step: int | None = None
-        self._num_evaluations: int | None = None
+        self._progress: tuple[str, int, int] = ("", 0, 0)  # phase, last step, number of evaluations
+        self._progress_s = 0.0
+        self._printed_s = 0.0
+        self._is_first = True
         self._num_health_lines = 0
         self._num_alarms = 0
         self._num_findings = 0
-        self._silent_since_s: float | None = None
 
     def open(self) -> None:
         return
 
     def update(self, state: RunState) -> None:
-        history = state.history
-        if self._last_step is None:  # a resumed run does not tell its past again
-            self._last_step, self._num_evaluations = history.last_step, len(history.evaluations)
+        now_s, history = state.clock(), state.history
+        if self._is_first:  # the past of a resumed run is not printed again
+            self._is_first = False
+            self._progress = ("", history.last_step, len(history.evaluations))
             self._num_health_lines = len(history.health)
-        for evaluation in history.evaluations[self._num_evaluations :]:
-            interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
-            self._say(f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})")
-        self._num_evaluations = len(history.evaluations)
-        for number, step in enumerate(history.steps, start=1):
-            if int(step["step"]) > self._last_step:
-                self._say(_step_line(History(history.steps[:number]), state.config.steps))
-        for line in history.health[self._num_health_lines :]:
-            self._say(f"health: {line}")
-        self._num_health_lines = len(history.health)
-        for alarm in state.sight.alarms[self._num_alarms :]:
-            self._say(f"watchdog: {alarm}")
-        self._num_alarms = len(state.sight.alarms)
-        for finding in state.sight.findings[self._num_findings :]:
-            self._say(f"health: {finding}")
-        self._num_findings = len(state.sight.findings)
-        self._last_step = history.last_step  # may go back: a resumed trainer takes lost steps again
-        if state.phase != self._last_phase:
-            self._say(f"{state.phase}...")
-            self._last_phase = state.phase
-        if self._silent_since_s is None:
-            self._silent_since_s = state.clock()
-        elif state.sight.notes and state.clock() - self._silent_since_s > LONGEST_SILENCE_S:
-            self._say(f"{state.phase}: {'; '.join(state.sight.notes)}")
+        for line in self._new_lines(state):
+            self._print(line, now_s)
+        progress = (state.phase, history.last_step, len(history.evaluations))
+        if progress != self._progress:  # the step may be lower: a resumed trainer takes lost steps again
+            self._progress, self._progress_s = progress, now_s
+        if now_s - self._printed_s >= WAITING_LINE_EVERY_S:
+            waiting = f"{state.sight.now or state.phase}, {duration(now_s - self._progress_s)}"
+            self._print("; ".join([waiting, *state.sight.notes]), now_s)
 
     def close(self) -> None:
         return
 
-    def _say(self, line: str) -> None:
+    def _new_lines(self, state: RunState) -> Iterator[str]:
+        history, sight = state.history, state.sight
+        last_phase, last_step, num_evaluations = self._progress
+        for evaluation in history.evaluations[num_evaluations:]:
+            interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
+            yield f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})"
+        for number, step in enumerate(history.steps, start=1):
+            if int(step["step"]) > last_step:
+                yield _step_line(History(history.steps[:number]), state.config.steps)
+        yield from (f"health: {line}" for line in history.health[self._num_health_lines :])
+        yield from (f"watchdog: {alarm}" for alarm in sight.alarms[self._num_alarms :])
+        yield from (f"health: {finding}" for finding in sight.findings[self._num_findings :])
+        self._num_health_lines = len(history.health)
+        self._num_alarms, self._num_findings = len(sight.alarms), len(sight.findings)
+        if state.phase != last_phase:
+            yield f"{state.phase}..."
+
+    def _print(self, line: str, now_s: float) -> None:
         print(line, file=self._out, flush=True)
-        self._silent_since_s = None  # the silence begins anew
+        self._printed_s = now_s
 
 
 def _step_line(history: History, num_steps: int) -> str:
     """The line of the last step in `history`; a figure that was not measured is left out."""
-    parts = [f"step {history.last_step:>3}/{num_steps}"]
-    for key, text in (
-        ("reward", "reward {:.3f}"),
-        ("perf/trained_tok_s_wall_clock", "{:.0f} tokens/s"),
-        ("perf/step_s", "{:.1f} s"),
-        ("sample/staleness_mean", "age {:.1f}"),
-    ):
-        value = history.last(key)
-        if value is not None:
-            parts.append(text.format(value))
-    accuracy = history.last("rollout/accuracy")
-    if accuracy is not None:
-        parts.insert(2, f"accuracy {percent(accuracy)}")
+    figures = [words(value) for key, words in _FIGURES.items() if (value := history.last(key)) is not None]
+    parts = [f"step {history.last_step:>3}/{num_steps}", *figures]
     pace = history.mean("perf/step_s")
     if pace is not None and history.last_step < num_steps:
         parts.append(f"{duration(pace * (num_steps - history.last_step))} left")

@@ -1,6 +1,10 @@
-"""How a process stands, in words. Pure."""
+"""Describe processes and their waits in words. Pure."""
 
 from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,7 +14,10 @@ SILENT_AFTER_S = 10.0  # five reports
 LAST_WORD = "ended"  # the state of a process that reports for the last time
 LONGEST_TEXT = 500
 MOST_WAITS, MOST_COUNTS = 16, 64
-LONG_S = 30.0  # for work of its own: worth a word, also where it may be in order
+SHOWN_AFTER_S = 2.0  # shorter waits are not shown
+NORMAL_SHARE = 0.5  # of its deadline: a longer wait is explained
+NORMAL_S = 30.0  # the same for a wait without a deadline that has a fix, or that is for no other process
+_DETAILS = re.compile(r" at https?://\S+| \(.*")
 
 
 def short(text: str) -> str:
@@ -47,19 +54,50 @@ def tell_wait(report: ProcessReport, wait: WaitReport) -> str:
     return f"{report.name} has waited {wait.seconds:.0f} s for {wait.what}{holding}{problem}"
 
 
+def is_long(wait: WaitReport) -> bool:
+    """Whether a wait needs an explanation: it is late, past half of its deadline, or something went wrong."""
+    if wait.problem:
+        normal_s = SHOWN_AFTER_S
+    elif wait.deadline_s is not None:
+        normal_s = NORMAL_SHARE * wait.deadline_s
+    else:
+        normal_s = NORMAL_S if wait.fix or not wait.of else math.inf
+    return wait.is_late or wait.seconds > normal_s
+
+
+def wait_to_show(report: ProcessReport) -> WaitReport | None:
+    """The longest wait that needs an explanation, else the longest one for another process."""
+    long = [wait for wait in report.waits if is_long(wait)]
+    normal = [wait for wait in report.waits if wait.of not in ("", report.kind) and wait.seconds >= SHOWN_AFTER_S]
+    return next(iter(long or normal), None)
+
+
+def shortened(what: str) -> str:
+    """What is waited for without addresses and details: "the batch of step 3", "the engine to be ready"."""
+    return _DETAILS.sub("", what)
+
+
+def tell_now(standings: Sequence[ProcessStanding]) -> str:
+    """What the run is waiting for, in a few words: work first, then what the trainer waits for; "" when nothing."""
+    works = [tell_work(standing.report.work) for standing in standings if standing.report.work is not None]
+    trainer_first = sorted(standings, key=lambda standing: standing.report.kind != "trainer")
+    waits = [wait for standing in trainer_first if (wait := wait_to_show(standing.report)) is not None]
+    return "; ".join(works) or (f"waiting for {shortened(waits[0].what)}" if waits else "")
+
+
 def tell_work(work: WorkReport) -> str:
     """ "evaluating at step 20: 64 of 256"."""
     return f"{work.what}: {work.done} of {work.total}"
 
 
-def tell_process(standing: ProcessStanding) -> list[str]:
-    """What is worth saying of a process, the worst first; nothing while all is well."""
+def tell_process(standing: ProcessStanding, *, with_fixes: bool = False) -> list[str]:
+    """What is wrong with a process, the worst first; nothing while all is well. `with_fixes`: of its waits too."""
     report = standing.report
     told = []
     if standing.heard_s > SILENT_AFTER_S:
         told.append(f"{report.name} has not been heard of for {standing.heard_s:.0f} s (pid {report.pid})")
-    worth_it = [wait for wait in report.waits if wait.fix or wait.is_late or (not wait.of and wait.seconds > LONG_S)]
-    told += [tell_wait(report, wait) for wait in worth_it[:3]]
+    for wait in [wait for wait in report.waits if is_long(wait)][:3]:
+        told.append(tell_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
     if report.problem:
         told.append(f"{report.name} {report.problem}" + (f" ({report.fix})" if report.fix else ""))
     return told

@@ -7,6 +7,7 @@ wait --2 s--> told, ever more rarely --deadline--> one line, the stacks of this 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
@@ -203,6 +204,7 @@ def _told(wait: Wait) -> WaitReport:
         problem=short(wait.problem),
         fix=short(wait.fix),
         is_late=wait.is_late,
+        deadline_s=wait.wanted.deadline_s if math.isfinite(wait.wanted.deadline_s) else None,
     )
 
 

@@ -128,7 +128,8 @@ class WaitReport(msgspec.Struct, frozen=True, kw_only=True):
     holding: str = ""  # what stands still meanwhile
     problem: str = ""
     fix: str = ""
-    is_late: bool = False  # longer than is normal
+    is_late: bool = False  # past its deadline
+    deadline_s: float | None = None  # None: it has no deadline, or the sender does not report it
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,7 +126,7 @@ def test_wrong_values_are_refused_with_words(settings, words):
 
 
 def test_what_is_left_open_follows_the_device():
-    assert TrainConfig().on_device(gpu=False).micro_tokens == 2048
+    assert TrainConfig().on_device(gpu=False).micro_tokens == 1024
     assert TrainConfig().on_device(gpu=True).micro_tokens == 16_384
     assert TrainConfig(micro_tokens=99).on_device(gpu=True).micro_tokens == 99
 

@@ -158,7 +158,17 @@ def test_brevity_rewards_right_and_finished_completions_only():
     item = Item.ask("?", answer="140")
     assert env.score(item, "140", completion("140", num_tokens=6)).reward == pytest.approx(1.15)
     assert env.score(item, "7", completion("7", num_tokens=6)).reward == 0.0
-    assert env.score(item, "140", completion("140", num_tokens=24, finish_reason="length")).reward == 1.0
+    assert env.score(item, "140", completion("140", num_tokens=24, finish_reason="length")).reward == 0.5
+
+
+@pytest.mark.parametrize("task", ["addition", "comparison", "multiplication"])
+def test_a_right_answer_that_is_cut_off_is_worth_half(task):
+    env = Arithmetic(EnvConfig(task=task))
+    item = env.train_item(0)
+    assert env.score(item, item.answer, completion(item.answer)) == Score(reward=1.0, is_right=True)
+    cut_off = completion(item.answer, finish_reason="length")
+    assert env.score(item, item.answer, cut_off) == Score(reward=0.5, is_right=True)
+    assert env.score(item, "none", cut_off) == Score(reward=0.0, is_right=False)
 
 
 def test_unknown_names_are_answered_with_the_nearest_known_one():

@@ -87,14 +87,13 @@ def test_several_answers_give_pass_at_k(tmp_path):
     assert scene.told[-1] == (10, "55.0% right so far")
 
 
-def test_single_turns_go_in_waves_of_sixty_four_rollouts_with_a_seed_each(tmp_path):
+def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
     scene = Scene(tmp_path, Digits, eval_samples=16, seed=5, eval_temperature=0.7)
     scene.evaluate()
     asked = sorted((r.wave.id, r.wave.index, r.wave.size, r.n, r.temperature, r.seed) for r in scene.engine.requests)
     assert asked == [
-        *[("digits-eval-3-0", i, 4, 16, 0.7, stable_seed(5, "eval", i)) for i in range(4)],
-        *[("digits-eval-3-1", i, 4, 16, 0.7, stable_seed(5, "eval", 4 + i)) for i in range(4)],
-        *[("digits-eval-3-2", i, 2, 16, 0.7, stable_seed(5, "eval", 8 + i)) for i in range(2)],
+        *[("digits-eval-3-0", i, 8, 16, 0.7, stable_seed(5, "eval", i)) for i in range(8)],
+        *[("digits-eval-3-1", i, 2, 16, 0.7, stable_seed(5, "eval", 8 + i)) for i in range(2)],
     ]
 
 

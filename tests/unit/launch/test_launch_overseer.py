@@ -72,17 +72,33 @@ def overseer_of(url: str, clock: FakeClock, pids: dict[str, int] | None = None, 
     return Overseer(url, lambda: pids or {}, Path("runs/x/logs"), stall_s, clock)
 
 
-def test_what_lasts_for_seconds_is_shown_and_gone_when_it_is_over(hub: HubDouble) -> None:
+def test_a_normal_wait_is_named_in_a_few_words_and_gone_when_it_is_over(hub: HubDouble) -> None:
     clock = FakeClock()
     overseer = overseer_of(hub.url, clock)
     hub.report(waits=[BATCH])
     hub.report("env", waits=[WaitReport(what="the trainer's next step", seconds=1.0)])
     overseer.look(0)
-    assert overseer.sight.notes == ("trainer has waited 42 s for the batch of step 3",)
+    assert (overseer.sight.now, overseer.sight.notes) == ("waiting for the batch of step 3", ())
     hub.report()
     clock.now_s = 1.0
     overseer.look(0)
-    assert overseer.sight.notes == ()
+    assert (overseer.sight.now, overseer.sight.notes) == ("", ())
+    assert overseer.sight.alarms == ()
+
+
+def test_a_wait_past_half_of_its_deadline_is_explained(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock)
+    adoption = WaitReport(
+        what="version 9", seconds=60.0, of="engine", holding="step 9", fix="see its log", deadline_s=100
+    )
+    hub.report(waits=[adoption])
+    hub.report("env", heard_s=20.0)
+    overseer.look(0)
+    assert overseer.sight.notes == (
+        "trainer has waited 60 s for version 9 (it holds step 9) (see its log)",
+        "env has not been heard of for 20 s (pid 7)",
+    )
     assert overseer.sight.alarms == ()
 
 

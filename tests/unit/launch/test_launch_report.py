@@ -104,6 +104,59 @@ def test_examples_that_became_right_come_first(tmp_path: Path) -> None:
     assert choose_examples(history.before, None) == []
 
 
+def change_evaluation(path: Path, *, completion: str = "42", ended: dict[str, bool], share: float) -> None:
+    values = json.loads(path.read_text())
+    values |= {"ended": share, "generation_params": {"n": 1, "temperature": 0.0, "max_tokens": 16}}
+    for sample in values["samples"]:
+        sample |= {"ended": ended.get(sample["prompt"], True), "completion": completion}
+    path.write_text(json.dumps(values))
+
+
+def test_examples_whose_answer_now_ends_by_itself_are_preferred(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    change_evaluation(tmp_path / "evals" / "step-50.json", ended={"c": False}, share=0.9)
+    history = history_of(config, tmp_path)
+    examples = choose_examples(history.before, history.after)
+    assert [(example["prompt"], example["after_ended"]) for example in examples] == [
+        ("d", True), ("c", False), ("b", True),
+    ]  # fmt: skip
+
+
+def test_examples_are_whole_and_say_where_they_were_cut_off(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    answer = "word " * 100 + "end"
+    change_evaluation(tmp_path / "evals" / "step-0.json", completion=answer, ended={"d": False}, share=0.41)
+    change_evaluation(tmp_path / "evals" / "step-50.json", completion="x" * 700, ended={}, share=0.996)
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0))
+    console = Console(file=io.StringIO(), width=40)
+    print_report(summary, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    before = [line for line in lines if line.startswith("    before")]
+    assert [line.removeprefix("    before wrong ") for line in before[:2]] == [
+        answer,
+        f"{answer} (cut off at 16 tokens)",
+    ]
+    assert any("x" * 599 + "…" in line for line in lines)
+
+
+def test_the_share_of_answers_that_end_by_themselves_is_reported(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    change_evaluation(tmp_path / "evals" / "step-0.json", ended={}, share=0.41)
+    change_evaluation(tmp_path / "evals" / "step-50.json", ended={}, share=0.996)
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0))
+    assert (summary.ended_before, summary.ended_after) == (0.41, 0.996)
+    assert "answers that end by themselves  41.0 % -> 99.6 %\n" in printed(summary)
+
+
+def test_evaluations_that_do_not_say_what_ended_are_read(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0))
+    assert (summary.ended_before, summary.ended_after) == (None, None)
+    text = printed(summary)
+    assert "end by themselves" not in text
+    assert "cut off" not in text
+
+
 def test_a_run_that_wrote_nothing_has_a_report_too(tmp_path: Path) -> None:
     config = write_run(tmp_path / "other")
     text = printed(summarize(config, tmp_path, History(), Outcome(False, 2.0)))

@@ -91,7 +91,7 @@ def test_plain_lines_tell_each_step_and_phase_once(tmp_path: Path) -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting hub and engine..."
     assert lines[1] == "held-out accuracy at step 0: 1.6 % (0.6 % to 3.6 %)"
-    assert lines[2].startswith("step   1/50  reward 0.066  accuracy 1.6 %  412 tokens/s  5.0 s  age 1.0")
+    assert lines[2].startswith("step   1/50  reward 0.066  accuracy 1.6 %  ended 97 %  412 tokens/s  5.0 s  age 1.0")
     assert lines[2].endswith("4 min 05 s left")
     assert lines[3].startswith("step   2/50")
     assert lines[4:] == ["training..."]
@@ -224,14 +224,41 @@ def test_words() -> None:
     assert time_left_s(History(), 50) is None
 
 
-def test_a_plain_view_says_what_is_waited_for_when_nothing_else_was_said_for_long(tmp_path: Path) -> None:
+def test_a_plain_view_prints_one_short_waiting_line_every_15_s(tmp_path: Path) -> None:
     out = io.StringIO()
     state, view = state_of(tmp_path, 25), PlainView(out)
-    state.sight = Sight(notes=("trainer has waited 40 s for the batch of step 26",))
-    for now_s in (75.0, 104.0, 106.0, 130.0):
-        state.clock = lambda now_s=now_s: now_s
+    for second in range(100, 147):
+        state.clock = lambda second=second: second
+        state.sight = Sight(now="" if second < 120 else f"evaluating at step 0: {second} of 256")
         view.update(state)
-    assert out.getvalue() == "training...\ntraining: trainer has waited 40 s for the batch of step 26\n"
+    assert out.getvalue().splitlines() == [
+        "training...",
+        "training, 15 s",
+        "evaluating at step 0: 130 of 256, 30 s",
+        "evaluating at step 0: 145 of 256, 45 s",
+    ]
+
+
+def test_no_waiting_line_while_steps_are_printed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    state, view = state_of(tmp_path, 25), PlainView(out)
+    whole, state.sight = state.history, Sight(now="waiting for the batch")
+    for number in range(10):
+        state.clock = lambda number=number: 10.0 * number
+        state.history = History(whole.steps[:number])
+        view.update(state)
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["training...", *["step"] * 9]
+
+
+def test_a_waiting_line_goes_on_with_the_explanation_of_a_problem(tmp_path: Path) -> None:
+    out = io.StringIO()
+    state, view = state_of(tmp_path, 25), PlainView(out)
+    state.sight = Sight(now="waiting for the batch of step 26", notes=("trainer has waited 500 s for the batch",))
+    for state.clock in (lambda: 100.0, lambda: 115.0):
+        view.update(state)
+    assert out.getvalue().splitlines()[1:] == [
+        "waiting for the batch of step 26, 15 s; trainer has waited 500 s for the batch"
+    ]
 
 
 def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path: Path) -> None:
@@ -256,7 +283,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
     state.sight = Sight(
         standings=(
             standing("engine", state="generating 12, 3 waiting", policy_version=25, memory_bytes=1_500_000_000),
-            standing("trainer", waits=[WaitReport(what="the batch of step 26", of="env", seconds=42.0)]),
+            standing("trainer", waits=[WaitReport(what="the batch of step 26 (3 of 8)", of="env", seconds=42.0)]),
             standing("env", heard_s=33.0, work=WorkReport(what="evaluating at step 20", done=64, total=256)),
         )
     )
@@ -272,3 +299,29 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         "evaluating at step 20: 64 of 256",
     ):
         assert words in text, words
+    assert "3 of 8" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_late", "shown"),
+    [
+        (40.0, False, "waits 40 s for the engine to be ready"),
+        (60.0, False, "\x1b[33mwaits 1 min 00 s for the engine at http://127.0.0.1:9001 to be ready"),
+        (101.0, True, "\x1b[31mwaits 1 min 41 s for the engine at http://127.0.0.1:9001 to be ready"),
+    ],
+)
+def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float, is_late: bool, shown: str) -> None:
+    wait = WaitReport(
+        what="the engine at http://127.0.0.1:9001 to be ready",
+        of="engine",
+        seconds=seconds,
+        deadline_s=100.0,
+        is_late=is_late,
+    )
+    report = ProcessReport(kind="trainer", name="trainer", machine="m", pid=7, waits=[wait])
+    sight = Sight(standings=(ProcessStanding(report=report, heard_s=0.0),))
+    console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
+    console.print(draw(RunState(load_run(None, {"steps": 50}), "run", sight=sight).picture()))
+    text = console.export_text(styles=True)
+    assert shown in text
+    assert ("\x1b[33mwaits" in text or "\x1b[31mwaits" in text) == shown.startswith("\x1b")

@@ -18,6 +18,7 @@ def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:
         "reward": accuracy + 0.05,
         "rollout/accuracy": accuracy,
         "rollout/generation_s": 3.0,
+        "completions/clipped_ratio": 0.03,
         "sample/staleness_mean": 1.0,
         "perf/step_s": 5.0,
         "perf/rollout_wait_s": 0.5,

@@ -17,6 +17,7 @@ import pytest
 
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About, Watchdog, report_of
+from treadle.wire.hub import ProcessReport
 
 HUB = Wanted("the hub at http://127.0.0.1:8000", fix="start it with `treadle hub`", of="hub")
 
@@ -262,6 +263,14 @@ def test_a_report_is_short_and_can_be_shown_anywhere() -> None:
     assert report.waits[0].what.startswith("a [31m red line")
     assert len(report.problem) < 510
     assert msgspec.json.encode(report)
+
+
+def test_a_report_names_the_deadline_of_a_wait_that_has_one() -> None:
+    waits = Waits()
+    with waits.waiting(Wanted("version 3", deadline_s=180)), waits.waiting(Wanted("a trainer")):
+        report = report_of("env", "env", About(), waits)
+    received = msgspec.json.decode(msgspec.json.encode(report), type=ProcessReport)
+    assert {wait.what: wait.deadline_s for wait in received.waits} == {"version 3": 180, "a trainer": None}
 
 
 def test_leaving_does_not_wait_for_a_hub_that_is_slow() -> None:

@@ -20,6 +20,7 @@ from treadle.errors import ConfigError
 
 Numbers = tuple[int, ...]  # that a question is about
 MAX_DIFFICULTY = 20  # a dozen numbers of a dozen digits
+CUT_OFF_REWARD = 0.5  # for a right answer that does not end by itself
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,15 @@ def split(task: Task) -> Split:
 
 @environment("arithmetic")
 class Arithmetic(Environment):
-    """Reward 1 for the right number; `config.brevity` adds up to that much when it ends early.
+    """Reward 1 for the right number in an answer that ends by itself, half of it in one that is cut off.
+
+    `config.brevity` adds up to that much when a right answer ends early.
 
     >>> Arithmetic(EnvConfig(task="addition")).train_item(0).prompt
     'What is 20 + 27? Answer with only the number.'
     """
 
-    defaults: ClassVar = {"task": "addition", "max_token_length": 24}  # `config.difficulty`: see `harder`
+    defaults: ClassVar = {"task": "addition", "max_token_length": 16}  # `config.difficulty`: see `harder`
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)
@@ -144,13 +147,13 @@ class Arithmetic(Environment):
 
     def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
         is_right = last_number(completion_text) == Decimal(item.answer)
-        return Score(reward=is_right + self._brevity_bonus(completion) if is_right else 0.0, is_right=is_right)
+        return Score(reward=self._worth(completion) if is_right else 0.0, is_right=is_right)
 
-    def _brevity_bonus(self, completion: Completion) -> float:
-        """Only for right answers (a short wrong one is worth nothing), and cut off is not brief."""
+    def _worth(self, completion: Completion) -> float:
+        """Of a right answer. (A short wrong one is worth nothing.)"""
         if completion.finish_reason != "stop":
-            return 0.0
-        return self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
+            return CUT_OFF_REWARD
+        return 1 + self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
 
 
 # A minus sign counts only where no digit stands before it: "-140" is negative, "60-140" holds 140.

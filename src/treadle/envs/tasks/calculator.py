@@ -29,11 +29,15 @@ def calculate(expression: str) -> Number:
     """Numbers, + - * / // % ** and parentheses. ValueError says what is wrong; a whole result is an int."""
     if len(expression) > LONGEST:
         raise ValueError(f"an expression has at most {LONGEST} characters")
+    not_arithmetic = f"{expression!r} is no arithmetic expression"
     try:
         tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes before 3.11.4, surrogates
+        raise ValueError(not_arithmetic) from None
+    try:
         result = _value(tree.body)
-    except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+    except RecursionError:
+        raise ValueError(not_arithmetic) from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
