@@ -43,7 +43,20 @@ install_by_uv() {
   take_over "$venv" UV_NO_INDEX "${PIP_NO_INDEX:-}" no-index ' '
   take_over "$venv" SSL_CERT_FILE "${PIP_CERT:-}" cert ' '
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as with pip, no index comes before another
+  warn_of_cuda "$venv" "$@"
   VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet "$@"
+}
+
+# warn_of_cuda VENV FLAG... PACKAGE...: one line before gigabytes are downloaded that a machine without a GPU cannot use.
+warn_of_cuda() {
+  local venv=$1; shift
+  if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then
+    return
+  fi
+  if VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --dry-run "$@" 2>&1 | grep '^ + nvidia-' >/dev/null; then
+    echo "== this machine has no NVIDIA GPU, but for $("$venv/bin/python" --version) only the CUDA build of torch was found (about 5 GB)." \
+      "To avoid it: let pip find a CPU build (a version that ends in +cpu) by PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or use another PYTHON" >&2
+  fi
 }
 
 # take_over VENV NAME VALUE SETTING SEPARATOR: uv reads none of pip's settings. Where its own variable NAME is not set, it

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.processes import environment, free_port
+from tests.e2e.processes import end_of, environment, free_port
 
 READY_S = 30.0  # a loaded machine is slow to import; the promise of 2 s is asserted where it is made
 
@@ -38,7 +38,8 @@ class HubProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> HubProcess:
-        self.start()
+        if self.process is None:
+            self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,13 +67,13 @@ class HubProcess:
         began = time.monotonic()
         process = self.launch(fault)
         while time.monotonic() - began < READY_S:
-            assert process.poll() is None, self.log[-2000:]
+            assert process.poll() is None, end_of(self.log_file)
             try:
                 if httpx.get(f"{self.url}/healthz", timeout=2.0).status_code == 200:
                     return time.monotonic() - began
             except httpx.TransportError:
                 time.sleep(0.01)
-        raise AssertionError(f"the hub is not ready after {READY_S} s:\n{self.log[-2000:]}")
+        raise AssertionError(f"the hub is not ready after {READY_S} s:\n{end_of(self.log_file)}")
 
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None

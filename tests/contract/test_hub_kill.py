@@ -20,7 +20,8 @@ from tests.contract.kill_clients import Poster, Trainer, group, register, regist
 from tests.hub_process import HubProcess
 from treadle import faults
 
-SEEDS = range(int(os.environ.get("TREADLE_KILL_SEEDS", "2")))
+NUM_SEEDS = int(os.environ.get("TREADLE_KILL_SEEDS", "4"))
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, NUM_SEEDS))]
 # At which passage the process is killed: the n-th of that point, drawn from this range. The first few are those of the
 # registrations.
 PASSAGES = {

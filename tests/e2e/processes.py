@@ -1,4 +1,4 @@
-"""Starting our real processes in a test, and ending them whatever happens."""
+"""Start Treadle's processes in a test, end them whatever happens, and show the end of the log that matters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+SHOWN_LINES = 15  # of a log, when a test fails
 QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -47,11 +48,29 @@ def running(verb: str, *flags: str, log: Path) -> Iterator[subprocess.Popen]:
 def wait_until_healthy(url: str, process: subprocess.Popen, log: Path, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-2000:]
+        assert process.poll() is None, f"it ended with exit code {process.poll()}:\n{end_of(log)}"
         try:
             if httpx.get(url).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise AssertionError(f"{url} is not healthy after {timeout_s} s:\n{log.read_text()[-2000:]}")
+    raise AssertionError(f"{url} is not healthy after {timeout_s} s:\n{end_of(log)}")
+
+
+def end_of(log: Path, *others: Path) -> str:
+    """The last lines of one log, and where all of it is. Of several: of the first in which an error stands."""
+    logs = [each for each in (log, *others) if each.is_file()]
+    shown = next((each for each in logs if _has_error(each)), log)
+    text = shown.read_text(errors="replace") if shown.is_file() else ""
+    rest = [str(each) for each in logs if each != shown]
+    return "\n".join([f"--- {shown}", last_lines(text), *(["--- other logs:", *rest] if rest else [])])
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-SHOWN_LINES:])
+
+
+def _has_error(log: Path) -> bool:
+    text = log.read_text(errors="replace")
+    return "Traceback (most recent call last)" in text or " ERROR " in text

@@ -1,4 +1,4 @@
-"""Running `treadle run` in a test, as a user would."""
+"""Run `treadle run` in a test, as a user would."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.processes import environment
+from tests.e2e.processes import environment, last_lines
 
 # The echo task with settings under which a random model learns within a minute on one core.
 TINY_RUN = (
@@ -32,6 +32,12 @@ def run_treadle(
         capture_output=True, text=True, env=environment(), timeout=timeout_s, check=False,
     )  # fmt: skip
     return result, newest_run(output)
+
+
+def ending(result: subprocess.CompletedProcess[str], run: Path) -> str:
+    """What a failed test shows of a run: the launcher names the process that failed and shows the end of its log."""
+    said = last_lines(result.stdout + result.stderr)
+    return f"exit code {result.returncode}\n{said}\n--- the logs of all processes: {run / 'logs'}"
 
 
 def newest_run(output: Path) -> Path:

@@ -22,7 +22,7 @@ from tests.e2e.atropos.parts import (
     need_atroposlib,
     wait_until,
 )
-from tests.e2e.processes import environment
+from tests.e2e.processes import end_of, environment, last_lines
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.wire.groups import ATROPOS_KEYS
@@ -59,6 +59,9 @@ class Run:
     restarted_in_s: float
     status: dict[str, Any]
     current_step: int
+    token: str
+    hub_log: str
+    answer_without_token: int
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -79,11 +82,16 @@ class Run:
 @pytest.fixture(scope="module")
 def run(model, engine_url, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
+    token_file = folder / "token"
+    hub = HubProcess(folder, "--token-file", str(token_file))
+    hub.start()
+    token = token_file.read_text().strip()  # the hub made it
+    url = f"{hub.url}/t/{token}"  # unmodified clients know of no token: it is in their URL
     with (
-        HubProcess(folder) as hub,
-        Env("single_turn", folder, hub.url, engine_url, model) as one,
-        Env("two_turns", folder, hub.url, engine_url, model, "--env.turns=2", "--env.max_new_tokens=12") as two,
-        Trainer(folder, hub.url, BATCH_SIZE) as trainer,
+        hub,
+        Env("single_turn", folder, url, engine_url, model) as one,
+        Env("two_turns", folder, url, engine_url, model, "--env.turns=2", "--env.max_new_tokens=12") as two,
+        Trainer(folder, url, BATCH_SIZE) as trainer,
     ):
         logs = (hub.log_file, one.log, two.log, trainer.log)
 
@@ -102,9 +110,15 @@ def run(model, engine_url, tmp_path_factory):
         one.stop()
         two.stop()
         trainer.finish()
-        status = httpx.get(f"{hub.url}/v1/status").json()
-        current_step = httpx.get(f"{hub.url}/status").json()["current_step"]
-    return Run([one, two], trainer.batches(), before, restarted_in_s, status, current_step)
+        status = httpx.get(f"{url}/v1/status").json()
+        current_step = httpx.get(f"{url}/status").json()["current_step"]
+        refused = httpx.get(f"{hub.url}/info").status_code
+    return Run([one, two], trainer.batches(), before, restarted_in_s, status, current_step, token, hub.log, refused)
+
+
+def test_a_token_in_the_url_lets_unmodified_clients_in_and_is_not_logged(run):
+    assert run.answer_without_token == 401
+    assert run.token not in run.hub_log
 
 
 def test_each_batch_has_exactly_batch_size_sequences_in_groups_of_fourteen_keys(run):
@@ -204,7 +218,7 @@ def test_the_client_packs_and_gives_up_on_422_at_once_and_on_503_after_three_tri
             [str(PYTHON), str(HERE / "send_groups.py"), hub.url, str(model)],
             capture_output=True, text=True, timeout=60, check=False, env=environment(**OFFLINE),
         )  # fmt: skip
-        assert sender.returncode == 0, sender.stderr[-2000:]
+        assert sender.returncode == 0, last_lines(sender.stderr)
         report = json.loads(sender.stdout.splitlines()[-1])
         print(json.dumps(report, indent=1))
         packed = report["packed"]
@@ -219,20 +233,15 @@ def test_the_client_packs_and_gives_up_on_422_at_once_and_on_503_after_three_tri
         assert httpx.get(f"{hub.url}/v1/status").json()["accepted_groups"] == 1
 
 
-def test_a_token_in_the_url_lets_the_unmodified_client_in(model, engine_url, tmp_path):
-    """It also ends by itself: an environment stops once the trainer's step is past its total_steps."""
-    token_file = tmp_path / "token"
-    with HubProcess(tmp_path, "--token-file", str(token_file)) as hub:
-        token = token_file.read_text().strip()  # the hub made it
-        assert httpx.get(f"{hub.url}/info").status_code == 401
-        url = f"{hub.url}/t/{token}"
+@pytest.mark.full  # the other tests here show that the client and the hub understand each other
+def test_an_environment_ends_once_the_trainer_is_past_its_total_steps(model, engine_url, tmp_path):
+    with HubProcess(tmp_path) as hub:
         with (
-            Env("with_token", tmp_path, url, engine_url, model, "--env.total_steps=2") as env,
-            Trainer(tmp_path, url, BATCH_SIZE) as trainer,
+            Env("few_steps", tmp_path, hub.url, engine_url, model, "--env.total_steps=2") as env,
+            Trainer(tmp_path, hub.url, BATCH_SIZE) as trainer,
         ):
             wait_until(lambda: env.process.poll() is not None, "its end", hub.log_file, env.log, trainer.log)
-            assert env.process.poll() == 0, env.log.read_text()[-2000:]
+            assert env.process.poll() == 0, end_of(env.log)
             trainer.finish()
         assert len(trainer.batches()) >= 2
         assert all(sum(len(g["tokens"]) for g in batch["batch"]) == BATCH_SIZE for batch in trainer.batches())
-        assert token not in hub.log

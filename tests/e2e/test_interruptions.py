@@ -1,4 +1,5 @@
-"""Ctrl-C, deaths and kills of a real run: it ends in order, leaves nobody behind, and can go on as if undisturbed."""
+"""A real run that is interrupted again and again: each time it ends in order and leaves no process behind, and at last
+it equals a run that was never interrupted, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.processes import environment
-from tests.e2e.runs import TINY_RUN, command, metrics_of, newest_run, run_treadle
+from tests.e2e.processes import environment, last_lines
+from tests.e2e.runs import TINY_RUN, command, ending, metrics_of, newest_run, run_treadle
 from tests.tiny_model import write_tiny_model
 
-STEPS = "12"
+STEPS = 15
+# What ends the lives of a run, one every three steps. One run has them all: a start takes longer than the steps.
+# Two names: both are killed at the same moment.
+CTRL_C, LAUNCHER = ("ctrl-c",), ("launcher",)
+CHAINS = [
+    pytest.param((CTRL_C, ("train", "env"), ("hub", "engine"), LAUNCHER), id="each process"),
+    pytest.param((("hub",), ("engine",), ("env",), ("train",)), id="each process alone", marks=pytest.mark.full),
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,46 +34,81 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(model, tmp_path_factory):
-    result, run = run_treadle(tmp_path_factory.mktemp("calm"), "--model", str(model), "--steps", STEPS, *TINY_RUN)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result, run = run_treadle(tmp_path_factory.mktemp("calm"), "--model", str(model), "--steps", str(STEPS), *TINY_RUN)
+    assert result.returncode == 0, ending(result, run)
     return run
 
 
-def start(output: Path, model: Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(output, "--model", str(model), "--steps", STEPS, *TINY_RUN),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
-    )  # fmt: skip
+class Life:
+    """One process of `treadle run`, with the processes that it started."""
 
+    def __init__(self, words: list[str], output: Path) -> None:
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+        self._output = output
+        self._began = time.time()
 
-def wait_for_step(output: Path, process: subprocess.Popen, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert process.poll() is None, process.stdout.read()
-        file = newest_run(output) / "metrics.jsonl"
-        if file.is_file() and len(file.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached")
+    @property
+    def run(self) -> Path:
+        return newest_run(self._output)
 
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, last_lines(self.process.stdout.read())
+            file = self.run / "metrics.jsonl"
+            is_of_this_life = file.is_file() and file.stat().st_mtime > self._began
+            if is_of_this_life and len(file.read_text().splitlines()) >= step:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"step {step} was not reached; the logs: {self.run / 'logs'}")
 
-def children_of(process: subprocess.Popen) -> dict[str, psutil.Process]:
-    """Our processes by verb: {"hub": ..., "engine": ..., "env": ..., "train": ...}."""
-    found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        words = child.cmdline()
-        if "treadle" in words:
-            found[words[words.index("treadle") + 1]] = child
-    return found
+    def children(self) -> dict[str, psutil.Process]:
+        """Our processes by verb: {"hub": ..., "engine": ..., "env": ..., "train": ...}."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            words = child.cmdline()
+            if "treadle" in words:
+                found[words[words.index("treadle") + 1]] = child
+        return found
+
+    def shared_files(self) -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(f"treadle-{self.run.name}-")}
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        assert self.shared_files()
+        asked = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        output, _ = self.process.communicate(timeout=60)
+        seconds = time.monotonic() - asked
+        print(f"stopped in {seconds:.1f} s")
+        assert seconds < 20  # two or three on an idle machine
+        assert self.process.returncode == 130
+        assert f"run --resume {self.run}" in output
+        assert not self.shared_files()
+
+    def lose(self, victims: tuple[str, ...]) -> None:
+        """kill -9 of some of its processes."""
+        children = self.children()
+        for victim in victims:
+            children[victim].kill()
+        output, _ = self.process.communicate(timeout=60)
+        assert self.process.returncode == 1
+        names = [{"train": "trainer"}.get(victim, victim) for victim in victims]
+        assert any(f"{name} died (exit code -9" in output for name in names), last_lines(output)
+        assert re.search(r"the end of its log:\n  \| 20\d\d-.* INFO ", output)
+
+    def kill(self) -> None:
+        """kill -9 of the launcher itself."""
+        self.process.kill()
+        self.process.wait()
 
 
 def assert_all_gone(children: dict[str, psutil.Process], within_s: float) -> None:
     _, alive = psutil.wait_procs(list(children.values()), timeout=within_s)
     assert not alive, f"orphans: {alive}"
-
-
-def shared_files(run: Path) -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(f"treadle-{run.name}-")}
 
 
 def essence(run: Path) -> list[tuple[float, ...]]:
@@ -77,59 +120,27 @@ def final_weights(run: Path) -> bytes:
     return (run / "checkpoints" / "final_model" / "model.safetensors").read_bytes()
 
 
-def resume(run: Path) -> None:
-    result = subprocess.run(
-        [*command(run.parent)[:4], "--resume", str(run), "--plain"],
-        capture_output=True, text=True, env=environment(), timeout=200, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_ctrl_c_stops_in_order_and_the_resumed_run_equals_an_undisturbed_one(model, undisturbed, tmp_path):
-    process = start(tmp_path, model)
-    wait_for_step(tmp_path, process, 5)
-    assert shared_files(newest_run(tmp_path))
-    children = children_of(process)
-    assert set(children) == {"hub", "engine", "env", "train"}
-    asked = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    seconds = time.monotonic() - asked
-    print(f"stopped in {seconds:.1f} s")
-    assert seconds < 10
-    assert process.returncode == 130
-    run = newest_run(tmp_path)
-    assert f"run --resume {run}" in output
-    assert_all_gone(children, 0.5)
-    assert not shared_files(run)
-    resume(run)
-    assert essence(run) == essence(undisturbed)
-    assert final_weights(run) == final_weights(undisturbed)
-
-
-@pytest.mark.parametrize("victim", ["hub", "engine", "env", "train"])
-def test_a_process_that_dies_takes_the_run_down_with_its_name(victim, model, undisturbed, tmp_path):
-    process = start(tmp_path, model)
-    wait_for_step(tmp_path, process, 5)
-    children = children_of(process)
-    children[victim].kill()
-    output, _ = process.communicate(timeout=30)
-    name = {"train": "trainer"}.get(victim, victim)
-    assert process.returncode == 1
-    assert f"{name} died (exit code -9" in output
-    assert re.search(r"the end of its log:\n  \| 20\d\d-.* INFO ", output)
-    assert_all_gone(children, 0.5)
-    run = newest_run(tmp_path)
-    resume(run)
-    assert essence(run) == essence(undisturbed)
-    assert final_weights(run) == final_weights(undisturbed)
-
-
-def test_a_killed_launcher_leaves_no_orphan(model, tmp_path):
-    process = start(tmp_path, model)
-    wait_for_step(tmp_path, process, 3)
-    children = children_of(process)
-    assert len(children) == 4
-    process.kill()
-    process.wait()
-    assert_all_gone(children, 12)
+@pytest.mark.parametrize("ends", CHAINS)
+def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturbed, tmp_path, ends):
+    words = command(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN)
+    for step, end in zip(range(3, STEPS, 3), ends, strict=False):
+        life = Life(words, tmp_path)
+        try:
+            life.wait_for_step(step)
+            children = life.children()
+            assert set(children) == {"hub", "engine", "env", "train"}
+            print(f"step {step}: {' and '.join(end)}")
+            if end == CTRL_C:
+                life.interrupt()
+            elif end == LAUNCHER:
+                life.kill()
+            else:
+                life.lose(end)
+            assert_all_gone(children, 12 if end == LAUNCHER else 1)
+        finally:
+            life.kill()
+        words = [*words[:4], "--resume", str(life.run), "--plain"]
+    last = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=200, check=False)
+    assert last.returncode == 0, ending(last, life.run)
+    assert essence(life.run) == essence(undisturbed)
+    assert final_weights(life.run) == final_weights(undisturbed)

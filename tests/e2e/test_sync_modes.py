@@ -1,4 +1,4 @@
-"""Every way for weights to reach the engine, by `treadle run`: each trains, is proved, and ends at the last version."""
+"""The ways for weights to reach the engine, by `treadle run`: each trains, is proved, and ends at the last version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.runs import metrics_of, run_treadle
+from tests.e2e.runs import ending, metrics_of, run_treadle
 from tests.tiny_model import write_tiny_model
 
 STEPS = 7
@@ -26,6 +26,10 @@ MODES = {
     "reload": ("--train.weight-bridge-mode", "reload", "--train.vllm-restart-interval", "2"),
     "delta": ("--train.weight-bridge-mode", "delta", "--train.train-layer-indices", "1-2"),
 }
+# Other tests show these: "one copy" is the default, which most runs of this folder use; test_delta.py has a run of
+# "delta"; tests/unit/sync/test_modes.py has the trainer's end of each mode, tests/contract/test_engine_surface.py the
+# engine's: broadcasts, and restarts with a saved model or adapter.
+COMMON = ("lora_only", "reload")
 PUBLISHED = {"lora_restart": [3, 6, 7], "none": [3, 6, 7], "reload": [2, 4, 6, 7]}
 
 
@@ -34,10 +38,16 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode in COMMON else pytest.param(mode, marks=pytest.mark.full) for mode in MODES]
+)
 def test_a_run_publishes_proved_weights_and_ends_at_the_last_version(model, tmp_path, mode):
     result, run = run_treadle(tmp_path, "--model", str(model), *SMALL, *MODES[mode])
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, ending(result, run)
+    check_run(run, mode)
+
+
+def check_run(run, mode):
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["skipped_steps"] == 0 for row in rows)

@@ -18,11 +18,12 @@ from tests.e2e.foreign.chain_model import write_chain_model
 from tests.e2e.foreign.parts import check_exact, check_turns, engine, next_batch, serving_verifiers
 from tests.hub_process import HubProcess
 
-pytestmark = pytest.mark.slow
+# Rare: every turn is a process that imports for a second. test_foreign_envs.py has a simpler environment of verifiers.
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 WORD = "at"
 # Moves are [AT], [A], [T] and [S], the likeliest first.
 NEXT = {"<turn>": "[", "[": "ATS", "A": "T]", "T": "]", "S": "]", "]": ["<end>"]}
-NUM_GROUPS, GROUP_SIZE, MAX_TURNS = 2, 2, 3  # every turn is a process that imports for a second
+NUM_GROUPS, GROUP_SIZE, MAX_TURNS = 2, 2, 3
 TRAINER = {
     "wandb_group": "", "wandb_project": "", "batch_size": NUM_GROUPS * GROUP_SIZE, "max_token_len": 2000,
     "checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 1,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,18 @@ def treadle(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)])
 def test_help_answers_at_once(words: tuple[str, ...]) -> None:
-    begun = time.monotonic()
+    begun = children_cpu_s()
     done = treadle(*words, "--help")
-    took = time.monotonic() - begun
-    print(f"treadle {' '.join(words)} --help: {took:.2f} s")
+    took = children_cpu_s() - begun
+    print(f"treadle {' '.join(words)} --help: {took:.2f} s of CPU")
     assert done.returncode == 0, done.stderr
     assert "treadle" in done.stdout
-    assert took < 2.0, "one second on an idle machine; the second one is for a busy one"
+    assert took < 2.0, "CPU seconds: a busy machine takes longer, and is not what is tested"
+
+
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("verb", GUIDES)

@@ -2,7 +2,8 @@
 (scripts/setup-vllm.sh makes that environment).
 
 A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
-it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side.
+it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side. Nothing is compiled on a CPU, unless
+a test asks for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
@@ -139,7 +141,7 @@ def _serve(folder, weights_file, **changes):
     """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
     few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
-    settings = {"dtype": "float32", **adapters, "vllm_python": sys.executable, **changes}
+    settings = {"dtype": "float32", "max_model_len": 256, **adapters, "vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 
 
@@ -182,10 +184,40 @@ def tiny_model(tmp_path_factory):
     return _write_model(tmp_path_factory.mktemp("tiny") / "model", **SIZES)
 
 
+SMALL_SIZES = {
+    "vocab_size": 82, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 1,
+}  # fmt: skip
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
-def other_model(tmp_path_factory):
-    """Other shapes and other weights."""
-    return _write_model(tmp_path_factory.mktemp("other") / "model", **SIZES | {"num_layers": 12}, seed=1)
+def qwen2_model(tmp_path_factory):
+    """With biases, and an output layer of its own."""
+    config = Qwen2Config(**SMALL_SIZES, tie_word_embeddings=False)
+    return _write_model_of(config, tmp_path_factory.mktemp("qwen2") / "model")
+
+
+@pytest.fixture(scope="session")
+def qwen3_model(tmp_path_factory):
+    """With norms of queries and keys, and scaled positions."""
+    config = Qwen3Config(**SMALL_SIZES, head_dim=64, tie_word_embeddings=True, rope_parameters=ROPE)
+    return _write_model_of(config, tmp_path_factory.mktemp("qwen3") / "model")
+
+
+def _write_model_of(config, folder):
+    _write_model(folder, hidden_size=32, num_layers=1)  # for its tokenizer
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # zeros and ones would hide a mistake
+    model.save_pretrained(folder)
+    return folder
 
 
 def _write_model(folder, **sizes):

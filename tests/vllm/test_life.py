@@ -1,5 +1,5 @@
-"""The server's life: begun anew with another model, killed, brought back. The tests follow one another, after all
-others that share the server."""
+"""A server that is restarted with models of other families, and killed. The tests depend on their order, and come after
+all others that share the server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
+from treadle.sync.saved_weights import refuse_misplaced
 from treadle.sync.weights_file import map_weights
 
 PROMPT = [20, 21, 22, 23, 30]
@@ -50,11 +51,12 @@ def check_it_serves(served, folder, version):
     assert served(served.engine.fingerprints(3)) == expected
     shared = map_weights(served(served.engine.layout()))
     assert {name: fingerprint(weight, 3) for name, weight in shared.items()} == expected
+    assert refuse_misplaced(shared.items(), folder) == len(expected)
     sampled = served(served.engine.generate(request(n=8)))
     assert mean_difference(model, PROMPT, sampled.completions) < SAME
 
 
-def test_a_restart_serves_another_model_and_requests_wait_for_it(served, other_model, tmp_path):
+def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_model, tmp_path):
     version = served(served.engine.state()).policy_version
     stop = threading.Event()
 
@@ -67,17 +69,17 @@ def test_a_restart_serves_another_model_and_requests_wait_for_it(served, other_m
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask_until_stopped)
         try:
-            answer = post(served, "/bridge/restart", model_path=str(other_model), policy_version=version + 1)
+            answer = post(served, "/bridge/restart", model_path=str(qwen2_model), policy_version=version + 1)
         finally:
             stop.set()
         assert answer.json()["policy_version"] == version + 1, answer.text
         answers = asking.result(START_S)  # none of them failed
     assert answers[0].policy_versions in ([version], [version + 1])
-    check_it_serves(served, other_model, version + 1)
+    check_it_serves(served, qwen2_model, version + 1)
     assert post(served, "/bridge/restart", model_path=str(tmp_path / "no"), policy_version=9).status_code == 404
     with pytest.raises(RequestError, match="safetensors"):
         served(served.engine.restart(tmp_path, None, 9))
-    check_it_serves(served, other_model, version + 1)
+    check_it_serves(served, qwen2_model, version + 1)
 
 
 def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
@@ -101,11 +103,11 @@ def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
         served(engine.hold("keep", 5), timeout_s=60)
 
 
-def test_a_restart_brings_it_back_and_serves_those_who_waited(served, tiny_model):
+def test_a_restart_brings_it_back_and_serves_those_who_waited(served, qwen3_model):
     with ThreadPoolExecutor(2) as pool:
-        restarting = pool.submit(post, served, "/bridge/restart", model_path=str(tiny_model), policy_version=70)
+        restarting = pool.submit(post, served, "/bridge/restart", model_path=str(qwen3_model), policy_version=70)
         wait_until(lambda: httpx.get(f"{served.url}/health").status_code == 200)
         waiting = pool.submit(ask, served)
         assert restarting.result(START_S).json()["policy_version"] == 70
         assert waiting.result(START_S).policy_versions == [70]
-    check_it_serves(served, tiny_model, 70)
+    check_it_serves(served, qwen3_model, 70)

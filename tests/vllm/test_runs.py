@@ -1,16 +1,20 @@
-"""The default job by `treadle run` with vLLM as the engine, cut short: its model, task and number format, and every way
-for weights to reach the engine that needs no GPU. What the trainer computes and what the engine sampled must agree."""
+"""`treadle run` with vLLM as the engine: what the trainer computes and what the engine sampled must agree.
+
+The plain check has one run with a tiny model. The full one has the default job, cut short: its model, task and number
+format, and every way for weights to reach the engine that needs no GPU.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
 
-from tests.e2e.runs import metrics_of, run_treadle
-from tests.e2e.test_sync_modes import MODES
+from tests.e2e.runs import ending, metrics_of, run_treadle
+from tests.e2e.test_sync_modes import MODES, SMALL
+from tests.e2e.test_sync_modes import check_run as check_tiny_run
+from tests.vllm.conftest import HAS_GPU
 from treadle.processor import fast_dtype
 from treadle.sync.canary import MEAN_BOUNDS
 
@@ -23,13 +27,9 @@ SHORT = (
     # rounding, unless a publish did not arrive.
     "--train.lr", "1e-4", "--train.warmup-steps", "0", "--env.max-age", "0",
     "--train.canary-share", "1", "--train.vllm-restart-interval", "1", "--plain",
-    # Before it serves, vLLM computes a prompt as long as it takes at once: a quarter of its start with this model.
-    "--engine.max-model-len", "256", "--engine.vllm-args=--max-num-batched-tokens 256",
 )  # fmt: skip
-# A run starts vLLM, which takes half a minute on two cores; with restarts, three times. These are the ways that vLLM is
-# asked in: to compute from a file, to load adapters, to take weights over while it serves.
-SOON = ("one copy", "lora_only", "delta")
-RUNS = tuple(MODES) if os.environ.get("TREADLE_EVERY_MODE") else SOON
+# Before it serves, vLLM computes a prompt as long as it takes at once: a quarter of its start with the default model.
+SHORT_PROMPTS = ("--engine.max-model-len", "256", "--engine.vllm-args=--max-num-batched-tokens 256")
 RUN_S = 900.0  # for three starts of vLLM on a machine that has much else to do
 
 DTYPE = getattr(torch, fast_dtype("cpu"))
@@ -48,10 +48,22 @@ APART = 0.08
 RESTARTS = ("none", "lora_restart")  # not waited for: rollouts of the version before, and proof with the next publish
 
 
-@pytest.mark.parametrize("mode", RUNS)
+@pytest.mark.skipif(HAS_GPU, reason="its bounds are for float32 on a CPU; tests/gpu/test_one_gpu.py has runs on a GPU")
+def test_a_tiny_model_trains_on_what_the_published_weights_sampled(tmp_path, tiny_model):
+    """Adapters and changed elements: test_policy.py, test_delta.py."""
+    mode = "one copy"
+    words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode])
+    result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
+    assert result.returncode == 0, ending(result, run)
+    assert "loaded engine=vllm" in (run / "logs" / "engine.log").read_text()
+    check_tiny_run(run, mode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_the_default_job_trains_on_what_the_published_weights_sampled(tmp_path, mode):
-    result, run = run_treadle(tmp_path, *MODES[mode], *SHORT, timeout_s=RUN_S)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result, run = run_treadle(tmp_path, *MODES[mode], *SHORT, *SHORT_PROMPTS, timeout_s=RUN_S)
+    assert result.returncode == 0, ending(result, run)
     assert "loaded engine=vllm" in (run / "logs" / "engine.log").read_text()
     check_run(run, mode)
 

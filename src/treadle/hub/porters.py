@@ -94,7 +94,7 @@ class Porters:
                 log.warning("porter_died", pid=porter.pid)
             finally:
                 self.at_work.discard(porter)
-                porter.dismiss()
+                await porter.dismiss()
 
 
 class PorterDied(Exception):
@@ -127,12 +127,13 @@ class _Porter:
             process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=2**26)
+        writer = None
         try:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=2**26)
             await reader.readexactly(LENGTH.size)
         except BaseException:
-            writer.close()
-            _kill(process)
+            (writer or ours).close()
+            await _end(process)
             raise
         return cls(process, reader, writer)
 
@@ -178,16 +179,22 @@ class _Porter:
                 if not answer.done():
                     answer.set_exception(PorterDied(while_reading=self._has_begun and place == 0))
 
-    def dismiss(self) -> None:
-        """It holds nothing that could be lost."""
+    async def dismiss(self) -> None:
+        """Kill it: it holds nothing that could be lost."""
         self._reading.cancel()
         self._writer.close()
-        _kill(self._process)
+        await _end(self._process)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill it and collect its exit code: asyncio warns of a child that outlives its event loop."""
+    _kill(process)
+    await process.wait()
 
 
 def _outcome(verdict: Verdict) -> Admitted:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import environment, free_port, wait_until_healthy
+from tests.e2e.processes import end_of, environment, free_port, wait_until_healthy
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[2] / ".venv-atropos" / "bin" / "python"
@@ -107,7 +107,7 @@ class Env:
 
     def start_again_if_it_gave_up(self) -> None:
         if self.process.poll() is not None:
-            assert "RetryError" in self.log.read_text(), self.log.read_text()[-2000:]
+            assert "RetryError" in self.log.read_text(), end_of(self.log)
             self.restarts += 1
             self._start()
 
@@ -149,14 +149,14 @@ class Trainer:
         self._stack.close()
 
     def batches(self) -> list[dict[str, Any]]:
-        assert self._process.poll() in (None, 0), self.log.read_text()[-2000:]
+        assert self._process.poll() in (None, 0), end_of(self.log)
         return json_lines(self._out)
 
     def finish(self) -> None:
         """Let it read what is left, and end."""
         self._out.with_name(self._out.name + ".enough").touch()
         wait_until(lambda: self._process.poll() is not None, "the trainer's end", self.log)
-        assert self._process.poll() == 0, self.log.read_text()[-2000:]
+        assert self._process.poll() == 0, end_of(self.log)
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
@@ -166,11 +166,10 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def wait_until(done: Callable[[], bool], what: str, *logs: Path, timeout_s: float = 120) -> float:
-    """Seconds it took; fails with the ends of the logs."""
+    """Seconds it took; fails with the end of the log in which an error stands."""
     began = time.monotonic()
     while not done():
         if time.monotonic() - began > timeout_s:
-            ends = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
-            raise AssertionError(f"after {timeout_s} s not yet: {what}\n{ends}")
+            raise AssertionError(f"after {timeout_s} s not yet: {what}\n{end_of(*logs)}")
         time.sleep(0.05)
     return time.monotonic() - began

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.processes import environment, free_port, running, wait_until_healthy
+from tests.e2e.processes import end_of, environment, free_port, running, wait_until_healthy
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parents[2] / ".venv-verifiers" / "bin" / "python"
@@ -64,12 +64,12 @@ def serving_verifiers(
 def next_batch(hub_url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-2000:]
+        assert process.poll() is None, end_of(log)
         batch: list[Any] | None = httpx.get(f"{hub_url}/batch").json()["batch"]
         if batch is not None:
             return batch
         time.sleep(0.1)
-    raise AssertionError(f"no batch within {timeout_s} s:\n{log.read_text()[-2000:]}")
+    raise AssertionError(f"no batch within {timeout_s} s:\n{end_of(log)}")
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class EngineDouble:
             self._arrived[request.wave.id] = self._arrived.get(request.wave.id, 0) + 1
             if self._arrived[request.wave.id] == request.wave.size:
                 complete.set()
-            await asyncio.wait_for(complete.wait(), 5)
+            await asyncio.wait_for(complete.wait(), 30)
         assert isinstance(request.prompt, dict)
         prompt_ids = request.prompt["prompt_token_ids"]
         prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)

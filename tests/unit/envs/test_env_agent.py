@@ -112,14 +112,19 @@ def test_without_a_score_the_rewards_judge_the_last_reply(tmp_path):
         ('ask(*item["messages"])', "without posting a score"),
         ('ask(*item["messages"]); print("I am lost"); sys.exit(3)', "exited 3; it last printed: I am lost"),
         ("print('long ' * 200 + chr(10) + 'and lost'); sys.exit(3)", "exited 3; it last printed: and lost"),
-        ("import time; time.sleep(60)", "took longer than 2 s"),
         ("post(os.environ['OPENAI_BASE_URL'] + '/nowhere')", "HTTP Error 404"),
     ],
 )
 def test_an_agent_that_fails_marks_its_own_rollout_and_says_why(tmp_path, program, said):
-    (rollout,) = rolled(tmp_path, program, time_limit_s=2)
+    (rollout,) = rolled(tmp_path, program)
     assert rollout.score.reward is None
     assert said in rollout.score.error
+
+
+def test_an_agent_that_takes_too_long_marks_its_own_rollout(tmp_path):
+    (rollout,) = rolled(tmp_path, "import time; time.sleep(60)", time_limit_s=1)
+    assert rollout.score.reward is None
+    assert "took longer than 1 s" in rollout.score.error
 
 
 def test_the_score_stands_when_the_agent_fails_behind_it(tmp_path):
@@ -145,7 +150,7 @@ while not (os.path.exists(NOTE) and open(NOTE).read()):
         ('post(os.environ["TREADLE_SCORE_URL"], score=1)', 50, 1.0),
         ("sys.exit(3)", 50, None),
         ("import signal; os.killpg(0, signal.SIGTERM)", 50, None),
-        ("time.sleep(60)", 5, None),
+        ("time.sleep(60)", 6, None),  # two more Pythons must have begun by then, on a busy machine too
     ],
     ids=["score", "failure", "kills its group", "time limit"],
 )
@@ -200,7 +205,7 @@ def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
     (tmp_path / "agent.py").write_text(ASK + program)
 
     async def scenario():
-        async with asyncio.timeout(30), opened(tmp_path, command=[sys.executable, str(tmp_path / "agent.py")]) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, command=[sys.executable, str(tmp_path / "agent.py")]) as desk:
             sampling = Sampling(max_tokens=20, temperature=1.0)
             rolling = asyncio.ensure_future(roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1))
             while not (note.is_file() and note.read_text()):
@@ -212,7 +217,7 @@ def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
     assert not is_running(int(note.read_text()))
 
 
-def wait_until(is_so, timeout_s=20):
+def wait_until(is_so, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline
@@ -252,7 +257,7 @@ def test_agents_that_come_by_themselves_get_the_items_and_post_the_scores(tmp_pa
             (await http.post(made["score_url"], json={"score": score})).raise_for_status()
 
     async def scenario():
-        async with asyncio.timeout(30), opened(tmp_path, port=0) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, port=0) as desk:
             sampling = Sampling(max_tokens=20, temperature=1.0)
             item = Item.ask("What is 7 + 1?", answer="8")
             url = desk.environment.url
@@ -270,7 +275,7 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
             return (await http.post("/sessions/create")).json()["score_url"]
 
     async def scenario():
-        async with asyncio.timeout(30), opened(tmp_path, port=0, time_limit_s=1) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, port=0, time_limit_s=3) as desk:
             rolling = asyncio.ensure_future(
                 roll_group(desk, Item.ask("?", answer="8"), Sampling(max_tokens=20, temperature=1.0), num_rollouts=2)
             )
@@ -283,7 +288,7 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
     scored, marked = asyncio.run(scenario())
     assert scored == (1.0, "")
     assert marked[0] is None
-    assert "no score within 1 s" in marked[1]
+    assert "no score within 3 s" in marked[1]
 
 
 @pytest.mark.parametrize(

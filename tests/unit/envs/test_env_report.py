@@ -173,7 +173,7 @@ async def serve(tmp_path, hub, ledger, **settings):
         HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app), waits=ledger.waits) as client,
         open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
     ):
-        await asyncio.wait_for(run(desk, client, ledger), 20)
+        await asyncio.wait_for(run(desk, client, ledger), 60)
 
 
 def warnings_of(caplog, event):

@@ -51,7 +51,7 @@ class Scene:
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
             async with open_desk(load_environment(self.config), engine, tokenizer) as desk:
-                await asyncio.wait_for(run(desk, hub), 20)
+                await asyncio.wait_for(run(desk, hub), 60)
 
     def serve_to_the_end(self):
         asyncio.run(self.serve())
@@ -66,7 +66,7 @@ class Scene:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if condition():
                 return

@@ -118,7 +118,7 @@ class Scene:
             loaded = load_environment(self.config)
             task = loaded if self.environment is None else self.environment(loaded.config)
             async with open_desk(task, engine, tokenizer) as desk:
-                await asyncio.wait_for(run(desk, hub), 20)
+                await asyncio.wait_for(run(desk, hub), 60)
 
     @property
     def folder(self):
@@ -203,7 +203,7 @@ def test_what_an_earlier_run_left_is_put_aside_under_its_name_and_not_delivered(
 
 
 async def until(condition, serving):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.wait([serving], timeout=0.01)
             if serving.done():

@@ -110,7 +110,8 @@ def test_the_calculator_computes(expression, result):
         ("'a' * 9", "only numbers"), ("True + 1", "only numbers"), ("[1]", "only numbers"), ("1, 2", "only numbers"),
         ("lambda: 1", "only numbers"), ("1 if 1 else 2", "only numbers"), ("1" * 201, "at most 200"),
         ("(" * 200, "no arithmetic"), ("x := 1", "no arithmetic"), ("1 < 2", "only numbers"), ("\0", "no arithmetic"),
-        ("3j", "only numbers"), ("~1", "only numbers"), ("-" * 199 + "1", ""), ("2.5 << 3", "only numbers"),
+        ("1\0", "no arithmetic"), ("\ud800", "no arithmetic"), ("3j", "only numbers"), ("~1", "only numbers"),
+        ("-" * 199 + "1", ""), ("2.5 << 3", "only numbers"),
     ],
 )  # fmt: skip
 def test_the_calculator_refuses_what_is_no_arithmetic(expression, problem):

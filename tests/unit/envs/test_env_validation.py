@@ -218,7 +218,7 @@ def test_a_reward_that_never_ends_is_ended_and_told(tmp_path, examine_file):
         "        pass\n"
         "    return completion.text == completion.answer\n"
     )
-    code, lines = examine_file(f"rewards = ['{tmp_path / 'slow.py'}:slow']", reward_timeout_s=0.3, max_items=1)
+    code, lines = examine_file(f"rewards = ['{tmp_path / 'slow.py'}:slow']", reward_timeout_s=1.0, max_items=1)
     assert code == 1
     (line,) = [line for line in lines if line.startswith("scoring problem timed_out")]
     assert "the very long answer" in line

@@ -190,7 +190,7 @@ def serve(tmp_path, scene, hub, **settings):
             HubClient("http://hub", patience=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
             open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
         ):
-            await asyncio.wait_for(run(desk, client), 20)
+            await asyncio.wait_for(run(desk, client), 60)
 
     asyncio.run(life())
 

@@ -86,7 +86,7 @@ def serve(tmp_path, hub, **settings):
             HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client,
             open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
         ):
-            await asyncio.wait_for(run(desk, client), 20)
+            await asyncio.wait_for(run(desk, client), 60)
 
     asyncio.run(life())
 

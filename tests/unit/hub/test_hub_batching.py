@@ -80,9 +80,9 @@ def test_no_group_is_lost_split_or_overtaken_by_its_equal(seed):
 
 def test_a_large_awkward_window_is_searched_quickly():
     waiting = line(*([3] * 4000), 1)
-    began = time.perf_counter()
+    began = time.process_time()
     assert choose(waiting, 4096) == [*range(1365), 4000]
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 def test_batches_beyond_the_reach_of_the_search_keep_to_their_size():

@@ -243,11 +243,11 @@ def test_a_name_server_that_does_not_answer_does_not_hold_up_the_start(monkeypat
     monkeypatch.setattr(guard, "NAME_LOOKUP_S", 0.05)
     began = time.monotonic()
     access = access_of(HubConfig(), {})
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5.0
     assert "late.example" not in access.hosts
     answered.set()
     while "late.example" not in access.hosts:
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 30.0
         time.sleep(0.01)
 
 

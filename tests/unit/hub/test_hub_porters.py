@@ -31,7 +31,7 @@ def at_work(num_porters: int, play: Callable[[Porters], Awaitable[None]]) -> Non
         porters = Porters(num_porters)
         await porters.start()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while len(porters.at_work) < num_porters:
                     await asyncio.sleep(0.01)
                 await play(porters)
@@ -165,7 +165,7 @@ def test_a_machine_that_cannot_start_a_process_for_a_while_does_not_stop_the_hub
 
 
 def test_a_porter_that_hangs_is_replaced_and_its_orders_are_done_by_another(monkeypatch):
-    monkeypatch.setattr("treadle.hub.porters.READING_S", 0.3)
+    monkeypatch.setattr("treadle.hub.porters.READING_S", 1.5)
 
     async def play(porters: Porters) -> None:
         (stopped,) = porters.at_work

@@ -42,13 +42,13 @@ def posted(*packed: bytes, rules: Rules | None = None) -> list:
 
 
 @given(groups())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_group_comes_back_as_it_was_packed(group):
     assert binary.unpack_group(binary.pack_group(group)) == group
 
 
 @given(groups())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_an_environment_posts_in_binary_is_what_the_trainer_leases(group):
     (new,) = posted(binary.pack_group(group))
     stored = StoredGroup(1, new.format, new.payload, new.policy_version, new.item, new.metrics, 0.0)
@@ -124,7 +124,7 @@ def test_what_cannot_be_trained_is_refused_by_name(packed, kind):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_bytes_are_refused_and_nothing_else(body):
     assert verdict(body) in (200, 422)  # an empty list is a list, too
 

@@ -113,18 +113,18 @@ def test_whatever_runs_something_is_a_test(source):
 @pytest.mark.parametrize("text", ["```" + "a" * 10**5, "```" + " " * 10**5 + "`", " " * 10**5 + "x", "```\n" * 10**5],
                          ids=["letters", "spaces and a backtick", "spaces", "fences"])  # fmt: skip
 def test_code_is_found_in_time_however_odd_the_text(text):
-    started = time.monotonic()
+    started = time.process_time()
     code_in(text)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("text", ["1" * 10**5 + ".", "x**2)+" * 10**4 + "!", "** 2 " * 10**4, "a " * 10**5 + "ab"],
                          ids=["digits", "brackets", "powers", "letters"])  # fmt: skip
 @pytest.mark.parametrize("task", sorted(HARMLESS))
 def test_formulas_of_reasoning_gym_are_judged_in_time_however_long(task, text):
-    started = time.monotonic()
+    started = time.process_time()
     HARMLESS[task].fullmatch(text)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_tests_as_pairs_of_input_and_output():

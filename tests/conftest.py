@@ -1,0 +1,48 @@
+"""Settings of all tests: the marker `full`, hypothesis profiles, cheap HTTP clients."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import ssl
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Outside of a client, each httpx.get() reads all certificates again: 57 ms of CPU, for plain HTTP as well. The tests
+# poll servers that are starting, and must not take the CPU from them.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+# Must be set before torch is imported. A thread that was given up at its deadline writes warnings during later tests;
+# the error that its caller got says the same.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# Examples have no deadline: on a busy machine any of them may take a second.
+RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+settings.register_profile("ci", max_examples=100, stateful_step_count=50, derandomize=True, **RELAXED)
+settings.register_profile("nightly", max_examples=2000, stateful_step_count=50, print_blob=True, **RELAXED)
+settings.load_profile(os.environ.get("TREADLE_PROPERTY_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which guard rare paths")
+
+
+@pytest.hookimpl(trylast=True)  # after markers were added
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked `full`, unless --full is given, -m names the marker, or a test is named by its id."""
+    if config.getoption("--full") or "full" in config.getoption("markexpr"):
+        return
+    named = tuple(arg for arg in config.args if "::" in arg)
+    rare = [item for item in items if item.get_closest_marker("full") and not item.nodeid.startswith(named)]
+    if rare:
+        config.hook.pytest_deselected(items=rare)
+        items[:] = [item for item in items if item not in set(rare)]
+
+
+def pytest_runtest_teardown() -> None:
+    """Remove the log handler of a `treadle` that ran in this process: its stream is closed with the test."""
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if type(each) is logging.StreamHandler]:
+        root.removeHandler(handler)
