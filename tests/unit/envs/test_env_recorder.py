@@ -64,10 +64,7 @@ class Stage:
     session: Session
     engine: Script
     sessions: Sessions
-
-    @property
-    def client(self):
-        return openai.AsyncOpenAI(base_url=f"{self.url}/{self.session.key}/v1", api_key="none", max_retries=0)
+    client: openai.AsyncOpenAI
 
     async def chat(self, *messages, **wishes):
         return await self.client.chat.completions.create(model="any", messages=list(messages), **wishes)
@@ -88,6 +85,11 @@ class Stage:
         return [self.engine.tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
+def client_of(url):
+    """To be closed within its event loop, by `async with`."""
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
 def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, hands_out=False):
     """Run `play(stage)` against a recorder whose engine says `lines`."""
     folder = save_tokenizer(tmp_path)
@@ -103,7 +105,8 @@ def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, hands_
         sessions = Sessions()
         async with serving(Recorder(sessions, hands_out=hands_out).app, "127.0.0.1", 0) as url:
             with sessions.open(model, ITEM) as session:
-                yield Stage(url, session, engine, sessions)
+                async with client_of(f"{url}/{session.key}/v1") as client:
+                    yield Stage(url, session, engine, sessions, client)
 
     async def scenario():
         async with asyncio.timeout(60), stage() as on:
@@ -487,11 +490,10 @@ def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp
 
 def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_path):
     async def play(on):
-        client = openai.AsyncOpenAI(base_url=f"{on.url}/shared/v1", api_key="none", max_retries=0)
-
         async def ask(speaker):
             headers = {"X-Session-ID": speaker}
-            return await client.chat.completions.create(model="m", messages=[QUESTION], extra_headers=headers)
+            async with client_of(f"{on.url}/shared/v1") as client:
+                return await client.chat.completions.create(model="m", messages=[QUESTION], extra_headers=headers)
 
         with pytest.raises(openai.NotFoundError):
             await ask("player")
@@ -509,9 +511,9 @@ def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_pat
 
 def test_a_session_that_never_was_is_not_found(tmp_path):
     async def play(on):
-        client = openai.AsyncOpenAI(base_url=f"{on.url}/nonsense/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.NotFoundError):
-            await client.models.list()
+        async with client_of(f"{on.url}/nonsense/v1") as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.models.list()
         assert [model.id async for model in on.client.models.list()] == ["policy"]
         async with httpx.AsyncClient() as http:
             assert (await http.post(f"{on.url}/sessions/create")).status_code == 410
