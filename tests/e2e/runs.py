@@ -34,6 +34,12 @@ def run_treadle(
     return result, newest_run(output)
 
 
+def resume(run: Path, *flags: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """Continue a run to its end."""
+    words = [sys.executable, "-m", "treadle", "run", "--resume", str(run), "--plain", *flags]
+    return subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=timeout_s, check=False)
+
+
 def ending(result: subprocess.CompletedProcess[str], run: Path) -> str:
     """What a failed test shows of a run: the launcher names the process that failed and shows the end of its log."""
     said = last_lines(result.stdout + result.stderr)

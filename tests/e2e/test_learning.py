@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.e2e.runs import TINY_RUN, ending, metrics_of, run_treadle
+from tests.e2e.runs import TINY_RUN, ending, metrics_of, resume, run_treadle
 from tests.tiny_model import write_tiny_model
 
 STEPS = 60
@@ -35,7 +35,7 @@ def test_a_random_model_learns_to_echo_and_a_finished_run_can_go_on(model, tmp_p
     assert (run / "reward.png").stat().st_size > 10_000
     assert (run / "checkpoints" / "final_model" / "model.safetensors").is_file()
     assert f"chat {run}" in result.stdout
-    more, _ = run_treadle(tmp_path, "--resume", str(run), "--steps", str(STEPS + 2), "--plain")
+    more = resume(run, "--steps", str(STEPS + 2))
     assert more.returncode == 0, ending(more, run)
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 3))
