@@ -47,7 +47,6 @@ PROBE = [1, 2, 3, 4, 5, 6, 7]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
 PREFILL_TOKENS = 16384  # more are computed in several forwards: their activations would take too much memory
-USUAL_ROWS = 64  # of a decode step
 LOGITS_ROWS = 256  # positions whose logits are held at once when a prompt's logprobs are wanted
 
 
@@ -84,7 +83,7 @@ class TransformersEngine:
         self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
         self.model = load_model(folder, "auto" if dtype == "auto" else getattr(torch, dtype)).to(self.device).eval()
-        choose_products(self.model.base_model, USUAL_ROWS)
+        choose_products(self.model)
         self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
         # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.

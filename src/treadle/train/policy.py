@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
 
 
-USUAL_ROWS = 512  # tokens of a micro on a CPU
-
-
 class Policy:
     """`score(micro)` gives logprobs; backward leaves gradients on `live`, for the optimizer's hooks to take."""
 
@@ -84,7 +81,7 @@ class Policy:
         use_fused_kernels(model, config)
         if self.device.type == "cpu":
             make_lean(model)
-            choose_products(model.base_model, USUAL_ROWS)
+            choose_products(model)
         with torch.no_grad():
             check_agreement(model, self.score(packed_sample(model))[0], expected)
         self.live: dict[str, nn.Parameter]
