@@ -10,11 +10,12 @@ from typing import Any
 
 from tests.e2e.processes import environment, last_lines
 
-# The echo task with settings under which a random model learns within a minute on one core.
+# The echo task with settings under which a random model learns within a minute on one core. Engine and trainer work
+# side by side, where more can go wrong than when they take turns as in the default job.
 TINY_RUN = (
     "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16", "--env.max-token-length", "2",
     "--env.num-eval", "10", "--train.batch-size", "160", "--train.lr", "2e-3", "--train.checkpoint-interval", "2",
-    "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--plain",
+    "--engine.dtype", "float32", "--engine.max-num-seqs", "160", "--env.max-age", "1", "--plain",
 )  # fmt: skip
 
 

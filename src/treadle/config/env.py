@@ -80,7 +80,8 @@ class PaceOptions(Section):
     )
     max_age: Count = option(
         1,
-        "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both",
+        "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both; treadle run "
+        "without a GPU takes 0",
         flags=("max_batches_offpolicy",),
     )
     max_num_workers: int = option(

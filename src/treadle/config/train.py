@@ -46,6 +46,8 @@ Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 # What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
 ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
 ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
+# bf16 weights round small steps away, so they need larger ones (docs/experiments.md).
+FLOAT32_LR = 2e-5
 
 _TOKEN_CLIP = {"ratio": "token", "surrogate": "clip"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -167,7 +169,9 @@ class OptimizerOptions(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
         "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
     )
-    lr: Positive = option(4e-5, "peak learning rate", flags=("learning-rate",))
+    lr: Positive = option(
+        4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32", flags=("learning-rate",)
+    )
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
     beta1: Fraction = option(0.9, "AdamW: decay of the mean")

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 
-from treadle.config.engine_choice import may_use_gpu
 from treadle.config.env import EnvConfig
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
@@ -47,7 +46,6 @@ from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import near, program
-from treadle.processor import fast_dtype
 
 STOPPED_BY_USER = 130
 # What the numbering of waves and steps hangs on.
@@ -182,8 +180,8 @@ def _run(
     page = RunPage(plan.config, plan.hub_url)
     _say(f"run folder: {folder}")
     _say(page.announcement(opens=open_page))
-    if config.engine.dtype == "fast" and not may_use_gpu(config.engine.device) and fast_dtype("cpu") == "float32":
-        _say("number format: float32, because this processor has no bf16 instructions")
+    for note in plan.notes:
+        _say(note)
     history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
     how_to_resume = f"continue with: {program()} run --resume {near(folder)}"

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from treadle.config.engine_choice import may_use_gpu
+from treadle.processor import fast_dtype
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (we want memory, not a temporary file)
 _SHARED_MEMORY_MIN_BYTES = 1e9
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -21,6 +24,8 @@ class MachineFacts:
 
     num_cores: int
     has_shared_memory: bool
+    has_gpu: bool = False
+    has_bf16: bool = True  # whether the processor multiplies bf16 numbers by itself
     ports: Mapping[str, int] = field(default_factory=dict)
     launcher_pid: int = 0
     python: str = sys.executable
@@ -31,6 +36,8 @@ def look_at_machine(ports: Mapping[str, int]) -> MachineFacts:
     return MachineFacts(
         num_cores=count_cores(),
         has_shared_memory=_has_shared_memory(),
+        has_gpu=may_use_gpu("auto"),
+        has_bf16=fast_dtype("cpu") == "bfloat16",
         ports=dict(ports),
         launcher_pid=os.getpid(),
         environment=dict(os.environ),

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from treadle.config.schema import RunConfig
 from treadle.config.sync import LORA_MODES
-from treadle.config.train import TrainConfig
+from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 
@@ -56,6 +56,7 @@ class Plan:
     run_folder: Path
     processes: tuple[ProcessSpec, ...]  # in the order in which they start
     hub_url: str
+    notes: tuple[str, ...]  # what was chosen for this machine, and why
 
 
 def build_plan(
@@ -69,6 +70,8 @@ def build_plan(
 ) -> Plan:
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
+    by_processor, notes = choose_by_processor(config, facts, explicit)
+    config = with_values(config, by_processor)
     ports = facts.ports
     # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
     leased_ahead = config.env.max_age if config.env.pace != "stream" else 0
@@ -113,7 +116,29 @@ def build_plan(
     }
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), is_offline=is_model_local)
-    return Plan(resolved, run_folder, specs, hub_url)
+    return Plan(resolved, run_folder, specs, hub_url, notes)
+
+
+def choose_by_processor(
+    config: RunConfig, facts: MachineFacts, explicit: frozenset[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Settings that suit an engine without a GPU, or both without one; and a sentence about each."""
+
+    def is_cpu(device: str) -> bool:
+        return device == "cpu" or (device == "auto" and not facts.has_gpu)
+
+    values: dict[str, Any] = {}
+    notes = []
+    if is_cpu(config.engine.device) and config.engine.dtype == "fast" and not facts.has_bf16:
+        notes.append("number format: float32, because this processor has no bf16 instructions")
+        if "train.lr" not in explicit:
+            notes[-1] += f"; learning rate {FLOAT32_LR:g} for it"
+            values["train.lr"] = FLOAT32_LR
+    # Side by side each would have half of the cores, wait for the other in between, and learn from older samples.
+    if is_cpu(config.engine.device) and is_cpu(config.train.device) and "env.max_age" not in explicit:
+        notes.append("engine and trainer take turns on all cores (--env.max-age 1: side by side, half of them each)")
+        values["env.max_age"] = 0
+    return values, tuple(notes)
 
 
 def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:

@@ -41,12 +41,12 @@ def test_the_other_splits_are_always_the_same_too(task, held_out, train):
 @pytest.mark.parametrize(
     ("task", "difficulty", "prompt", "answer"),
     [
-        ("addition", 1, "What is 111 + 965? Answer with only the number.", "1076"),
-        ("addition", 2, "What is 301 + 427 + 441? Answer with only the number.", "1169"),
-        ("addition", 4, "What is 4671 + 4076 + 8912 + 9061? Answer with only the number.", "26720"),
-        ("comparison", 3, "Which number is the largest, 35364, 70859 or 46519? Answer with only the number.", "70859"),
-        ("multiplication", 1, "What is 34 x 99? Answer with only the number.", "3366"),
-        ("multiplication", 2, "What is 98 x 22 x 71? Answer with only the number.", "153076"),
+        ("addition", 1, "Answer with only the number. What is 111 + 965?", "1076"),
+        ("addition", 2, "Answer with only the number. What is 301 + 427 + 441?", "1169"),
+        ("addition", 4, "Answer with only the number. What is 4671 + 4076 + 8912 + 9061?", "26720"),
+        ("comparison", 3, "Answer with only the number. Which number is the largest, 35364, 70859 or 46519?", "70859"),
+        ("multiplication", 1, "Answer with only the number. What is 34 x 99?", "3366"),
+        ("multiplication", 2, "Answer with only the number. What is 98 x 22 x 71?", "153076"),
     ],
 )
 def test_difficulty_adds_digits_and_numbers_in_turn(task, difficulty, prompt, answer):
@@ -86,9 +86,9 @@ def test_no_held_out_pair_is_trained_in_either_order(task, num_held_out, num_tra
 @pytest.mark.parametrize(
     ("task", "prompt", "answer"),
     [
-        ("addition", "What is 57 + 83? Answer with only the number.", "140"),
-        ("comparison", "Which number is larger, 57 or 83? Answer with only the number.", "83"),
-        ("multiplication", "What is 57 x 83? Answer with only the number.", "4731"),
+        ("addition", "Answer with only the number. What is 57 + 83?", "140"),
+        ("comparison", "Answer with only the number. Which number is larger, 57 or 83?", "83"),
+        ("multiplication", "Answer with only the number. What is 57 x 83?", "4731"),
     ],
 )
 def test_the_wording_of_each_task(task, prompt, answer):
@@ -111,7 +111,7 @@ def test_an_epoch_asks_every_training_pair_once_and_the_seed_decides_the_order()
 
 def test_a_prompt_does_not_depend_on_what_was_asked_before():
     assert prompts(1, [4001, 3999]) == [*prompts(1, [4001]), *prompts(1, [3999])]
-    assert prompts(0, [0]) == ["What is 20 + 27? Answer with only the number."]
+    assert prompts(0, [0]) == ["Answer with only the number. What is 20 + 27?"]
 
 
 def test_the_seed_does_not_change_the_held_out_prompts():

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.config import DEFAULT_MODEL, load_run
+from treadle.config import DEFAULT_MODEL, TrainConfig, load_run
+from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.plan import Plan, build_plan, explicit_keys
@@ -85,11 +86,51 @@ def test_threads_are_halved_only_when_engine_and_trainer_overlap(num_cores: int,
     assert environments["hub"]["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("flags", "facts", "max_age"),
+    [
+        ({}, {}, 0),
+        ({"env.max_age": 1}, {}, 1),
+        ({}, {"has_gpu": True}, 1),
+        ({"train.device": "cpu"}, {"has_gpu": True}, 1),
+        ({"train.device": "cpu", "engine.device": "cpu"}, {"has_gpu": True}, 0),
+    ],
+)
+def test_engine_and_trainer_take_turns_where_both_compute_on_the_processor(flags, facts, max_age) -> None:
+    plan = plan_for(flags, **facts)
+    assert plan.config.env.max_age == plan.config.train.max_age == max_age
+    assert plan.config.engine.threads == plan.config.train.threads == (8 if max_age == 0 else 4)
+    assert any("take turns" in note for note in plan.notes) is (max_age == 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "lr"),
+    [
+        ({}, {}, TrainConfig().lr),
+        ({}, {"has_bf16": False}, FLOAT32_LR),
+        ({"train.lr": 1e-6}, {"has_bf16": False}, 1e-6),
+        ({}, {"has_bf16": False, "has_gpu": True}, TrainConfig().lr),
+        ({"engine.dtype": "bfloat16"}, {"has_bf16": False}, TrainConfig().lr),
+    ],
+)
+def test_float32_learns_at_a_rate_of_its_own(flags, facts, lr) -> None:
+    plan = plan_for(flags, **facts)
+    assert plan.config.train.lr == lr
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "has_gpu", "is_told"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_why_the_numbers_are_float32_is_told(has_bf16: bool, has_gpu: bool, is_told: bool) -> None:
+    plan = plan_for(has_bf16=has_bf16, has_gpu=has_gpu)
+    assert any("float32" in note for note in plan.notes) is is_told
+
+
 def test_explicit_settings_are_kept() -> None:
     config = plan_for(
         {"engine.threads": "3", "train.seed": "9", "train.save_path": "/big/disk", "env.seed": "1"}
     ).config
-    assert (config.engine.threads, config.train.threads) == (3, 4)
+    assert (config.engine.threads, config.train.threads) == (3, 8)
     assert (config.train.seed, config.env.seed) == (9, 1)
     assert config.train.save_path == Path("/big/disk")
 
