@@ -50,7 +50,7 @@ def engine(tmp_path_factory):
     port, log = free_port(), tmp_path_factory.mktemp("engine") / "engine.log"
     flags = ["--engine", "vllm", "--dtype", "float32", "--logprobs-mode", "raw_logprobs", "--port", str(port)]
     # Before it serves, vLLM computes a prompt as long as it takes at once; of this model that is most of its start.
-    flags += ["--max-num-seqs", "8", "--max-model-len", "256", "--gpu-memory-utilization", "0.1"]
+    flags += ["--max-num-seqs", "8", "--max-model-len", "256", "--gpu-memory-utilization", "0.1", "--threads", "1"]
     flags.append("--vllm-args=--max-num-batched-tokens 256" + " --kv-cache-memory-bytes=1G" * HAS_GPU)
     with running("engine", *flags, log=log) as process:
         url = f"http://127.0.0.1:{port}"

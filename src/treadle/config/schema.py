@@ -70,7 +70,7 @@ class EngineConfig(Section):
         "fast",
         "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
     )
-    threads: Count = option(0, "compute threads; 0 takes every core")
+    threads: Count = option(0, "compute threads; 0 takes every core (vLLM on a CPU: all but one)")
     max_num_seqs: PositiveInt = option(128, "completions that are generated side by side")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(

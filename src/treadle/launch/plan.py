@@ -56,7 +56,7 @@ class Plan:
     run_folder: Path
     processes: tuple[ProcessSpec, ...]  # in the order in which they start
     hub_url: str
-    notes: tuple[str, ...]  # what was chosen for this machine, and why
+    notes: tuple[str, ...] = ()  # what was chosen for this machine, and why
 
 
 def build_plan(

@@ -59,7 +59,7 @@ def test_evaluate_with_several_answers_prints_pass_at_k_and_leaves_the_files(tmp
         env = EnvConfig(num_eval=5, eval_samples=4, data_dir_to_save_evals=tmp_path / "evals")
         assert envs.act("evaluate", env, ServerConfig(base_url=url)) == 0
     printed = capsys.readouterr()
-    assert "arithmetic/addition at policy version 0: 5 prompts, 4 answers each at temperature 1, " in printed.out
+    assert "arithmetic/addition at policy version 0: 5 prompts, 4 answers each at temperature 0.7, " in printed.out
     assert "pass@1   25.0% (95 % interval " in printed.out
     assert "pass@2   50.0%" in printed.out
     assert "pass@4   100.0%" in printed.out

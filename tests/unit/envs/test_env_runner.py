@@ -111,7 +111,7 @@ def test_a_training_request_carries_its_place_and_a_seed_of_its_own(tmp_path):
         (1, 2, stable_seed(5, "train", 2, 1)),
     ]
     assert {(request.n, request.temperature, request.max_tokens, request.logprobs) for request in second} == {
-        (4, 1.0, 16, 0)
+        (4, 0.7, 16, 0)
     }
 
 
@@ -132,7 +132,7 @@ def test_a_group_holds_what_the_trainer_needs(tmp_path):
     assert group.inference_logprobs == [[1.0] * len(prompt) + [-0.5] * len(ids) for ids in (right, wrong, right, wrong)]
     assert group.scores == [1.0, 0.0, 1.0, 0.0]
     assert (group.policy_version, group.env_id, group.item) == (1, 7, 3)
-    assert group.generation_params == {"temperature": 1.0}
+    assert group.generation_params == {"temperature": 0.7}
     num_tokens = 2 * len(right) + 2 * len(wrong)
     assert group.metrics == {
         "accuracy": 0.5,

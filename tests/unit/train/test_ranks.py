@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -105,15 +106,37 @@ def whole_looks(settings):
     return len(deal([m.cost for m in micros], 2)[1]) + 1
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, num_layers=2)
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A folder with the model, and with one of runs for each number of ranks. The first of several pytest workers makes
+    it, which takes half a minute; the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    made.mkdir(exist_ok=True)
+    with (made / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "is_complete").exists():
+            make_runs(write_tiny_model(made / "model", hidden_size=32, num_layers=2), folders_in(made))
+            (made / "is_complete").touch()
+    return made
 
 
-@pytest.fixture(scope="module")
-def results(model, tmp_path_factory):
+@pytest.fixture(scope="session")
+def model(made):
+    return made / "model"
+
+
+@pytest.fixture(scope="session")
+def results(made):
     """{number of ranks: folder}."""
-    folders = {n: tmp_path_factory.mktemp(f"ranks{n}") for n in (1, 2, 3)}
+    return folders_in(made)
+
+
+def folders_in(made):
+    return {n: made / f"ranks{n}" for n in (1, 2, 3)}
+
+
+def make_runs(model, folders):
     for job in compared_jobs(model, folders[1]):
         rank_worker.run_job(job, ALONE)
     rank_worker.run_job(longer_job(model, folders[1]), ALONE)
@@ -127,7 +150,6 @@ def results(model, tmp_path_factory):
     for num_ranks, found in zip((2, 3), codes, strict=True):
         said = "".join(file.read_text()[-2000:] for file in folders[num_ranks].glob("stderr-*.txt"))
         assert list(found.values()) == [0] * num_ranks, said
-    return folders
 
 
 def longer_job(model, folder):
