@@ -141,7 +141,7 @@ def _serve(folder, weights_file, **changes):
     """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
     few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
-    # One thread where the system likes: by itself each vLLM would bind its own to the first core, where another's is.
+    # --threads also stops vLLM from binding its threads to a core: two servers would bind theirs to the same one.
     settings = {"dtype": "float32", "max_model_len": 256, "threads": 1, **adapters, "vllm_python": sys.executable}
     settings |= changes
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))

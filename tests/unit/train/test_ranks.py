@@ -107,33 +107,32 @@ def whole_looks(settings):
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
-    """A folder with the model, and with one of runs for each number of ranks. The first of several pytest workers makes
-    it, which takes half a minute; the others wait for it."""
+def runs_folder(tmp_path_factory):
+    """The model and the runs with 1, 2 and 3 ranks. The first pytest worker makes them (30 s), the others wait."""
     base = tmp_path_factory.getbasetemp()
-    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    made.mkdir(exist_ok=True)
-    with (made / "lock").open("w") as lock:
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "is_complete").exists():
-            make_runs(write_tiny_model(made / "model", hidden_size=32, num_layers=2), folders_in(made))
-            (made / "is_complete").touch()
-    return made
+        if not (folder / "is_complete").exists():
+            make_runs(write_tiny_model(folder / "model", hidden_size=32, num_layers=2), folders_in(folder))
+            (folder / "is_complete").touch()
+    return folder
 
 
 @pytest.fixture(scope="session")
-def model(made):
-    return made / "model"
+def model(runs_folder):
+    return runs_folder / "model"
 
 
 @pytest.fixture(scope="session")
-def results(made):
+def results(runs_folder):
     """{number of ranks: folder}."""
-    return folders_in(made)
+    return folders_in(runs_folder)
 
 
-def folders_in(made):
-    return {n: made / f"ranks{n}" for n in (1, 2, 3)}
+def folders_in(folder):
+    return {n: folder / f"ranks{n}" for n in (1, 2, 3)}
 
 
 def make_runs(model, folders):

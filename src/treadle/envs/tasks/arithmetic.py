@@ -28,7 +28,7 @@ class Task:
     """Questions about `num_terms` numbers of `low`..`high`. How they are split does not depend on a run's seed."""
 
     name: str
-    question: str  # the numbers late in it: what all questions begin with is computed once
+    question: str  # numbers come last: a prefix that all prompts share is computed once
     sign: str  # between the numbers
     answer: Callable[[Numbers], int]
     low: int
