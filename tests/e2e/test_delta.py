@@ -10,13 +10,13 @@ from tests.e2e.runs import ending, metrics_of, run_treadle
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 
-STEPS = 4
+STEPS = 3
 WORDS = (
     "--steps", str(STEPS), "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16",
-    "--env.max-token-length", "2", "--env.num-eval", "2", "--train.batch-size", "96", "--train.lr", "1e-6",
+    "--env.max-token-length", "2", "--env.num-eval", "2", "--train.batch-size", "32", "--train.lr", "1e-6",
     "--train.warmup-steps", "0", "--train.canary-share", "1", "--train.weight-bridge-mode", "delta",
     "--train.kl-coef", "0.1",  # so that every token is forwarded, whatever the scores are
-    "--engine.dtype", "bfloat16", "--engine.max-num-seqs", "96", "--plain",
+    "--engine.dtype", "bfloat16", "--engine.max-num-seqs", "32", "--plain",
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def log_of(run: Path, name: str) -> str:
 @pytest.mark.full  # the test of an environment below shows the same of another process
 def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     said, code, folder = run(
-        tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "20", fault="engine:step:6:sleep"
+        tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "12", fault="engine:step:6:sleep"
     )
     print(said)
     told = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ requests"
@@ -96,8 +96,8 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="", rollout=HANGING_ROLLOUT))
     said, code, folder = run(
-        tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.batch-patience-s", "4",
-        "--stall-timeout-s", "20",
+        tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.batch-patience-s", "3",
+        "--stall-timeout-s", "12",
     )  # fmt: skip
     print(said)
     told = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"

@@ -35,7 +35,7 @@ COMES_LAST = HERE / "test_life.py"
 # Fixtures that start a server for more than one test, and the group of tests that it is for.
 SHARED = {"served": "served", "adapting": "served", "engine": "engine"}
 HAS_GPU = torch.cuda.is_available()
-ADAPTERS_KEPT = 8  # by a vLLM that everything is tried with: few, so that more than these are soon there
+ADAPTERS_KEPT = 4  # by a vLLM that everything is tried with: few, so that more than these are soon there
 # Of logprobs, mean difference to a plain forward in float32 on a CPU: with the same weights, with others, and with the
 # same adapters. On a GPU vLLM's attention multiplies in TF32, and it computes adapters in half precision only.
 SAME, OTHER, SAME_ADAPTER = (5e-3, 0.03, 0.02) if HAS_GPU else (1e-4, 1e-3, 1e-4)
@@ -142,8 +142,8 @@ def _serve(folder, weights_file, **changes):
     few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
     # --threads also stops vLLM from binding its threads to a core: two servers would bind theirs to the same one.
-    settings = {"dtype": "float32", "max_model_len": 256, "threads": 1, **adapters, "vllm_python": sys.executable}
-    settings |= changes
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 32, "threads": 1, **adapters}
+    settings |= {"vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 
 

@@ -103,6 +103,7 @@ def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
         served(engine.hold("keep", 5), timeout_s=60)
 
 
+@pytest.mark.full  # a restart takes as long as a start; the one above serves those who wait
 def test_a_restart_brings_it_back_and_serves_those_who_waited(served, qwen3_model):
     with ThreadPoolExecutor(2) as pool:
         restarting = pool.submit(post, served, "/bridge/restart", model_path=str(qwen3_model), policy_version=70)

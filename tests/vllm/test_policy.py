@@ -26,7 +26,7 @@ from treadle.sync.weights_file import bind_parameters, map_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
 LONG = 230  # tokens: enough that a test can do something in the middle
-NUM_SWAPS = 20
+NUM_SWAPS = 10
 NUM_OUTLIVED = ADAPTERS_KEPT + 4
 BLOCK = 128  # tokens that vLLM's CPU build keeps together in its prefix cache
 

@@ -30,6 +30,8 @@ SHORT = (
 )  # fmt: skip
 # Before it serves, vLLM computes a prompt as long as it takes at once: a quarter of its start with the default model.
 SHORT_PROMPTS = ("--engine.max-model-len", "256", "--engine.vllm-args=--max-num-batched-tokens 256")
+# --engine.threads also stops vLLM from binding its threads to a core that another test uses.
+ONE_THREAD = ("--engine.threads", "1", "--train.threads", "1")
 RUN_S = 900.0  # for three starts of vLLM on a machine that has much else to do
 
 DTYPE = getattr(torch, fast_dtype("cpu"))
@@ -52,7 +54,7 @@ RESTARTS = ("none", "lora_restart")  # not waited for: rollouts of the version b
 def test_a_tiny_model_trains_on_what_the_published_weights_sampled(tmp_path, tiny_model):
     """Adapters and changed elements: test_policy.py, test_delta.py."""
     mode = "one copy"
-    words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode])
+    words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode], *ONE_THREAD)
     result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
     assert result.returncode == 0, ending(result, run)
     assert "loaded engine=vllm" in (run / "logs" / "engine.log").read_text()

@@ -156,6 +156,7 @@ def test_adamw_takes_the_steps_of_torchs_adamw_on_clipped_gradients():
         torch.testing.assert_close(p, reference.live[name], rtol=1e-5, atol=1e-7)
 
 
+@NEEDS_BF16
 def test_muon_moves_matrices_and_adamw_all_else():
     policy, optimizer = new_parts("muon")
     take_step(policy, optimizer, 1)
