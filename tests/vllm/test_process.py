@@ -93,6 +93,7 @@ def test_adapters_need_an_engine_that_was_started_for_them(engine, tmp_path):
     assert "--enable-lora" in refused.json()["error"]
 
 
+@pytest.mark.full  # tests/unit/engines/test_vllm_parts.py stops a server that starts
 def test_a_stop_in_the_middle_of_a_restart_ends_within_seconds_and_leaves_no_process(engine):
     first = {p.pid for p in vllm_processes()}
     with ThreadPoolExecutor(1) as pool:

