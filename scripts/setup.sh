@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 extras=${1:-train}
 stamp=.ready-${extras//,/-}
-make_venv .venv "$stamp" "treadle[$extras]" pyproject.toml constraints.txt
+make_venv .venv "$stamp" "treadle[$extras]" pyproject.toml constraints.txt constraints-build.txt
 export UV_COMPILE_BYTECODE=1  # most of it is imported, by several processes at once
-install .venv --constraint constraints.txt --editable ".[$extras]"
+install .venv constraints.txt --editable ".[$extras]"
 is_ready .venv "$stamp"

@@ -23,38 +23,65 @@ make_venv() {
   echo "== installing $what into $venv (minutes the first time)"
 }
 
-# install VENV FLAG... PACKAGE...: by uv, which takes seconds where pip takes minutes, and shares what environments have in
-# common; by pip where uv cannot do it. UV_COMPILE_BYTECODE=1 compiles what was installed.
+# install VENV CONSTRAINTS FLAG... PACKAGE...: by uv, which takes seconds where pip takes minutes, shares what environments
+# have in common, and checks every file against the hashes in CONSTRAINTS, which pip does not do for an editable package.
+# UV_COMPILE_BYTECODE=1 compiles what was installed.
 install() {
   local venv=$1; shift
-  if install_by_uv "$venv" "$@"; then
-    return
-  fi
-  echo "== uv could not install it; pip is asked (this takes longer)" >&2
-  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"
-}
-
-install_by_uv() {
-  local venv=$1; shift
-  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "uv==0.13.7" || return 1
+  grep '^uv==' constraints-build.txt |
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --require-hashes --requirement /dev/stdin
   take_over "$venv" UV_FIND_LINKS "${PIP_FIND_LINKS:-}" find-links ,
   take_over "$venv" UV_DEFAULT_INDEX "${PIP_INDEX_URL:-}" index-url ' '
   take_over "$venv" UV_INDEX "${PIP_EXTRA_INDEX_URL:-}" extra-index-url ' '
   take_over "$venv" UV_NO_INDEX "${PIP_NO_INDEX:-}" no-index ' '
   take_over "$venv" SSL_CERT_FILE "${PIP_CERT:-}" cert ' '
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as with pip, no index comes before another
-  warn_of_cuda "$venv" "$@"
-  VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --quiet "$@"
+  install_checked "$venv/bin/uv" "$venv" "$@"
 }
 
-# warn_of_cuda VENV FLAG... PACKAGE...: one line before gigabytes are downloaded that a machine without a GPU cannot use.
+# install_checked UV VENV CONSTRAINTS FLAG... PACKAGE...: refuses a package that is not listed and a file with another hash.
+install_checked() {
+  local venv=$2 constraints=$3 plan unlisted torch
+  local uv=("$1" pip install --python "$2/bin/python" --system-certs --build-constraint constraints-build.txt --require-build-hashes)
+  shift 3
+  if ! plan=$("${uv[@]}" --dry-run --no-verify-hashes --constraint "$constraints" "$@" 2>&1); then
+    echo "$plan" >&2
+    explain_hashes
+    return 1
+  fi
+  warn_of_cuda "$venv" "$plan"
+  unlisted=$(sed -n '/ (from file:/d; s/^ [+~] \([^=]*\)==.*/\1/p' <<<"$plan" | while read -r name; do
+    grep -q "^$name==.* --hash=" "$constraints" || echo "$name"
+  done)
+  if [ -n "$unlisted" ]; then
+    echo "== nothing was installed: $constraints has no version and hash of" $unlisted >&2
+    echo "== to install them, add NAME==VERSION there for each and run scripts/hashes.py" >&2
+    return 1
+  fi
+  torch=$(sed -n 's/^ [+~] \(torch==[^ ]*+[^ ]*\).*/\1/p' <<<"$plan")
+  if [ -n "$torch" ]; then  # a build for CPUs or for one version of CUDA: there are many, and they are not in the index
+    echo "== $torch is a build that this machine's settings of pip lead to; its hash is not known and not checked" >&2
+    sed '/^torch==/s/ --hash.*//' "$constraints" > "$venv/constraints.txt"
+    constraints=$venv/constraints.txt
+  fi
+  if ! "${uv[@]}" --quiet --constraint "$constraints" "$@"; then
+    explain_hashes
+    return 1
+  fi
+}
+
+explain_hashes() {
+  echo "== nothing was installed. Where a hash does not match, the file is not the one that these versions were tested with:" \
+    "look where it comes from (the settings of pip name the places) before you trust it" >&2
+}
+
+# warn_of_cuda VENV PLAN: one line before gigabytes are downloaded that a machine without a GPU cannot use.
 warn_of_cuda() {
-  local venv=$1; shift
   if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then
     return
   fi
-  if VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --system-certs --dry-run "$@" 2>&1 | grep '^ + nvidia-' >/dev/null; then
-    echo "== this machine has no NVIDIA GPU, but for $("$venv/bin/python" --version) only the CUDA build of torch was found (about 5 GB)." \
+  if grep '^ + nvidia-' <<<"$2" >/dev/null; then
+    echo "== this machine has no NVIDIA GPU, but for $("$1/bin/python" --version) only the CUDA build of torch was found (about 5 GB)." \
       "To avoid it: let pip find a CPU build (a version that ends in +cpu) by PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or use another PYTHON" >&2
   fi
 }
