@@ -15,15 +15,17 @@ What each process has (Linux; x86_64 and aarch64):
 | | by |
 |---|---|
 | no network, no other processes or programs, no signals to others, no shared memory, no message queues | seccomp |
-| reads the standard library and the system's shared libraries, nothing else; writes nothing | Landlock, RLIMIT_FSIZE |
+| opens files for reading only, changes and locks none, watches none | seccomp, RLIMIT_FSIZE |
+| reads the standard library and the system's shared libraries, nothing else | Landlock |
 | limits of CPU time, memory, open files; no core dumps | rlimits |
 | limits of wall-clock time and output; killed when over, and when its parent dies | the parent |
 | no privileges, also where we are root; nobody's memory | capset, no_new_privs, seccomp |
 | an empty folder, an empty environment, only its own descriptors | the parent |
 
-Where the system lacks seccomp or Landlock, nothing is run and an error says so, unless `allow_weak` is set.
+The filter of seccomp lists what is allowed; Landlock decides what may be read, so its first version is enough. Where
+the system lacks one of them, nothing is run and an error says so, unless `allow_weak` is set.
 
 Not isolated: the kernel (a flaw in it, or in the processor, is a way out), the machine's load within the limits, the
-clock, and that a file exists (its name and size may be asked for, not its content). For code that is written to
-attack, and not merely to score, run the whole environment in a virtual machine.
+clock, and that a file exists (its name, size, dates and where a link points may be asked for, not its content). For
+code that is written to attack, and not merely to score, run the whole environment in a virtual machine.
 """

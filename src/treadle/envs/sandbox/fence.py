@@ -73,6 +73,7 @@ _NOT_THE_LIBRARY = ("site-packages", "dist-packages")
 def _lock_files(libc: ctypes.CDLL) -> None:
     abi = _syscall(libc, _CREATE_RULESET, None, 0, 1)
     # All rights that this kernel knows are handled, hence refused: files; from 4 on TCP; from 6 on signals and sockets.
+    # Of these, the filter of system calls leaves only reading to Landlock, which has it since its first version.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", rights, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _syscall(libc, _CREATE_RULESET, attributes, len(attributes), 0)
@@ -112,43 +113,57 @@ def _readable() -> Iterator[str]:
 # -- system calls: seccomp ---------------------------------------------------------------------------------------------
 
 
-# What plain Python can do without. (The calls that open files are Landlock's to judge; it does not know of modes.)
-_REFUSED: dict[str, tuple[int, int | None]] = {  # on x86_64 and on aarch64
-    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "io_uring_setup": (425, 425),
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "kcmp": (312, 272), "process_madvise": (440, 440),
-    "process_mrelease": (448, 448), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
-    "umount2": (166, 39), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "shmdt": (67, 197), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
-    "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183),
-    "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "fallocate": (285, 47), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5),
-    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
-    "utimensat": (280, 88), "truncate": (76, 45), "open_by_handle_at": (304, 265), "setrlimit": (160, 164),
-    "prlimit64": (302, 261), "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "setsid": (112, 157),
-    "setpgid": (109, 154), "prctl": (157, 167),
+# What plain Python does with its own memory, threads, descriptors and time, and what it asks about files. All else is
+# refused: of much that a system call does to files (length, attributes, locks, watching them) Landlock knows nothing,
+# or not in every version.
+_ALLOWED: dict[str, tuple[int, int | None]] = {  # on x86_64 and on aarch64
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "lseek": (8, 62), "close": (3, 57), "close_range": (436, 436), "dup": (32, 23), "dup2": (33, None),
+    "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59),
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441),
+    "eventfd2": (290, 19),
+    "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212), "shutdown": (48, 210),
+    "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
+    "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
+    "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "brk": (12, 214),
+    "madvise": (28, 233), "msync": (26, 227), "membarrier": (324, 283),
+    "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96), "rseq": (334, 293),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168), "arch_prctl": (158, None),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132),
+    "restart_syscall": (219, 128), "pause": (34, None),
+    "alarm": (37, None), "getitimer": (36, 102), "setitimer": (38, 103), "timer_create": (222, 107),
+    "timer_settime": (223, 110), "timer_gettime": (224, 108), "timer_getoverrun": (225, 109),
+    "timer_delete": (226, 111),
+    "timerfd_create": (283, 85), "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87), "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169),
+    "time": (201, None), "times": (100, 153),
+    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgrp": (111, None), "getpgid": (121, 155),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158),
+    "getresuid": (118, 148), "getresgid": (120, 150),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278), "exit": (60, 93),
+    "exit_group": (231, 94),
 }  # fmt: skip
-# What is refused or allowed by its arguments.
-_CLONE, _SOCKETPAIR, _FCNTL, _IOCTL = (56, 220), (53, 199), (72, 25), (16, 29)
-_CLONE3 = 435
+# What is allowed with some arguments. (`creat` and `truncate` are not listed at all.)
+_OPEN, _OPENAT, _CLONE, _SOCKETPAIR, _FCNTL, _IOCTL = (2, None), (257, 56), (56, 220), (53, 199), (72, 25), (16, 29)
+# Access mode 3 opens for neither reading nor writing, which Landlock lets pass, but suffices for ioctl and O_TRUNC.
+_NOT_READING = 0o3 | os.O_CREAT | os.O_TRUNC | 0o20000000  # the last is the bit of O_TMPFILE
 _CLONE_THREAD = 0x00010000
 _AF_UNIX, _SOCK_STREAM, _SOCK_KIND = 1, 1, 0xF
-_SETOWN, _SETSIG, _SETOWN_EX = 8, 10, 15  # of fcntl: who is sent a signal when a file is ready, and which
-_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902  # of ioctl: the same for sockets
-_FIRST_UNKNOWN = 450  # younger calls than this list knows
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+# TCGETS (for isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# The C library does without these where they are unknown. The flags of the first two lie in memory, out of sight.
+_CLONE3, _OPENAT2, _FIRST_UNKNOWN = 435, 437, 450  # the same on every architecture; from 450 on younger than this list
 _MACHINES = ("x86_64", "aarch64")
 _ARCHITECTURES = (0xC000003E, 0xC00000B7)  # <linux/audit.h>
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # of classic BPF
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24  # in struct seccomp_data
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -163,44 +178,53 @@ def _filter_system_calls(libc: ctypes.CDLL) -> None:
 
 
 def _program(column: int) -> bytes:
-    """The filter: refuse what is listed and what is unknown.
+    """The filter: refuse what is not listed.
 
-    Of `clone`, threads are allowed. Of `socketpair`, what asyncio wakes itself with: unlike a datagram, a stream goes
-    nowhere but to its other end.
+    Files are opened for reading only. Of `clone`, threads are allowed. Of `socketpair`, what asyncio wakes itself with:
+    unlike a datagram, a stream goes nowhere but to its other end.
     """
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
 
-    def refuse(test: int, number: int, error: int) -> bytes:
-        return step(test, number, 0, 1) + step(_RETURN, _REFUSE | error)
+    def unknown(test: int, number: int) -> bytes:
+        return step(test, number, 0, 1) + step(_RETURN, _REFUSE | _ENOSYS)
 
-    def only_if(test: int, value: int) -> bytes:
-        return step(test, value, 1, 0) + step(_RETURN, _REFUSE | _EPERM)
+    def argument(position: int) -> bytes:
+        return step(_LOAD, _ARGUMENTS_AT + 8 * position)  # its lower half, all that the kernel looks at in these calls
 
-    def call(numbers: tuple[int, int], *steps: bytes) -> bytes:
+    def only_if(test: int, *values: int) -> bytes:
+        """Go on when the test holds for one of these values; refuse the call otherwise."""
+        tests = [step(test, value, len(values) - place) for place, value in enumerate(values)]
+        return b"".join(tests) + step(_RETURN, _REFUSE | _EPERM)
+
+    def call(numbers: tuple[int | None, int | None], *steps: bytes) -> bytes:
         """These steps judge this call; it is allowed when they do not refuse it."""
+        number = numbers[column]
         body = b"".join(steps) + step(_RETURN, _ALLOW)
-        return step(_EQUAL, numbers[column], 0, len(body) // 8) + body
+        return b"" if number is None else step(_EQUAL, number, 0, len(body) // 8) + body
 
-    first, second = step(_LOAD, _FIRST_ARGUMENT_AT), step(_LOAD, _SECOND_ARGUMENT_AT)
-    numbers = [both[column] for both in _REFUSED.values()]
+    only_reading = step(_AND, _NOT_READING) + only_if(_EQUAL, 0)
+    numbers = [both[column] for both in _ALLOWED.values()]
     return b"".join(
         [
             step(_LOAD, _ARCHITECTURE_AT),
             step(_EQUAL, _ARCHITECTURES[column], 1, 0) + step(_RETURN, _KILL),  # 32-bit calls have other numbers
             step(_LOAD, _NUMBER_AT),
-            refuse(_AT_LEAST, _FIRST_UNKNOWN, _ENOSYS),
-            refuse(_EQUAL, _CLONE3, _ENOSYS),  # its flags lie in memory; the C library then takes clone
-            *(refuse(_EQUAL, number, _EPERM) for number in numbers if number is not None),
-            call(_CLONE, first, only_if(_HAS_BIT, _CLONE_THREAD)),
+            unknown(_AT_LEAST, _FIRST_UNKNOWN),  # also those of x32, which have a high bit set
+            unknown(_EQUAL, _CLONE3),
+            unknown(_EQUAL, _OPENAT2),
+            call(_OPEN, argument(1) + only_reading),
+            call(_OPENAT, argument(2) + only_reading),
+            call(_CLONE, argument(0) + only_if(_HAS_BIT, _CLONE_THREAD)),
             call(
                 _SOCKETPAIR,
-                first + only_if(_EQUAL, _AF_UNIX),
-                second + step(_AND, _SOCK_KIND) + only_if(_EQUAL, _SOCK_STREAM),
+                argument(0) + only_if(_EQUAL, _AF_UNIX),
+                argument(1) + step(_AND, _SOCK_KIND) + only_if(_EQUAL, _SOCK_STREAM),
             ),
-            call(_FCNTL, second, *(refuse(_EQUAL, command, _EPERM) for command in (_SETOWN, _SETSIG, _SETOWN_EX))),
-            call(_IOCTL, second, *(refuse(_EQUAL, command, _EPERM) for command in (_FIOSETOWN, _SIOCSPGRP))),
+            call(_FCNTL, argument(1) + only_if(_EQUAL, *_FCNTL_COMMANDS)),
+            call(_IOCTL, argument(1) + only_if(_EQUAL, *_IOCTL_COMMANDS)),
+            only_if(_EQUAL, *(number for number in numbers if number is not None)),
             step(_RETURN, _ALLOW),
         ]
     )
