@@ -321,7 +321,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
     ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}"]
     shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
-    adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode in ADAPTERS else []
+    adapters = ["--enable-lora", "--max-lora-rank", "16", "--adapter-root", str(work)] if known.mode in ADAPTERS else []
     servers = {"ours": [*ours, *shared, *adapters]}
     if "eager" in known.compare:
         servers["eager"] = [*ours, "--enforce-eager"]

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CHARACTERS = "0123456789 +-=.,?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n<>|_:'"
-TEMPLATE = (
+TEMPLATE = (  # `waste` is of no use; it takes as long as a caller wants
+    "{% for a in range(waste or 0) %}{% for b in range(waste) %}{% endfor %}{% endfor %}"
     "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>' }}{% endif %}"
 )
 

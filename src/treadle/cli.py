@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
-from treadle.errors import TreadleError, as_user_error
+from treadle.errors import ProcessDied, TreadleError, as_path_error, as_user_error
 
 if TYPE_CHECKING:
+    from treadle.config import RunConfig
     from treadle.config.flags import FlagParser
 
+PARENT = "TREADLE_PARENT_PID"  # set by the launcher
 ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
@@ -31,6 +33,7 @@ VERBS = {
     "chat": "talk to a model or to the result of a run",
     "doctor": "check this machine, or a run that goes on, and say what is wrong and what mends it",
     "report": "write what a run achieved into one HTML file",
+    "token": "print the token of a role, for clients of a hub or an engine that asks for one",
 }
 
 
@@ -51,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_HANDLERS[verb](rest))
     except TreadleError as error:
-        sys.exit(_complain(str(error), error.exit_code))
+        sys.exit(_complain(_with_our_flags(verb, error), error.exit_code))
     except BrokenPipeError:  # who read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        mended = as_user_error(error)
+    except (OSError, RuntimeError) as error:
+        mended = (as_user_error(error) if isinstance(error, OSError) else None) or as_path_error(error)
         if mended is None:
             raise
-        sys.exit(_complain(str(mended), mended.exit_code))
+        sys.exit(_complain(_with_our_flags(verb, mended), mended.exit_code))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -122,7 +125,7 @@ def _engine(words: list[str]) -> int:
 
     parser = _section_parser("engine")
     values, unknown = parser.parse_known(words)
-    run = _load_section(values)
+    run = _load_section("engine", values)
     if unknown and has_vllm(run.engine):  # vLLM has some hundred flags of its own: it knows which of these are wrong
         further = shlex.join([*shlex.split(run.engine.vllm_args), *unknown])
         run = run.model_copy(update={"engine": run.engine.model_copy(update={"vllm_args": further})})
@@ -151,7 +154,6 @@ def _train(words: list[str]) -> int:
 def _env(words: list[str]) -> int:
     from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
     from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
-    from treadle.config.load import load_run
     from treadle.guides import GUIDES
 
     words, notes = drop_without_effect(words, WITHOUT_EFFECT)
@@ -164,7 +166,7 @@ def _env(words: list[str]) -> int:
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
     values = parser.parse_args(words)
-    run = load_run(values._config, {**given(values), "env.name": values._name})
+    run = _load_process(values._config, {**given(values), "env.name": values._name}, "env", "openai")
     _log_to_stderr()
     from treadle import envs
 
@@ -179,9 +181,9 @@ def _top(words: list[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--once", action="store_true", help="show one picture and end")
     values = parser.parse_args(words)
-    from treadle.launch import top
+    from treadle.launch.top import watch_run
 
-    return top(values.run, plain=values.plain, once=values.once)
+    return watch_run(values.run, plain=values.plain, once=values.once)
 
 
 def _chat(words: list[str]) -> int:
@@ -193,9 +195,9 @@ def _chat(words: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens")
     values = parser.parse_args(words)
-    from treadle.launch import chat
+    from treadle.launch.chat import talk
 
-    return chat(values.model, message=values.message, temperature=values.temperature, max_tokens=values.max_tokens)
+    return talk(values.model, message=values.message, temperature=values.temperature, max_tokens=values.max_tokens)
 
 
 def _doctor(words: list[str]) -> int:
@@ -229,10 +231,27 @@ def _report(words: list[str]) -> int:
     return write_report(values.run, values.out)
 
 
+def _token(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+    from treadle.wire.tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
+
+    parser = FlagParser(prog="treadle token", description="Print the token of a role, for clients of a hub or engine.")
+    parser.add_argument("role", choices=CLIENT_ROLES, help=", ".join(CLIENT_ROLES))
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"of the server; absent: ${HUB_TOKEN_VARIABLE}")
+    values = parser.parse_args(words)
+    if values.token_file is not None and not values.token_file.expanduser().exists():
+        return _complain(f"there is no file {values.token_file}: the server makes it when it is started with it")
+    secret = read_secret("hub", values.token_file, "--token-file", os.environ, HUB_TOKEN_VARIABLE)
+    if secret is None:
+        return _complain(f"the token of a role comes from the server's: give --token-file, or set {HUB_TOKEN_VARIABLE}")
+    print(role_token(secret, values.role))
+    return 0
+
+
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat,
     "top": _top,
-    "doctor": _doctor, "report": _report,
+    "doctor": _doctor, "report": _report, "token": _token,
 }  # fmt: skip
 
 
@@ -249,7 +268,7 @@ def _add_run_flags(parser: FlagParser) -> None:
 
 def _one_section(name: str, words: list[str]) -> Any:
     """The configuration of one process, from its plain flags; `--config` may name a file that holds a whole run."""
-    return _load_section(_section_parser(name).parse_args(words))
+    return _load_section(name, _section_parser(name).parse_args(words))
 
 
 def _section_parser(name: str) -> FlagParser:
@@ -263,12 +282,22 @@ def _section_parser(name: str) -> FlagParser:
     return parser
 
 
-def _load_section(values: Any) -> Any:
+def _load_section(name: str, values: Any) -> Any:
     from treadle.config.flags import given
-    from treadle.config.load import load_run
 
     _log_to_stderr()
-    return load_run(values._config, given(values))
+    return _load_process(values._config, given(values), name)
+
+
+def _load_process(file: Path | None, flags: dict[str, Any], *sections: str) -> RunConfig:
+    """The configuration of one process, which looks at these sections."""
+    from treadle.config.load import load_run
+    from treadle.config.secret_settings import VARIABLE, require_secrets
+
+    run = load_run(file, flags)
+    require_secrets(run.model_dump(mode="json"), *sections)
+    os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it
+    return run
 
 
 def _log_to_stderr(level: str = "INFO") -> None:
@@ -285,6 +314,15 @@ def _overview() -> str:
     return f"treadle {__version__}: GRPO post-training for language models\n\n{verbs}\n\ntreadle VERB --help says more."
 
 
+def _with_our_flags(verb: str, error: TreadleError) -> str:
+    """An error in the flags of the verb that the user called; that of a process which the launcher started is `run`."""
+    from treadle.config.advice import VERB_OF_SECTION, as_flags_of
+
+    if isinstance(error, ProcessDied):  # the end of a log is in it, as it was written
+        return str(error)
+    return as_flags_of("run" if PARENT in os.environ else verb, str(error), verb if verb in VERB_OF_SECTION else "")
+
+
 def _complain(message: str, code: int = 2) -> int:
     sys.stderr.write(f"treadle: {message}\n")
     return code
@@ -292,7 +330,7 @@ def _complain(message: str, code: int = 2) -> int:
 
 def _die_with_parent() -> None:
     """A process that our launcher started ends when the launcher is gone, even after kill -9: no orphans."""
-    parent = os.environ.get("TREADLE_PARENT_PID")
+    parent = os.environ.get(PARENT)
     if parent is None:
         return
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 
 
 class TreadleError(Exception):
@@ -124,7 +125,26 @@ def as_user_error(error: OSError) -> UserError | None:
     """The operating system's errors that a user can mend, in plain words; None for the others."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
-        return DiskFull(f"the disk is full{where}", fix="free some space, or choose another disk with --output")
+        return DiskFull(f"the disk is full{where}", fix="free some space, or use a folder on another disk")
     if error.errno == errno.EADDRINUSE:
-        return PortInUse("the port is in use by another program", fix="choose another with --port")
+        return PortInUse("the port is in use by another program", fix="choose another port")
     return None
+
+
+_OF_A_PATH = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+)
+_OF_PATHLIB = ("Could not determine home directory", "Symlink loop")  # how its RuntimeErrors begin
+
+
+def as_path_error(error: OSError | RuntimeError) -> UserError | None:
+    """A file or folder that is missing or may not be used, in plain words; None for other errors."""
+    if isinstance(error, RuntimeError):
+        is_known = str(error).startswith(_OF_PATHLIB)
+        return UserError(f"a path cannot be followed: {error}", fix="write it in full, without ~") if is_known else None
+    if error.errno not in _OF_A_PATH:
+        return None
+    reason = os.strerror(error.errno).lower()
+    if error.filename is None:
+        return UserError(f"the current folder cannot be used: {reason}", fix="go to another folder")
+    return UserError(f"cannot use {error.filename}: {reason}", fix="check that it is there and that you may use it")

@@ -16,6 +16,7 @@ import pytest
 
 from tests.contract.atropos_calls import JSON, Atropos, group, raw_exchange, request_bytes
 from tests.hub_process import HubProcess
+from treadle.wire.tokens import role_token
 
 LEASE_S = 3.0  # on a busy machine a few calls take a second
 TOKEN, ADMIN = "ordinary-token-of-a-test", "admin-token-of-a-test"
@@ -226,6 +227,9 @@ def test_every_refusal_as_a_client_sees_it(hub: HubProcess, calls: Atropos, guar
     note("a web page", calls.client.get("/info", headers={"Origin": "http://evil.example"}))
     note("another Host", calls.client.get("/info", headers={"Host": "evil.example"}))
     note("reset through a proxy", calls.client.get("/reset_data", headers={"X-Forwarded-For": "10.0.0.9"}))
+    note("a GET with effects, by a browser", calls.client.get("/batch", headers={"User-Agent": "Mozilla/5.0"}))
+    environment = {"Authorization": f"Bearer {role_token(TOKEN, 'environment')}"}
+    note("the token of another role", httpx.get(f"{guarded.url}/batch", headers=environment))
     note("no token", httpx.get(f"{guarded.url}/info"))
     note("a wrong token", httpx.get(f"{guarded.url}/info", headers={"Authorization": "Bearer wrong"}))
     for _ in range(4):
@@ -235,6 +239,7 @@ def test_every_refusal_as_a_client_sees_it(hub: HubProcess, calls: Atropos, guar
     calls.register(batch_size=2)
     calls.post()
     lease(calls, 1, "one")
+    note("a step far ahead", lease(calls, 10**17, "one"))
     note("a step that another trainer holds", lease(calls, 1, "two"))
     note("an acknowledgement that comes too late", calls.send("/v1/batches/1/ack", {"token": "old"}))
 

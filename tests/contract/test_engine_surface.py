@@ -7,6 +7,7 @@ own: `from tests.contract.test_engine_surface import *`.
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -85,7 +86,7 @@ def surface(tmp_path_factory):
     port, log = free_port(), folder / "engine.log"
     flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--enable-lora"]
     flags += ["--max-lora-rank", "16", "--engine", "transformers", "--device", "cpu"]
-    flags += ["--weights-file", str(folder / "weights")]
+    flags += ["--weights-file", str(folder / "weights"), "--adapter-root", str(folder.parent)]
     with running("engine", *flags, log=log) as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(f"{url}/health", process, log)
@@ -219,6 +220,7 @@ def test_a_stop_token_ends_a_completion_and_is_not_in_its_text(surface):
         ({"prompt": "hi", "stop": [""]}, "stop takes"),
         ({"prompt": "hi", "logprobs": 1000}, "0 to 20"),
         ({"prompt": "hi", "adapter": "nobody"}, "nobody"),
+        ({"prompt": "7" * 300_000}, "300,000 characters"),  # refused before the tokenizer takes seconds for it
     ],
 )
 def test_a_bad_request_is_answered_with_what_is_wrong(surface, body, words):
@@ -262,6 +264,14 @@ def test_a_client_that_leaves_before_its_question_is_whole_is_no_error_of_ours(s
         time.sleep(0.01)
 
 
+def test_a_temperature_too_small_to_divide_by_is_zero(surface):
+    greedy = surface.generate(temperature=0.0)
+    for temperature in (1e-38, 1e-300, 0.009):
+        answer = surface.generate(temperature=temperature)
+        assert answer["token_ids"] == greedy["token_ids"]
+        assert sampled_logprobs(answer) == pytest.approx(sampled_logprobs(greedy), abs=surface.tolerance)
+
+
 # OpenAI's client
 
 
@@ -277,7 +287,7 @@ def test_openai_chat(surface):
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     told = answer.model_dump()
-    assert told["prompt_token_ids"] == surface.text.encode_chat([{"role": "user", "content": "Say 7"}])
+    assert [surface.text.token(token) for token in told["prompt_token_ids"]] == [*"Say 7", "<turn>"]
     assert answer.usage.completion_tokens == 12
     assert answer.object == "chat.completion"
     for choice, raw in zip(answer.choices, told["choices"], strict=True):
@@ -287,6 +297,27 @@ def test_openai_chat(surface):
         assert [entry.token for entry in choice.logprobs.content] == [surface.text.token(t) for t in raw["token_ids"]]
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
         assert raw["policy_versions"] == [told["policy_version"]]
+
+
+def test_a_chat_template_without_an_end_holds_up_nobody_else(surface):
+    asked = {"model": surface.model_name, "messages": [{"role": "user", "content": "Say 7"}], "max_tokens": 1}
+    with ThreadPoolExecutor(1) as pool:
+        rendering = pool.submit(surface.post, "/v1/chat/completions", **asked, chat_template_kwargs={"waste": 99_999})
+        while not rendering.done():
+            assert surface.get("/health").status_code == 200
+    answer = rendering.result()
+    assert answer.status_code == 400
+    assert "of processor time" in answer.json()["error"]["message"]
+    assert surface.post("/v1/chat/completions", **asked).status_code == 200
+
+
+def test_a_request_brings_no_chat_template_of_its_own(surface):
+    own = {"chat_template": "{{ 'mine' }}"}
+    answer = surface.post(
+        "/v1/chat/completions", model=surface.model_name, messages=[{"role": "user"}], chat_template_kwargs=own
+    )
+    assert answer.status_code == 400
+    assert "may not set chat_template" in answer.json()["error"]["message"]
 
 
 def test_openai_chat_streamed(surface):
@@ -949,3 +980,76 @@ def test_a_name_belongs_to_one_adapter(surface, tmp_path, no_adapters_left):
     answer = surface.post("/lora/load", adapter_path=str(second), adapter_name="x")
     assert answer.status_code == 400
     assert "new name" in answer.json()["error"]
+
+
+def changed_adapter(surface, folder, **settings):
+    """An adapter whose configuration says something else than PEFT saved."""
+    write_adapter(surface.folder, folder, seed=1)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"layer_replication": [[0, 2], [1, 3]]},
+        {"layer_replication": [[0, 2], [1, 9]]},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"lora_alpha": "16"},
+    ],
+    ids=str,
+)
+def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_setting(surface, tmp_path, no_adapters_left, settings):
+    before, version = fingerprints(surface, 0), surface.version()
+    adapter = changed_adapter(surface, tmp_path / "adapter", **settings)
+    for answer in (
+        surface.post("/lora/load", adapter_path=str(adapter)),
+        surface.post("/v1/load_lora_adapter", lora_name="hand", lora_path=str(adapter)),
+        surface.post("/bridge/restart", model_path=str(surface.folder), adapter_path=str(adapter), policy_version=9),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert next(iter(settings)) in str(answer.json()["error"])
+    assert surface.get("/lora/status").json()["adapters"] == []
+    assert (fingerprints(surface, 0), surface.version()) == (before, version)
+    check_against_plain(surface, surface.generate(seed=1))
+
+
+def test_adapters_are_loaded_from_one_folder_alone(surface, tmp_path, no_adapters_left):
+    adapter = write_adapter(surface.folder, tmp_path / "inside", seed=1)
+    (tmp_path / "link").symlink_to("/usr")
+    borrowed = tmp_path / "borrowed"
+    borrowed.mkdir()
+    shutil.copy(adapter / "adapter_model.safetensors", borrowed)
+    (borrowed / "adapter_config.json").symlink_to("/etc/hostname")
+    for path in ("/etc", "/nothing/there", "..", f"{adapter}/../../../..", str(tmp_path / "link"), str(borrowed)):
+        for route, body in (
+            ("/lora/load", {"adapter_path": path}),
+            ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}),
+            ("/bridge/restart", {"model_path": str(surface.folder), "adapter_path": path, "policy_version": 9}),
+        ):
+            answer = surface.post(route, **body)
+            assert answer.status_code == 400, answer.text
+            assert "--adapter-root" in str(answer.json()["error"])
+    root = surface.folder.parents[1]
+    answer = surface.post("/lora/load", adapter_path=str(adapter.relative_to(root)), adapter_name="by hand")
+    assert answer.json()["adapter_path"] == str(adapter), answer.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["x/" * 4000, "y" * 300, "~nobody-of-this-name/adapter", "a\0b", "", "."],
+    ids=["long", "long name", "home of nobody", "NUL", "empty", "the root"],
+)
+def test_a_path_that_no_adapter_can_have_is_a_sentence(surface, path, no_adapters_left):
+    for route, body in (
+        ("/lora/load", {"adapter_path": path}),
+        ("/reload_weights", {"path": path or "no/such/folder"}),
+    ):
+        answer = surface.post(route, **body)
+        assert answer.status_code in (400, 404), answer.text
+        assert len(answer.json()["error"]) < 1000
+    assert surface.get("/lora/status").json()["adapters"] == []

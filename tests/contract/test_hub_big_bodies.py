@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import select
 import socket
 import statistics
 import threading
@@ -13,13 +15,16 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from tests.contract.atropos_calls import JSON, TRAINER, chunked, group, raw_exchange, request_bytes
 from tests.hub_process import HubProcess
+from treadle.wire import binary
 
 MIB = 2**20
 PACKED = JSON | {"Content-Encoding": "gzip"}
+BINARY = {"Content-Type": binary.CONTENT_TYPE, "Content-Encoding": "gzip"}
 ROOM = 100 * MIB
 
 
@@ -131,6 +136,20 @@ def empty_lists() -> bytes:
     return b'{"tokens":[' + b"[]," * (20 * 10**6) + b'[]],"masks":[],"scores":[]}'
 
 
+def empty_messages() -> bytes:
+    """150 kB that are 2.4 million objects."""
+    messages = b",".join([b'{"role":"","content":""}'] * 2_400_000)
+    return gzip.compress(b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"messages":[[' + messages + b"]]}", 6)
+
+
+def packed_values(field: str, code: bytes) -> bytes:
+    """In our binary form an empty object is one byte, and 64 in memory; a score may be one byte, and 32 in memory."""
+    values = msgspec.Raw(b"\xdd" + (3 * 10**7).to_bytes(4, "big") + code * (3 * 10**7))
+    group = {"lengths": [1], "tokens": b"0000", "masks": b"0000", "scores": [1.0]}
+    group |= {"scores": values} if field == "scores" else {"rest": {field: values}}
+    return gzip.compress(msgspec.msgpack.encode([msgspec.msgpack.encode(group)]), 1)
+
+
 def tiny_groups() -> bytes:
     return b"[" + b'{"tokens":[[1]],"masks":[[1]],"scores":[1]},' * 10**6 + b"1]"
 
@@ -145,6 +164,9 @@ HOSTILE: list[tuple[str, Callable[[], bytes], str, dict[str, str], int]] = [
     ("10^7 empty groups", lambda: b"[" + b"{}," * 10**7 + b"{}]", "/scored_data_list", JSON, 422),
     ("2 * 10^7 empty lists", empty_lists, "/scored_data", JSON, 422),
     ("10^6 tiny groups", tiny_groups, "/scored_data_list", JSON, 422),
+    ("2.4 * 10^6 empty messages", empty_messages, "/scored_data", PACKED, 422),
+    ("3 * 10^7 packed objects", lambda: packed_values("images", b"\x80"), "/v1/groups", BINARY, 422),
+    ("3 * 10^7 packed scores", lambda: packed_values("scores", b"\x01"), "/v1/groups", BINARY, 422),
     ("an id of 10 MB", long_string_id, "/scored_data", JSON, 422),
     ("a number of 10 MB", lambda: b'{"scores":[1' + b"0" * 10**7 + b"]}", "/scored_data", JSON, 422),
     ("10 MB of a message", lambda: b'{"env_id":"' + b"7" * 10**7 + b'"}', "/disconnect-env", JSON, 413),
@@ -178,6 +200,16 @@ class TestHostile:
         assert processes(hub) == list(before)  # no porter died of it
         assert max(grown.values()) < ROOM
         assert seconds < 10
+
+    def test_a_body_at_the_limits_of_its_counts_is_checked_in_seconds(self, client: httpx.Client):
+        """What is just allowed costs no more than a large body of tokens."""
+        messages = b",".join([b'{"role":"","content":""}'] * 1_000_000)
+        body = b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"messages":[[' + messages + b"]]}"
+        began = time.monotonic()
+        answer = client.post("/scored_data", content=body, headers=JSON)
+        print(f"{len(body) / MIB:.1f} MiB, {time.monotonic() - began:.2f} s")
+        assert (answer.status_code, answer.text) == (200, '{"status":"received"}')
+        client.get("/reset_data")
 
     def test_members_of_gzip_are_one_body(self, client: httpx.Client):
         body = sized(MIB)
@@ -227,3 +259,25 @@ def test_refused_bodies_leave_no_memory_behind_however_many_there_are(hub: HubPr
     after = sum(memory(pid) for pid in processes(hub))
     print(f"kept {(after - before) / MIB:+.0f} MiB; peaks {[memory(p, 'VmHWM') // MIB for p in processes(hub)]} MiB")
     assert after - before < ROOM
+
+
+def test_unfinished_bodies_take_no_more_than_a_total(tmp_path: Path):
+    """The total is four of the largest bodies: the fifth waits outside, small calls do not."""
+    size = 4 * MIB
+    request = request_bytes("POST", "/scored_data", b" " * size, "Content-Type: application/json")
+    with HubProcess(tmp_path, "--max-body-bytes", str(size)) as hub, contextlib.ExitStack() as stack:
+
+        def send(raw: bytes) -> socket.socket:
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=30))
+            line.sendall(raw)
+            return line
+
+        lines = [send(request[:-1]) for _ in range(12)]
+        ready, _, _ = select.select(lines, [], [], 30.0)
+        answers = [line.recv(2**16) for line in ready]
+        assert answers
+        assert all(answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 2" in answer for answer in answers)
+        assert httpx.post(f"{hub.url}/register", json=TRAINER).status_code == 200
+        assert httpx.get(f"{hub.url}/healthz").status_code == 200
+        lines[0].sendall(request[-1:])
+        assert lines[0].recv(2**16).startswith(b"HTTP/1.1 422 ")  # who was first is served: read whole, and no JSON

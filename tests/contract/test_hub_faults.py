@@ -134,9 +134,26 @@ def refusal(folder: Path, database: Path) -> str:
 def test_a_second_hub_on_the_same_file_is_refused_and_the_first_goes_on(hub: HubProcess, tmp_path: Path):
     with prepared(hub) as client:
         told = refusal(tmp_path, hub.database)
-        assert "is in use by another hub" in told
+        assert f"is in use by another hub, process {hub.process.pid}" in told
         assert "--database" in told
         assert client.post("/scored_data", json=group(1)).status_code == 200
+
+
+def test_a_hub_whose_file_is_deleted_says_so_and_ends_with_an_error(hub: HubProcess, tmp_path: Path):
+    with prepared(hub) as client:
+        assert client.post("/scored_data", json=group(1)).status_code == 200
+        hub.database.unlink()
+        answers = [client.post("/scored_data", json=group(2)), client.get("/healthz")]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert all(f"{hub.database} was deleted" in answer.json()["detail"] for answer in answers)
+        assert hub.wait() == 1
+    assert f"treadle: {hub.database} was deleted or moved while the hub used it" in hub.log
+    assert "Traceback" not in hub.log
+    assert "--fresh" in refusal(tmp_path, hub.database), "a restart does not go on with an empty queue"
+
+
+def test_a_database_in_memory_is_refused_with_a_sentence(tmp_path: Path):
+    assert "':memory:' is not the path of a file" in refusal(tmp_path, Path(":memory:"))
 
 
 def test_a_file_of_another_release_is_refused_with_a_sentence(hub: HubProcess, tmp_path: Path):
@@ -160,7 +177,7 @@ def test_a_rotten_log_is_refused_by_name(hub: HubProcess, tmp_path: Path):
     log.write_bytes(content)
     told = refusal(tmp_path, hub.database)
     assert f"{hub.database}-wal is damaged" in told
-    assert f"delete {hub.database}.lock" in told
+    assert f"delete {hub.database}.progress" in told
 
 
 def test_a_rotten_group_is_set_aside_under_its_name_and_both_kinds_of_trainers_go_on(hub: HubProcess):

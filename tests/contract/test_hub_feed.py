@@ -144,7 +144,7 @@ def test_a_run_can_begin_afresh_and_the_old_queue_is_kept(tmp_path):
         post(client, 1, 2)
     with hub(tmp_path, "--fresh", "true") as client:
         assert client.get("/v1/status").json()["accepted_groups"] == 0
-    (old,) = tmp_path.glob("hub.sqlite.2*")
+    (old,) = tmp_path.glob("hub.sqlite.2*[0-9]")
     old.rename(tmp_path / "hub.sqlite")
     with hub(tmp_path) as client:
         assert client.get("/v1/status").json()["queued_groups"] == 2

@@ -37,3 +37,13 @@ def test_a_call_during_a_restart_is_answered_after_it(tmp_path):
         finally:
             hub.kill()
             hub.wait()
+
+
+def test_a_socket_that_others_can_reach_is_not_served_without_a_token(tmp_path):
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        hub = start(listener, tmp_path / "q.sqlite")
+        try:
+            assert hub.wait(60) == 2
+        finally:
+            hub.kill()
+            hub.wait()

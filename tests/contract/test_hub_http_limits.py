@@ -330,6 +330,18 @@ def test_slow_clients_do_not_slow_the_others(hub: Hub):
     assert hub.settles_at(0)
 
 
+def test_a_large_body_sent_byte_by_byte_is_ended(hub: Hub):
+    """However much was announced: it must bring enough in every read-timeout."""
+    with hub.connect(timeout=0.1) as client:
+        client.sendall(POST + b"Content-Length: 60000000\r\n\r\n")
+        answer, began = b"", time.monotonic()
+        while not answer and time.monotonic() - began < 20.0:
+            with contextlib.suppress(TimeoutError):
+                client.sendall(b" ")
+                answer = client.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
 def _latencies(hub: Hub, count: int = 50) -> list[float]:
     seconds = []
     with httpx.Client(base_url=hub.url, timeout=10.0) as client:

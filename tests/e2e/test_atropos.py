@@ -26,6 +26,7 @@ from tests.e2e.processes import end_of, environment, last_lines
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.wire.groups import ATROPOS_KEYS
+from treadle.wire.tokens import role_token
 
 pytestmark = pytest.mark.slow
 BATCH_SIZE, GROUP_SIZE, GROUPS_PER_BATCH = 8, 4, 2
@@ -87,11 +88,12 @@ def run(model, engine_url, tmp_path_factory):
     hub.start()
     token = token_file.read_text().strip()  # the hub made it
     url = f"{hub.url}/t/{token}"  # unmodified clients know of no token: it is in their URL
+    env_url = f"{hub.url}/t/{role_token(token, 'environment')}"
     with (
         hub,
-        Env("single_turn", folder, url, engine_url, model) as one,
-        Env("two_turns", folder, url, engine_url, model, "--env.turns=2", "--env.max_new_tokens=12") as two,
-        Trainer(folder, url, BATCH_SIZE) as trainer,
+        Env("single_turn", folder, env_url, engine_url, model) as one,
+        Env("two_turns", folder, env_url, engine_url, model, "--env.turns=2", "--env.max_new_tokens=12") as two,
+        Trainer(folder, f"{hub.url}/t/{role_token(token, 'trainer')}", BATCH_SIZE) as trainer,
     ):
         logs = (hub.log_file, one.log, two.log, trainer.log)
 

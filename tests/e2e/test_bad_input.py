@@ -54,11 +54,25 @@ def test_a_model_that_does_not_exist(name, tmp_path):
 
 
 def test_a_folder_that_could_run_code_is_refused(tmp_path):
+    """Of every kind and in every place: tests/unit/engines/test_models.py."""
     folder = write_tiny_model(tmp_path / "model")
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "weights.CKPT").write_bytes(b"pickle")
     result = treadle("treadle", "engine", "--model", str(folder), "--port", "9977")
     assert result.returncode == 2
-    assert "pytorch_model.bin" in result.stderr
+    assert "weights.CKPT" in result.stderr
+
+
+def test_a_damaged_model_folder_is_a_sentence_and_no_traceback(tmp_path):
+    """Every kind of damage: tests/unit/engines/test_models.py."""
+    folder = write_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = treadle("treadle", "run", "--model-name", str(folder), cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"{weights} is damaged" in result.stderr
+    assert "fetch or save the model again" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["hub", "engine"])

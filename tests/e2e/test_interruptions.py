@@ -3,8 +3,10 @@ it equals a run that was never interrupted, bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import environment, last_lines
-from tests.e2e.runs import TINY_RUN, command, ending, metrics_of, newest_run, run_treadle
+from tests.e2e.runs import TINY_RUN, command, ending, metrics_of, newest_run, resume, run_treadle
 from tests.tiny_model import write_tiny_model
 
 STEPS = 15
@@ -144,3 +146,19 @@ def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturb
     assert last.returncode == 0, ending(last, life.run)
     assert essence(life.run) == essence(undisturbed)
     assert final_weights(life.run) == final_weights(undisturbed)
+
+
+def test_a_run_killed_after_its_last_checkpoint_is_finished_by_resume(undisturbed):
+    """Last in this file: it changes the folder of the undisturbed run."""
+    weights = final_weights(undisturbed)
+    last_evaluation = max(undisturbed.glob("evals/*.json"), key=lambda path: path.stat().st_mtime)
+    accuracy = json.loads(last_evaluation.read_text())["accuracy"]
+    for written_later in (undisturbed / "checkpoints" / "final_model", undisturbed / "evals"):
+        shutil.rmtree(written_later)
+    (undisturbed / "summary.json").unlink()
+    result = resume(undisturbed, timeout_s=120)
+    assert result.returncode == 0, ending(result, undisturbed)
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert (summary["is_complete"], summary["steps_taken"]) == (True, STEPS)
+    assert summary["held_out_after"]["accuracy"] == accuracy
+    assert final_weights(undisturbed) == weights

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.runs import TINY_RUN, ending, metrics_of, resume, run_treadle
 from tests.tiny_model import write_tiny_model
+from treadle.wire.tokens import CLIENT_ROLES, role_token
 
 STEPS = 60
 
@@ -20,7 +21,10 @@ def model(tmp_path_factory):
 
 def test_a_random_model_learns_to_echo_and_a_finished_run_can_go_on(model, tmp_path):
     started = time.monotonic()
-    result, run = run_treadle(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN, cores=1)
+    files = [tmp_path / "hub.token", tmp_path / "engine.token"]  # not there yet: the run makes them
+    tokens = ("--hub.token-file", str(files[0]), "--engine.token-file", str(files[1]))
+    output = tmp_path / "runs"
+    result, run = run_treadle(output, "--model", str(model), "--steps", str(STEPS), *TINY_RUN, *tokens, cores=1)
     seconds = time.monotonic() - started
     assert result.returncode == 0, ending(result, run)
     rewards = [row["reward"] for row in metrics_of(run)]
@@ -40,6 +44,22 @@ def test_a_random_model_learns_to_echo_and_a_finished_run_can_go_on(model, tmp_p
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 3))
     assert max(row["sample/staleness_max"] for row in rows) <= 1
+    check_tokens_are_kept_secret(run, files, result.stdout + result.stderr + more.stdout + more.stderr)
+
+
+def check_tokens_are_kept_secret(run, files, said):
+    """Every process had its token from its environment: it is in no file of the run and in no log."""
+    secrets = [file.read_text().strip() for file in files]
+    secrets += [role_token(secret, role) for secret in secrets for role in CLIENT_ROLES]
+    written = [path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert len(written) > 10
+    for secret in secrets:
+        assert secret not in said
+        assert not any(secret.encode() in content for content in written)
+    for name in ("hub", "engine", "env", "trainer"):
+        log = (run / "logs" / f"{name}.log").read_text()
+        assert "report_refused" not in log
+        assert "status 401" not in log
 
 
 @pytest.mark.full  # test_interruptions.py compares two runs of one seed in the same way

@@ -348,7 +348,7 @@ class StoreMachine(RuleBasedStateMachine):
         under_way = self.store.append(post, LIMITS)
         killed = self.path
         self.path = self.folder / f"{next(numbers)}.sqlite"
-        for ending in (".lock", "", "-wal"):
+        for ending in (".progress", "", "-wal"):
             shutil.copyfile(f"{killed}{ending}", f"{self.path}{ending}")
         under_way.exception()
         self.store.close()

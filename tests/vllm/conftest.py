@@ -143,6 +143,7 @@ def _serve(folder, weights_file, **changes):
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
     # --threads also stops vLLM from binding its threads to a core: two servers would bind theirs to the same one.
     settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 32, "threads": 1, **adapters}
+    settings |= {"adapter_root": folder.parents[1]}  # of all temporary folders
     settings |= {"vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 

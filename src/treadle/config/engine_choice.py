@@ -22,6 +22,18 @@ def has_vllm(config: EngineConfig) -> bool:
     return _is_installed("vllm") and kind in ("auto", "cuda") and _NVIDIA.exists()
 
 
+def adapter_root(config: EngineConfig) -> Path:
+    """The only folder from which an engine that is started here loads adapters (--adapter-root)."""
+    if config.adapter_root is not None:
+        return config.adapter_root.expanduser().resolve()
+    here = Path.cwd().resolve()
+    try:
+        home = Path.home().resolve()
+    except RuntimeError:  # a user without a home folder
+        return here
+    return home if here.is_relative_to(home) and home != Path(home.anchor) else here
+
+
 def may_use_gpu(device: str) -> bool:
     """Whether `device` means a GPU on this machine, told without torch."""
     kind = device.partition(":")[0]

@@ -34,7 +34,9 @@ class ServerConfig(Section):
     base_url: str = option("http://127.0.0.1:9001/v1", "URL of the engine, with or without /v1")
     model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
-    api_key: str = option("", "bearer token, when the engine asks for one")
+    api_key: str = option(
+        "", "bearer token, when the engine asks for one; empty: TREADLE_ENGINE_TOKEN, which no process list shows"
+    )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
     patience_s: Seconds = option(
         900.0, "when the engine has finished no completion for so long, it and the environment write their stacks"

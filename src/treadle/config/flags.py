@@ -120,7 +120,7 @@ def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldIn
 
 
 def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str) -> None:
-    flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in (name, *_extra_spellings(field))]
+    flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in spellings_of(name, field)]
     default = _as_typed(field.default)
     group.add_argument(
         *flags,
@@ -149,9 +149,11 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def _extra_spellings(field: FieldInfo) -> list[str]:
+def spellings_of(name: str, field: FieldInfo) -> list[str]:
+    """The field's own name, and the others that its flag has."""
     extra = field.json_schema_extra
-    return [str(s) for s in extra.get("flags", [])] if isinstance(extra, dict) else []  # type: ignore[union-attr]
+    further = extra.get("flags", []) if isinstance(extra, dict) else []
+    return [name, *map(str, further)]  # type: ignore[arg-type]
 
 
 def _plain_kind(kind: Any) -> Any:

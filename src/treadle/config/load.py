@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import restore_secrets, without_secrets
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
@@ -25,35 +27,40 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> R
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
     4
     """
-    values = _read(path) if path else {}
+    values = _read(path.expanduser()) if path else {}
+    restore_secrets(values, os.environ)
     _make_room_for_names(values, overrides or {})
     for dotted, value in (overrides or {}).items():
         *sections, key = dotted.split(".")
         place = values
         for section in sections:
             place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"'{section}' is {place!r} in {path}", fix=f"write its settings below [{section}]")
         place[key] = value
     return parse(RunConfig, values, source=str(path) if path else "the command line")
 
 
 def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """A name given over a file sets what it stands for: the file's own values of those settings step back."""
-    saved = values.get("train", {})
+    saved = values.get("train")
+    if not isinstance(saved, dict):
+        return
     for name, table in (("objective", OBJECTIVES), ("mismatch", MISMATCHES)):
         for setting in table.get(str(overrides.get(f"train.{name}")), {}):
             saved.pop(setting, None)
 
 
 def save_run(run: RunConfig, path: Path) -> None:
-    """Write the resolved configuration: JSON, so that it reads back to exactly the same value."""
-    replace_text(path, json.dumps(run.model_dump(mode="json"), indent=2) + "\n")
+    """Write the resolved configuration without its secrets: JSON, which otherwise reads back to the same value."""
+    replace_text(path, json.dumps(without_secrets(run.model_dump(mode="json")), indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; only its owner may read it (settings can hold a key)."""
+    """Write a file whole or not at all; only its owner may read it."""
     staging = path.with_name(f".{path.name}.partial")
     staging.touch(mode=0o600)
-    staging.write_text(text)
+    staging.write_text(text, encoding="utf-8")
     staging.replace(path)
 
 
@@ -73,9 +80,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(
+            f"cannot read the configuration {path}: {problem}", fix="name another file, or mend this one"
+        ) from None
     if path.suffix in (".yaml", ".yml"):
         from treadle.config.env_file import read_yaml
 
@@ -83,9 +93,12 @@ def _read(path: Path) -> dict[str, Any]:
         sys.stderr.writelines(f"{note}\n" for note in notes)
         return values
     try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} cannot be parsed: {error}", fix="correct that line") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings", fix='write a JSON object: {"env": {"group_size": 8}}')
+    return values
 
 
 def _first_problem(model: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
+from treadle.wire.generate import MIN_TEMPERATURE
 
 
 class HubConfig(Section):
@@ -26,9 +27,11 @@ class HubConfig(Section):
     run_folder: Path | None = option(None, "folder of the run whose figures and logs the page shows")
     fresh: bool = option(False, "begin with an empty queue; the file of an earlier run is renamed, not deleted")
     # who may call
-    token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")
+    token_file: Path | None = option(
+        None, "file of the token that calls must carry, or one derived for a role; made when it is not there"
+    )
     admin_token_file: Path | None = option(None, "file of the token that may also reset the hub from another machine")
-    allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
+    allowed_hosts: str = option("", "further names and addresses, comma-separated, that clients call this machine by")
     # batches
     lease_s: Seconds = option(600.0, "a batch not acknowledged within this time is given out again")
     max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
@@ -45,7 +48,9 @@ class HubConfig(Section):
     max_packed_bytes: PositiveInt = option(16 * 2**20, "largest compressed request body")
     max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated")
     max_connections: PositiveInt = option(1000, "connections that may be open at once; more are answered 503")
-    read_timeout_s: Seconds = option(30.0, "a request that takes longer to arrive is ended")
+    read_timeout_s: Seconds = option(
+        30.0, "headers that take longer to arrive are refused, as is a body slower than 16 KiB/s over this time"
+    )
     disk_patience_s: Seconds = option(
         20.0, "when the disk has not taken what was posted for so long, the hub writes its stacks to its log"
     )
@@ -84,6 +89,11 @@ class EngineConfig(Section):
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
     max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")
+    adapter_root: Path | None = option(
+        None,
+        "the only folder from which adapters are loaded; empty: your home folder if the engine is started in it, else "
+        "the folder it is started in",
+    )
     # vLLM
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         0.45, "vLLM: share of the GPU's memory for weights and KV cache"
@@ -134,5 +144,9 @@ class RunConfig(Section):
                 "ratio would be wrong",
                 fix="--engine.logprobs-mode processed_logprobs",
             )
-        if self.env.temperature == 0:
-            raise ConfigError("at temperature 0 all rollouts of a group are the same", fix="--env.temperature 1")
+        if self.env.temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"at temperature {self.env.temperature:g} all rollouts of a group are the same (engines take the "
+                f"likeliest token below {MIN_TEMPERATURE:g})",
+                fix="--env.temperature 1",
+            )

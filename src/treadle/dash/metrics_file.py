@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from array import array
 from bisect import bisect_left
@@ -17,6 +18,8 @@ import msgspec
 
 from treadle.track.names import with_todays_names
 
+LARGEST = sys.float_info.max  # a damaged line may hold an integer that no float can
+LARGEST_STEP = 2**62
 _LINE = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -39,7 +42,7 @@ class Columns:
         if names != self._last_names or len(names) != len(self.by_name):  # nearly all lines have the names of the last
             self._last_names, self._last_columns = names, [self._column(name) for name in names]
         for column, value in zip(self._last_columns, line.values(), strict=True):
-            is_number = isinstance(value, float | int) and not isinstance(value, bool)
+            is_number = isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= LARGEST
             column.append(value if is_number else math.nan)
         if len(names) != len(self.by_name):
             for column in self.by_name.values():
@@ -90,7 +93,7 @@ class MetricsFile:
         try:
             with self._path.open("rb") as file:
                 self._read_on(file.fileno())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._begin_anew(0)
 
     def _begin_anew(self, inode: int) -> None:
@@ -106,7 +109,8 @@ class MetricsFile:
         for line in whole.splitlines():
             try:
                 values = _LINE.decode(line)
-            except msgspec.DecodeError:  # a crash cut it short
+            except (msgspec.DecodeError, ValueError):  # a crash cut it short, or it is not UTF-8
                 continue
-            if isinstance(values.get("step"), int):
+            step = values.get("step")
+            if isinstance(step, int) and 0 <= step <= LARGEST_STEP:
                 self._columns.add(values)

@@ -59,7 +59,10 @@ class RunFolder:
         folder = self.path / "evals"
         found = []
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-            written = path.stat().st_mtime_ns
+            try:
+                written = path.stat().st_mtime_ns
+            except OSError:  # deleted since it was listed
+                continue
             known = self._held_out.get(path)
             if known is None or known[0] != written:
                 known = self._held_out[path] = (written, _read_held_out(path))
@@ -81,11 +84,14 @@ class RunFolder:
         """The end of a process' log, from a whole line on; None: it has no log."""
         if name not in self.log_names():  # a name from outside never becomes a path
             return None
-        with (self.path / "logs" / f"{name}.log").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - num_bytes)
-            file.seek(start)
-            text = file.read(num_bytes).decode("utf-8", errors="replace")
+        try:
+            with (self.path / "logs" / f"{name}.log").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(0, size - num_bytes)
+                file.seek(start)
+                text = file.read(num_bytes).decode("utf-8", errors="replace")
+        except OSError:  # deleted since it was listed
+            return None
         return text if start == 0 else text.partition("\n")[2]
 
     def log_written_at(self, name: str) -> float | None:
@@ -138,5 +144,5 @@ def _read_held_out(path: Path) -> HeldOut | None:
         accuracy = float(values["accuracy"])
         low, high = values.get("interval_95") or (accuracy, accuracy)
         return HeldOut(int(values["step"]), accuracy, float(low), float(high))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -23,31 +23,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings, unreadable
+from treadle.engines.arrival import MEND_FIX
 from treadle.engines.port import ADAPTER_FILES
-from treadle.errors import RequestError
+from treadle.errors import EngineError, RequestError
+from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 
-# PEFT warns that a model gets a second adapter, and that one which was in use is deleted: that is what we are here for.
+# PEFT warns that a model gets a second adapter, that one which was in use is deleted, and that an adapter has weights
+# for a part of the layers: all of it is intended.
 warnings.filterwarnings("ignore", message="Already found a `peft_config`", module="peft")
 warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted", module="peft")
+warnings.filterwarnings("ignore", message="While injecting the PEFT adapters, an inconsistency", module="peft")
 
 WRAPPED = "base_model.model."  # what PEFT puts before a weight's name when it saves
 
 
+class BaseWeightsChanged(EngineError):
+    """Loading an adapter has changed the model itself."""
+
+
 @dataclass(frozen=True)
 class AdapterHead:
-    """What a saved adapter says about itself."""
+    """A saved adapter's settings, and the names and shapes of its tensors."""
 
     path: Path
-    config: LoraConfig
-    shapes: Mapping[str, Sequence[int]]  # of its tensors, by name
+    settings: AdapterSettings
+    shapes: Mapping[str, Sequence[int]]
 
     @property
     def rank(self) -> int:
-        return max([self.config.r, *self.config.rank_pattern.values()])
-
-    @property
-    def base_model(self) -> str:
-        return self.config.base_model_name_or_path or ""
+        return self.settings.rank
 
 
 @dataclass(frozen=True)
@@ -57,46 +62,38 @@ class AdapterFiles(AdapterHead):
 
 def read_adapter_head(path: Path) -> AdapterHead:
     """Few and small reads: in the engine's process every read waits for its turn beside a busy event loop."""
-    with _told_as_unreadable(path):
-        settings, weights = (path / name for name in ADAPTER_FILES)
-        told = json.loads(settings.read_text())
-        if told.get("peft_type") != "LORA":
-            raise RequestError(f"{path} holds no LoRA adapter but {told.get('peft_type')}", fix="save one with PEFT")
-        config = LoraConfig.from_pretrained(str(path))
-        with safe_open(weights, "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
-    config.inference_mode = True
-    return AdapterHead(path, config, shapes)
+    settings = read_adapter_settings(path)
+    with _told_as_unreadable(path), safe_open(path / ADAPTER_FILES[1], "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return AdapterHead(path, settings, shapes)
 
 
 def read_adapter(path: Path) -> AdapterFiles:
-    head = read_adapter_head(path)
+    settings = read_adapter_settings(path)
     with _told_as_unreadable(path):
         tensors = load_file(path / ADAPTER_FILES[1])
-    return AdapterFiles(path, head.config, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
+    return AdapterFiles(path, settings, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
 
 
 @contextmanager
 def _told_as_unreadable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, AttributeError, TypeError, SafetensorError) as error:
-        raise RequestError(
-            f"{path} cannot be read as a LoRA adapter: {error}",
-            fix=f"it must hold {' and '.join(ADAPTER_FILES)}, as PEFT saves them",
-        ) from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise unreadable(path, f"{ADAPTER_FILES[1]}: {error}") from None
 
 
 def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -> None:
     """Refuse an adapter that is too large, or that was made for another model."""
-    if files.rank > max_rank:
+    rank, base_model = files.rank, files.settings.base_model
+    if rank > max_rank:
         raise RequestError(
-            f"{files.path} has rank {files.rank}, this engine takes up to {max_rank}",
-            fix=f"start the engine with --max-lora-rank {files.rank}",
+            f"{files.path} has rank {rank}, this engine takes up to {max_rank}",
+            fix=f"start the engine with --max-lora-rank {rank}",
         )
-    if not _is_same_model(files.base_model, folder):
+    if not _is_same_model(base_model, folder):
         raise RequestError(
-            f"{files.path} was made for {files.base_model}, this engine serves {folder}",
+            f"{files.path} was made for {base_model[:200]}, this engine serves {folder}",
             fix="start the engine with that model, or correct base_model_name_or_path in adapter_config.json",
         )
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
@@ -110,6 +107,25 @@ def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -
                 f"{files.path} does not fit {folder.name}: {name} is {list(shape)}, {other}",
                 fix="use an adapter that was trained on this model",
             )
+        if shape[1 - side] != rank:
+            raise RequestError(
+                f"{files.path} does not fit its own settings: {name} is {list(shape)}, and r is {rank}",
+                fix="its tensors must be as adapter_config.json says",
+            )
+    _refuse_half(files)
+
+
+def _refuse_half(files: AdapterHead) -> None:
+    """PEFT would fill in a matrix that is missing with random numbers."""
+    names = set(files.shapes)
+    alone = [name for name in names if _other_half(name) not in names]
+    if alone or not names:
+        what = f"{min(alone)} without {_other_half(min(alone))}" if alone else "no tensors"
+        raise RequestError(f"{files.path} has {what}", fix="save the adapter again")
+
+
+def _other_half(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
 class Adapters:
@@ -119,15 +135,36 @@ class Adapters:
         self._model = model
         self._is_wrapped = False
         self._used: str | None = None
+        self._num_loads = 0
+        self._standing = StandingWeights()
 
     def add(self, name: str, files: AdapterFiles) -> None:
-        """Load it beside the others; what the model computes does not change before `use`."""
+        """Load it beside the others; what the model computes does not change before `use`.
+
+        PEFT has the whole model in its hands meanwhile, so the model's own weights are compared with what they were,
+        whether or not the load succeeds.
+        """
+        self._num_loads += 1  # with each load another part of every weight is read
+        before = self._base_fingerprints()
+        try:
+            self._inject(name, files)
+        finally:
+            changed = before.items() ^ self._base_fingerprints().items()
+            if changed:
+                raise BaseWeightsChanged(
+                    f"loading {files.path} has changed the model's own weights, {min(changed)[0]} among them",
+                    fix=MEND_FIX,
+                )
+
+    def _inject(self, name: str, files: AdapterFiles) -> None:
         key = _key(name)
         self._is_wrapped = True
+        tensors = {name.removeprefix(WRAPPED): tensor for name, tensor in files.tensors.items()}
         try:
-            inject_adapter_in_model(files.config, self._model, adapter_name=key)
+            # With the tensors PEFT takes their names for where the adapter goes, and runs no pattern of the settings.
+            inject_adapter_in_model(_peft_config(files), self._model, adapter_name=key, state_dict=tensors)
             outcome = set_peft_model_state_dict(self._model, dict(files.tensors), adapter_name=key)
-        except (RuntimeError, ValueError, KeyError) as error:  # PEFT has turned to it already
+        except Exception as error:  # PEFT's errors have no common base; it has turned to the adapter already
             self.remove(name)
             self.use(self._used)
             raise RequestError(
@@ -138,6 +175,14 @@ class Adapters:
         if outcome.unexpected_keys:  # check_adapter has seen every name; a layer of another kind is left
             self.remove(name)
             raise RequestError(f"{files.path} has weights that nothing takes: {outcome.unexpected_keys[:3]}")
+
+    def _base_fingerprints(self) -> dict[str, str]:
+        own = (
+            (name.replace(".base_layer.", "."), weight)
+            for name, weight in self._model.named_parameters(remove_duplicate=False)
+            if ".lora_" not in name
+        )
+        return begin_fingerprints(own, self._num_loads, self._standing)()
 
     def use(self, name: str | None) -> None:
         """Compute with this one, or with none."""
@@ -163,6 +208,18 @@ class Adapters:
         return [m for m in self._model.modules() if isinstance(m, LoraLayer)] if self._is_wrapped else []
 
 
+def _peft_config(files: AdapterHead) -> LoraConfig:
+    settings = files.settings
+    return LoraConfig(
+        r=files.rank,
+        lora_alpha=settings.alpha,
+        use_rslora=settings.uses_rslora,
+        target_modules=sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in files.shapes}),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+
+
 def _key(name: str) -> str:
     """PEFT keeps adapters as modules, whose names must not have dots."""
     return "adapter_" + name.encode().hex()
@@ -172,17 +229,28 @@ def _is_same_model(named: str, folder: Path) -> bool:
     """Whether an adapter's base is the model in `folder`: by its place, by its name, or by an equal configuration."""
     if not named:
         return True
-    other = Path(named).expanduser()
-    if other.is_dir():
+    other = Path(named)
+    if _is_folder(other):
         return other.resolve() == folder.resolve() or _architecture(other) == _architecture(folder)
     in_cache = f"models--{named.replace('/', '--')}"  # how a folder fetched from the model hub is called
     return other.name.lower() == folder.name.lower() or in_cache in folder.parts
 
 
+def _is_folder(path: Path) -> bool:
+    """Not where its name is none: too long, or with a NUL."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def _architecture(folder: Path) -> dict[str, object]:
     """What a model's configuration says, less what is written anew with every save."""
+    file = folder / "config.json"
     try:
-        told = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        told = json.loads(file.read_text()) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(told, dict):
         return {}
     return {k: v for k, v in told.items() if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")}

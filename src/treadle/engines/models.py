@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from pathlib import Path
 
 from treadle.config import DEFAULT_MODEL
+from treadle.config.advice import as_flags_of
 from treadle.engines.default_model import prepare_default_model
+from treadle.engines.model_folder import check_model_folder
 from treadle.errors import ModelError, TreadleError, as_user_error
 
 # Weights come as safetensors only: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
-REFUSED_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".py"}
 
 
 def resolve_model(name: str) -> Path:
     """The local folder of a model: the built-in default, a folder, or a Hugging Face id (fetched when needed)."""
     if name == DEFAULT_MODEL:
-        return prepare_default_model()
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+        folder = prepare_default_model()
+        try:
+            check_model_folder(folder)
+        except ModelError as error:
+            raise ModelError(error.message, fix=f"delete {folder}: it is made again") from None
+        return folder
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # the home of a user that does not exist
+        raise ModelError(f"there is no model folder '{name}'", fix="check --model-name") from None
+    if not os.path.isdir(folder):  # also where its name is too long
         folder = _fetch(name)
-    _refuse_unsafe(folder)
+    check_model_folder(folder)
     return folder.resolve()
 
 
@@ -41,31 +50,22 @@ def _fetch(name: str) -> Path:
         ) from None
 
 
-def _refuse_unsafe(folder: Path) -> None:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{folder} holds no config.json", fix="--model-name takes a folder saved by save_pretrained")
+def main(name: str, verb: str = "run") -> int:
+    """`verb`: the one that the user called, whose flags an error names."""
+    told: TreadleError
     try:
-        settings = json.loads(config.read_text())
-    except ValueError:
-        raise ModelError(f"{config} is damaged: it cannot be parsed", fix="fetch or save the model again") from None
-    if "auto_map" in settings:
-        raise ModelError(f"{folder} asks to run its own code (auto_map)", fix="use a model that transformers knows")
-    unsafe = sorted(p.name for p in folder.iterdir() if p.suffix in REFUSED_SUFFIXES)
-    if unsafe:
-        raise ModelError(f"{folder} holds {unsafe[0]}, which can run code", fix="keep safetensors weights only")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} holds no *.safetensors weights", fix="save the model with save_pretrained")
+        print(resolve_model(name))
+        return 0
+    except TreadleError as error:
+        told = error
+    except OSError as error:
+        known = as_user_error(error)
+        if known is None:
+            raise
+        told = known
+    sys.stderr.write(f"treadle: {as_flags_of(verb, str(told))}\n")
+    return told.exit_code
 
 
 if __name__ == "__main__":
-    try:
-        print(resolve_model(sys.argv[1]))
-    except TreadleError as error:
-        sys.stderr.write(f"treadle: {error}\n")
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if (known := as_user_error(error)) is None:
-            raise
-        sys.stderr.write(f"treadle: {known}\n")
-        sys.exit(known.exit_code)
+    sys.exit(main(*sys.argv[1:]))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from treadle.config import DEFAULT_MODEL
 from treadle.engines.default_model import cache_folder, default_model_folder
-from treadle.engines.models import FETCHED, resolve_model
+from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
+from treadle.engines.models import FETCHED
 from treadle.errors import TreadleError
-
-_INDEX = "model.safetensors.index.json"
 
 
 def survey_model(name: str) -> dict[str, Any]:
@@ -25,18 +25,21 @@ def survey_model(name: str) -> dict[str, Any]:
     if name == DEFAULT_MODEL:
         kind = "built-in"
         folder: Path | None = default_model_folder()
-    elif place.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif os.path.isdir(place) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         kind, folder = "folder", place
     else:
         kind, folder = "hub", _cached(name)
     told: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.path.isdir(folder):
         return told | {"is_here": False}
     try:
-        resolve_model(str(folder))
+        refuse_code(folder)
+        missing = _missing_files(folder)
+        if not missing:
+            check_model_folder(folder)
     except TreadleError as error:
         return told | {"is_here": True, "error": error.message, "fix": error.fix}
-    return told | {"is_here": True, "missing": _missing_files(folder)}
+    return told | {"is_here": True, "missing": missing}
 
 
 def _cached(name: str) -> Path | None:
@@ -49,10 +52,7 @@ def _cached(name: str) -> Path | None:
 
 def _missing_files(folder: Path) -> list[str]:
     """Parts that the index of the weights names, and a tokenizer: what a download that broke off has left out."""
-    missing = []
-    if (folder / _INDEX).is_file():
-        parts = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-        missing = sorted(part for part in parts if not (folder / part).is_file())
+    missing = missing_weights(folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return missing if has_tokenizer else [*missing, "tokenizer.json"]
 

@@ -10,9 +10,14 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from treadle.engines.model_folder import REFETCH_FIX
 from treadle.errors import ModelError, RequestError
 
 NUMS_BEFORE = 4, 16  # tokens that a tokenizer may look back at; more where so few begin in the middle of a character
+# Names in chat_template_kwargs that are no variables of a template, or that have a field of their own in a request.
+_RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
+)
 UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
 
 
@@ -34,14 +39,20 @@ class Text:
     @classmethod
     def load(cls, folder: Path) -> Text:
         file = folder / "tokenizer.json"
+        if not file.is_file():
+            return cls(_pretrained(folder).backend_tokenizer, folder)
         try:
-            found = Tokenizer.from_file(str(file)) if file.is_file() else _pretrained(folder).backend_tokenizer
+            return cls(Tokenizer.from_file(str(file)), folder)
         except Exception as error:  # the library raises plain Exception for a missing and for a broken file
-            raise ModelError(f"cannot load the tokenizer in {folder}: {error}", fix="check --model") from None
-        return cls(found, folder)
+            raise ModelError(f"cannot load the tokenizer in {file}: {error}", fix=REFETCH_FIX) from None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -66,41 +77,59 @@ class Text:
         """One token by itself, special ones too: for answers that list tokens as text."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def encode_chat(
+    def chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, as the model's own chat template writes it."""
-        if self._chat.chat_template is None:
+    ) -> tuple[str, dict[str, Any]]:
+        """The model's own chat template, and the values with which it writes a conversation (chat_template.py)."""
+        templates, special_tokens = self._chat
+        source = templates.get("tool_use") if tools else None
+        source = source or templates.get("default")
+        if source is None:
             raise RequestError(f"{self._folder.name} has no chat template", fix="send text to /v1/completions")
-        if tools and "tools" not in str(self._chat.chat_template):
+        if tools and "tools" not in source:
             raise RequestError(
                 f"the chat template of {self._folder.name} knows no tools", fix="write them into a message"
             )
-        try:
-            text = self._chat.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **(options or {}),
-            )
-        except Exception as error:  # templates raise what they like; all mean: these messages cannot be written
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        if not messages:
+            raise RequestError("messages holds none", fix="send at least one message")
+        reserved = sorted(set(options or ()) & _RESERVED)
+        if reserved:
+            raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}", fix="leave it out")
+        own = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        return source, {**special_tokens, "documents": None, **(options or {}), **own}
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what a chat template wrote, its special tokens included."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    @property
+    def is_chat_loaded(self) -> bool:
+        return "_chat" in self.__dict__
+
+    def load_chat(self) -> None:
+        """What `chat_template` needs: it takes a second, once."""
+        _ = self._chat
+
     @cached_property
-    def _chat(self) -> Any:
-        """transformers' own, which runs templates; loaded when the first conversation comes."""
-        return _pretrained(self._folder)
+    def _chat(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Templates by name, and special tokens by name, as transformers reads them; loaded for the first
+        conversation."""
+        tokenizer = _pretrained(self._folder)
+        found = tokenizer.chat_template
+        templates = found if isinstance(found, dict) else {} if found is None else {"default": str(found)}
+        return templates, dict(tokenizer.special_tokens_map)
 
 
 def _pretrained(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of many kinds, and all of them mean: these files are no tokenizer
+        raise ModelError(f"cannot load the tokenizer in {folder}: {error}", fix=REFETCH_FIX) from None
 
 
 class Written:

@@ -30,10 +30,11 @@ from transformers.utils import logging as transformers_logging
 from treadle.config import EngineConfig
 from treadle.engines.decoding import CudaGraphs, Decoder
 from treadle.engines.kv_cache import KVCache, plug_in
+from treadle.engines.model_folder import REFETCH_FIX
 from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import report, sample, uniforms
 from treadle.engines.text import Text, Written
-from treadle.errors import ConfigError, ModelError
+from treadle.errors import ConfigError, ModelError, is_out_of_memory
 from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
@@ -348,11 +349,19 @@ def _by_last_token(row: Row) -> dict[int, Row]:
 
 def load_model(folder: Path, dtype: Any) -> Any:
     """The model in `folder`; one that needs attention we do not have is refused."""
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
     transformers_logging.disable_progress_bar()  # a log is no place for one
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
+        model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # of many kinds; all but a lack of memory mean: these files are no such model
+        if isinstance(error, ModelError) or is_out_of_memory(repr(error)):
+            raise
+        raise ModelError(f"{folder} cannot be loaded: {repr(error)[:500]}", fix=REFETCH_FIX) from None
+    if missing := sorted(told["missing_keys"]):  # transformers would serve random numbers in their place
+        raise ModelError(f"{folder} has no {missing[0]} ({len(missing)} weights are missing)", fix=REFETCH_FIX)
+    return model
 
 
 def _forward(base: Any, mask: Tensor, ids: Tensor, positions: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import transformers
-from safetensors import SafetensorError
 
 from treadle.config import EngineConfig
 from treadle.engines.arrival import MEND_FIX, Arrival
-from treadle.engines.models import resolve_model
+from treadle.engines.model_folder import check_model_folder
 from treadle.engines.port import (
     Adapter,
     Delta,
@@ -30,8 +29,9 @@ from treadle.engines.reload import read_weights, write_weights
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.text import Text, has_tokenizer
 from treadle.engines.transformers_engine import TransformersEngine
-from treadle.errors import EngineError, RequestError, SyncError
+from treadle.errors import EngineError, ModelError, RequestError, SyncError
 from treadle.faults import reach
+from treadle.log import get_logger
 from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprints
 from treadle.sync.gate import Gate, is_written, refuse_misled
@@ -41,6 +41,7 @@ from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 if TYPE_CHECKING:
     from treadle.engines.lora import AdapterFiles
 
+log = get_logger("engine")
 T = TypeVar("T")
 
 
@@ -231,19 +232,19 @@ class TransformersServer:
         if adapter is not None:
             self._refuse_adapters()
         async with self._changing:
-            resolve_model(str(folder))  # refuses what is no model, or not safe to load
             files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
-            await self._between_tokens(lambda: self._begin_anew(folder, files, policy_version))
+            try:
+                await asyncio.to_thread(check_model_folder, folder)
+                await self._between_tokens(lambda: self._begin_anew(folder, files, policy_version))
+            except ModelError as error:
+                raise RequestError(error.message, fix=error.fix) from None
             self._receiver.leave()
             self._receiver, self._arrival = Receiver(), Arrival()
             await asyncio.to_thread(self._scheduler.release, None)  # what a publish that failed had held
 
     def _begin_anew(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
         """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""
-        try:
-            anew = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the libraries' own: no such model
-            raise RequestError(f"{folder} cannot be loaded: {error}", fix="save the model again") from None
+        anew = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
         if files is None:
             self._scheduler.replace_engine(anew, policy_version)
             return
@@ -283,14 +284,20 @@ class TransformersServer:
             raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
 
     async def _load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        from treadle.engines.lora import check_adapter, read_adapter
+        from treadle.engines.lora import BaseWeightsChanged, check_adapter, read_adapter
 
         files = await asyncio.to_thread(read_adapter, path)
         check_adapter(files, self._engine.model, self._engine.folder, self._config.max_lora_rank)
         adapter = Adapter(name, path, files.rank, policy_version)
 
         def add() -> None:
-            self._engine.adapters.add(name, files)
+            try:
+                self._engine.adapters.add(name, files)
+            except BaseWeightsChanged as error:  # nothing may be sampled from weights that nobody published
+                self._arrival.broke_off(error.message)
+                self._scheduler.stay_still()
+                log.error("base_weights_changed", adapter=str(path), reason=error.message)
+                raise
             self._scheduler.add_adapter(adapter)
 
         await self._between_tokens(add)

@@ -17,6 +17,7 @@ from treadle.wire.generate import Wave
 
 log = get_logger("engine")
 WAVE_PATIENCE_S = 10.0  # a wave whose last requests do not come is generated without them
+MOST_PARTIAL_WAVES = 1024  # that are remembered; of those that never become complete, the oldest are forgotten
 
 Tell = Callable[[list[Delta]], None]
 
@@ -147,6 +148,8 @@ class WaitingLine:
         count = self._admitted_of_wave.pop(wave.id, 0) + 1
         if count < wave.size:
             self._admitted_of_wave[wave.id] = count
+        while len(self._admitted_of_wave) > MOST_PARTIAL_WAVES:
+            del self._admitted_of_wave[next(iter(self._admitted_of_wave))]
 
 
 def _place(job: Job) -> tuple[str, int] | None:

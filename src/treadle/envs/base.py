@@ -161,6 +161,11 @@ class Environment(ABC):
         return first is not None and first > 0
 
     @property
+    def waits_for_agents(self) -> bool:
+        """Whether nothing happens before programs that somebody else starts ask for work."""
+        return False
+
+    @property
     def has_turns(self) -> bool:
         """Whether a rollout is a coroutine of its own, instead of one completion."""
         return type(self).rollout is not Environment.rollout

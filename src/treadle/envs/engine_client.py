@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from treadle.config.env import ServerConfig
 from treadle.envs.transport import Patience, Peer
 from treadle.errors import ConfigError, EngineError
 from treadle.watch.waits import Waits, Wanted
+from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 from treadle.wire.http_client import HttpClient
 from treadle.wire.urls import shown_url
@@ -90,7 +92,7 @@ class EngineClient:
             config.base_url.rstrip("/").removesuffix("/v1"),
             error=EngineError,
             timeout_s=config.timeout,
-            api_key=config.api_key,
+            api_key=config.api_key or os.environ.get(TOKEN_VARIABLE, ""),
             transport=transport,
             waits=self._waits,
             how_to_start="start it with `treadle engine`, or name another with --openai.base-url",

@@ -83,7 +83,7 @@ def read_group_file(path: Path) -> Iterator[WrittenGroup]:
         for number, line in enumerate(file, 1):
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if not line.endswith(b"\n"):
                     return
                 problem = f"line {number} of {path} is no group: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
 from typing import Any, Self
 
 import msgspec
@@ -17,6 +18,7 @@ from treadle.wire.groups import ScoredGroup
 from treadle.wire.http_client import HttpClient
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
 from treadle.wire.serving import is_loopback
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE
 from treadle.wire.urls import shown_url
 
 log = get_logger("env")
@@ -47,6 +49,7 @@ class HubClient:
             url,
             error=HubError,
             timeout_s=_CALL_TIMEOUT_S,
+            api_key=os.environ.get(HUB_TOKEN_VARIABLE, ""),
             transport=transport,
             waits=self.waits,
             how_to_start="start it with `treadle hub`, or name another with --env.rollout-server-url",

@@ -157,5 +157,5 @@ async def _compare_models(engine: EngineClient, asked: str, tokenizer: Path) -> 
         asked=asked,
         engine_serves=names,
         tokenizer=str(tokenizer),
-        fix=f"leave out --openai.model-name, or start the engine with --model {asked}",
+        fix=f"leave out --openai.model-name, or let the engine serve it: treadle engine --model {asked}",
     )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError
 from tokenizers import Tokenizer
 
+from treadle.chat_template import compile_template
 from treadle.errors import ModelError
 from treadle.log import get_logger
 
@@ -44,7 +41,9 @@ class ChatTokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises plain Exception for a missing and for a broken file
-            raise ModelError(f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --model") from None
+            raise ModelError(
+                f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --openai.model-name"
+            ) from None
         # Some were saved with the padding and truncation of their training; a prompt wants neither.
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -158,37 +157,11 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
         ) from None
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; a prompt takes its content."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _compile(source: str, folder: Path) -> Template:
-    """A template comes with a downloaded model, so it runs in a sandbox, set up as transformers does it."""
-    jinja = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
-    )
-    jinja.filters["tojson"] = _to_json
-    jinja.globals["raise_exception"] = _refuse
-    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return jinja.from_string(source)
+        return compile_template(source)
     except TemplateError as error:
         raise ModelError(f"the chat template of {folder} cannot be parsed: {error}") from None
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=False, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from treadle.log import get_logger
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.http_client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.wire.serving import is_loopback
+from treadle.wire.tokens import bearer_headers
 from treadle.wire.urls import shown_url
 
 log = get_logger("env")
@@ -93,7 +94,7 @@ class Peer:
         self._wanted = Wanted(
             f"the {name} at {shown_url(self.url)}", fix=how_to_start or f"see whether the {name} runs", of=name
         )
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = bearer_headers(api_key)
         self._client: HttpClient = transport or PooledHttpClient(
             self.url,
             timeout_s=timeout_s,

@@ -17,7 +17,7 @@ from treadle.config.schema import HubConfig
 from treadle.hub.answers import Handler, http_error, raw_json
 from treadle.hub.atropos_routes import AtroposRoutes
 from treadle.hub.events import Newsroom
-from treadle.hub.guard import access_of
+from treadle.hub.guard import OBSERVER, access_of
 from treadle.hub.observer_routes import ObserverRoutes
 from treadle.hub.openapi import document
 from treadle.hub.own_routes import OwnRoutes
@@ -61,9 +61,9 @@ def app_of(hub: HubState, access: Access, pages: Sequence[Page] = (), on_loop: O
         *AtroposRoutes(hub).endpoints(),
         *OwnRoutes(hub).endpoints(),
         *ObserverRoutes(hub, newsroom).endpoints(),
-        Endpoint("GET", "/openapi.json", openapi, "this description", answer=dict),
+        Endpoint("GET", "/openapi.json", openapi, "this description", roles=OBSERVER, answer=dict),
     ]
-    further = [Endpoint("GET", path, handler, "a page") for path, handler in pages]
+    further = [Endpoint("GET", path, handler, "a page", roles=OBSERVER) for path, handler in pages]
     description = document(endpoints, needs_token=not access.is_open)
     app = Starlette(
         routes=[endpoint.route(hub.metrics.request) for endpoint in [*endpoints, *further]],

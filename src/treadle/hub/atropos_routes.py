@@ -9,12 +9,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from treadle.hub.answers import json_answer, raw_json
+from treadle.hub.answers import RETRY_AFTER_S, json_answer, raw_json
 from treadle.hub.body import read_message
 from treadle.hub.delivery import as_json
+from treadle.hub.guard import ADMIN, ENVIRONMENT, OBSERVER, TRAINER
 from treadle.hub.handover import Handover
 from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
-from treadle.hub.messages import MAX_DIGITS, whole_number
+from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, checked_header, whole_number
 from treadle.hub.refusals import Refused, unprocessable
 from treadle.hub.reset import reset
 from treadle.hub.routing import JSON, TEXT, Endpoint, Link, Parameter
@@ -46,7 +47,13 @@ ENV_ID_IN_QUERY = Parameter(
     "in place of the body",
     {"type": "integer", "minimum": 1 - 10 ** (MAX_DIGITS - 1), "maximum": 10**MAX_DIGITS - 1},
 )
-HOLDER = Parameter("Treadle-Holder", "header", "who leases: what it held before is free again", {"type": "string"})
+MAX_ENVS = 10_000  # that may ever have registered: all of them are kept, and looked through by many calls
+HOLDER = Parameter(
+    "Treadle-Holder",
+    "header",
+    "who leases: what it held before is free again",
+    {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+)
 RESUME = Parameter(
     "Treadle-Resume",
     "header",
@@ -61,9 +68,9 @@ class EnvIdBody(msgspec.Struct):
     env_id: int
 
 
-TRAINER = msgspec.json.Decoder(RegisterTrainer, strict=False)
-ENV = msgspec.json.Decoder(RegisterEnv, strict=False)
-ENV_ID = msgspec.json.Decoder(EnvIdBody, strict=False)
+TRAINER_DECODER = msgspec.json.Decoder(RegisterTrainer, strict=False)
+ENV_DECODER = msgspec.json.Decoder(RegisterEnv, strict=False)
+ENV_ID_DECODER = msgspec.json.Decoder(EnvIdBody, strict=False)
 
 NOTHING_YET: dict[str, list[object]] = {
     name: []
@@ -82,13 +89,13 @@ class AtroposRoutes:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("GET", "/", self.root, "name of the service", answer=Service),
+            Endpoint("GET", "/", self.root, "name of the service", roles=OBSERVER, answer=Service),
             Endpoint(
-                "POST", "/register", self.register, "a trainer registers",
+                "POST", "/register", self.register, "a trainer registers", roles=TRAINER,
                 body=RegisterTrainer, parameters=(HOLDER,), answer=RegisteredTrainer, refusals=(507,),
             ),
             Endpoint(
-                "POST", "/register-env", self.register_env, "an environment registers",
+                "POST", "/register-env", self.register_env, "an environment registers", roles=ENVIRONMENT,
                 body=RegisterEnv, parameters=(RESUME,), answer=RegisteredEnv, refusals=(507,),
                 links={
                     "status": Link("GET", "/status-env", "ask with the id", {"env_id": "$response.body#/env_id"}),
@@ -96,35 +103,40 @@ class AtroposRoutes:
                 },
             ),
             Endpoint(
-                "POST", "/disconnect-env", self.disconnect_env, "an environment leaves",
+                "POST", "/disconnect-env", self.disconnect_env, "an environment leaves", roles=ENVIRONMENT,
                 body=EnvIdBody, answer=Disconnected, refusals=(507,),
             ),
             Endpoint(
-                "GET", "/wandb_info", self.wandb_info, "group and project of the trainer's tracker", answer=TrackerInfo
+                "GET", "/wandb_info", self.wandb_info, "group and project of the trainer's tracker",
+                roles=OBSERVER, answer=TrackerInfo,
             ),
-            Endpoint("GET", "/info", self.info, "batch size and longest sequence", answer=BatchInfo),
+            Endpoint("GET", "/info", self.info, "batch size and longest sequence", roles=OBSERVER, answer=BatchInfo),
             Endpoint(
-                "GET", "/batch", self.batch, "the next batch, given out once", answer=TakenBatch, refusals=(507,)
+                "GET", "/batch", self.batch, "the next batch, given out once",
+                roles=TRAINER, answer=TakenBatch, refusals=(507,),
             ),
-            Endpoint("GET", "/latest_example", self.latest_example, "the group that came last", answer=LatestExample),
             Endpoint(
-                "POST", "/scored_data", self.scored_data, "post one group",
+                "GET", "/latest_example", self.latest_example, "the group that came last",
+                roles=OBSERVER, answer=LatestExample,
+            ),
+            Endpoint(
+                "POST", "/scored_data", self.scored_data, "post one group", roles=ENVIRONMENT,
                 body=ScoredGroup, example=EXAMPLE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroup,
                 refusals=(409, 507),
             ),
             Endpoint(
                 "POST", "/scored_data_list", self.scored_data_list, "post several groups: all are stored, or none",
-                body=list[ScoredGroup], example=[EXAMPLE], parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
-                refusals=(409, 507),
+                roles=ENVIRONMENT, body=list[ScoredGroup], example=[EXAMPLE], parameters=(IDEMPOTENCY_KEY,),
+                answer=PostedGroups, refusals=(409, 507),
             ),
-            Endpoint("GET", "/status", self.status, "step and queue", answer=Progress),
+            Endpoint("GET", "/status", self.status, "step and queue", roles=OBSERVER, answer=Progress),
             Endpoint(
-                "GET", "/status-env", self.status_env, "step and queue as one environment sees them",
+                "GET", "/status-env", self.status_env, "step and queue as one environment sees them", roles=ENVIRONMENT,
                 body=EnvIdBody, body_required=False, parameters=(ENV_ID_IN_QUERY,), answer=EnvProgress, refusals=(404,),
             ),
             Endpoint(
                 "GET", "/reset_data", self.reset_data, "forget everything: from this machine, or with the admin token",
-                media_type=TEXT, refusals=(507,),
+                roles=ADMIN, media_type=TEXT, refusals=(507,),
             ),
         ]  # fmt: skip
 
@@ -135,9 +147,9 @@ class AtroposRoutes:
 
     async def register(self, request: Request) -> Response:
         """A trainer's values always replace the earlier ones, whether data came before it or not."""
-        trainer = await read_message(request, TRAINER, self._hub.config.read_timeout_s)
+        trainer = await read_message(request, TRAINER_DECODER)
         await self._hub.settled()
-        holder = request.headers.get("treadle-holder")
+        holder = checked_header(request.headers.get("treadle-holder"), "Treadle-Holder")
         await asyncio.wrap_future(self._hub.store.register_trainer(trainer, holder))
         self._hub.bell.asked(is_met=True)  # what its earlier life waited for is not waited for any more
         self._hub.bell.ring()
@@ -146,11 +158,14 @@ class AtroposRoutes:
 
     async def register_env(self, request: Request) -> Response:
         hub = self._hub
-        env = await read_message(request, ENV, hub.config.read_timeout_s)
+        env = await read_message(request, ENV_DECODER)
         await hub.settled()
         run = hub.store.run_state()
         if run.trainer is None or not run.started:
             return json_answer({"status": "wait for trainer to start"})
+        if hub.rules().num_envs >= MAX_ENVS:
+            detail = f"{MAX_ENVS} environments have registered, and no more are taken: reset the hub"
+            raise Refused(503, detail, {"Retry-After": RETRY_AFTER_S}, reason="too_many_envs")
         resume = request.headers.get("treadle-resume") == "1"
         async with hub.registering:
             registered = await asyncio.wrap_future(
@@ -173,7 +188,7 @@ class AtroposRoutes:
         )
 
     async def disconnect_env(self, request: Request) -> Response:
-        body = await read_message(request, ENV_ID, self._hub.config.read_timeout_s)
+        body = await read_message(request, ENV_ID_DECODER)
         if await asyncio.wrap_future(self._hub.store.disconnect_env(body.env_id)):
             return json_answer(Disconnected(status="success"))
         return json_answer(Disconnected(status="failure", error=f"no environment has the id {body.env_id}"))
@@ -219,8 +234,8 @@ class AtroposRoutes:
         latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes
         return json_answer(NOTHING_YET) if latest is None else raw_json(await as_json(*latest))
 
-    async def reset_data(self, request: Request) -> Response:
-        await reset(self._hub, request)
+    async def reset_data(self, _: Request) -> Response:
+        await reset(self._hub)
         return PlainTextResponse("Reset successful")
 
     # ---- looking
@@ -245,7 +260,7 @@ class AtroposRoutes:
     async def _asked_env_id(self, request: Request) -> int:
         asked = request.query_params.get("env_id")
         if asked is None:
-            return (await read_message(request, ENV_ID, self._hub.config.read_timeout_s)).env_id
+            return (await read_message(request, ENV_ID_DECODER)).env_id
         env_id = whole_number(asked)
         if env_id is None:
             raise unprocessable("int_parsing", ("env_id",), "expected an integer", asked[:100])

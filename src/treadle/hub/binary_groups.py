@@ -25,6 +25,7 @@ from treadle.hub.checks import (
 from treadle.hub.refusals import problem, unprocessable
 from treadle.store.records import NewGroup
 from treadle.wire import binary
+from treadle.wire.counting import TooMany, check_msgpack
 
 
 def read_packed_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
@@ -38,7 +39,10 @@ def read_packed_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
 
 def _admit_packed(packed: bytes, rules: Rules, loc: Loc) -> NewGroup:
     try:
+        check_msgpack(packed)
         group = binary.open_group(packed)
+    except TooMany as error:
+        raise unprocessable("too_many", loc, str(error)) from None
     except (msgspec.DecodeError, RecursionError):
         raise unprocessable("value_error", loc, "the group cannot be read") from None
     env_id = known_env(group.env_id, rules)

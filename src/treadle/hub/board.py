@@ -33,8 +33,9 @@ class Board:
             self._reports.pop(key, None)
             self._to_dump.pop(key, None)
             return ReportTaken()
-        if key in self._reports or len(self._reports) < MOST_PROCESSES:
-            self._reports[key] = (report, self._clock())
+        if key not in self._reports and len(self._reports) >= MOST_PROCESSES:
+            return ReportTaken()  # what is not kept is not blamed either: nothing would ever forget it
+        self._reports[key] = (report, self._clock())
         self._blame(key, report)
         return ReportTaken(dump=self._may_dump(key))
 

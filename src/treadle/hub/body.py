@@ -1,8 +1,7 @@
-"""Request bodies: read with a limit on their size and on the time they may take."""
+"""Request bodies: read with a limit on their size. How slowly they may come is the server's rule (wire/http_limits)."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -17,7 +16,6 @@ from treadle.wire.binary import CONTENT_TYPE
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_MESSAGE_BYTES = 2**20  # registrations and the like; groups have their own limits
-SLOWEST_BYTES_PER_S = 64 * 1024  # who sends at least so fast is never cut off
 MAX_LENGTH_DIGITS = 18
 
 
@@ -26,19 +24,17 @@ class Body(NamedTuple):
     is_gzip: bool
 
 
-async def read_message(request: Request, decoder: msgspec.json.Decoder[T], timeout_s: float) -> T:
+async def read_message(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """A small JSON body as a typed message; 4xx with the field named when it is none."""
-    body = await read_body(
-        request, JSON, max_packed=MAX_MESSAGE_BYTES, max_plain=MAX_MESSAGE_BYTES, timeout_s=timeout_s
-    )
+    body = await read_body(request, JSON, max_packed=MAX_MESSAGE_BYTES, max_plain=MAX_MESSAGE_BYTES)
     content = inflate(body.content, MAX_MESSAGE_BYTES) if body.is_gzip else body.content
     message = read(content, decoder)
     check_values(message)
     return message
 
 
-async def read_body(request: Request, content_type: str, *, max_packed: int, max_plain: int, timeout_s: float) -> Body:
-    """The bytes as they were sent, maybe compressed. 413 when they are too many, 408 when they come too slowly."""
+async def read_body(request: Request, content_type: str, *, max_packed: int, max_plain: int) -> Body:
+    """The bytes as they were sent, maybe compressed. 413 when they are too many."""
     sent_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     is_json = sent_type.startswith("application/") and sent_type.endswith("+json")
     if sent_type != content_type and not (is_json and content_type == JSON):
@@ -54,15 +50,9 @@ async def read_body(request: Request, content_type: str, *, max_packed: int, max
     announced = request.headers.get("content-length", "0")
     if len(announced) > MAX_LENGTH_DIGITS or (announced.isdecimal() and int(announced) > limit):
         raise too_large(limit)
-    # Who announces its length has time for that much, others for the most: the slowest pace is the same for all.
-    num_bytes = int(announced) if announced.isdecimal() and "content-length" in request.headers else limit
     received = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s + num_bytes / SLOWEST_BYTES_PER_S):
-            async for chunk in request.stream():
-                received += chunk
-                if len(received) > limit:
-                    raise too_large(limit)
-    except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {timeout_s:.0f} s", reason="too_slow") from None
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > limit:
+            raise too_large(limit)
     return Body(received, is_gzip)

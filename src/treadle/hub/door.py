@@ -27,6 +27,7 @@ class Order(msgspec.Struct, kw_only=True):
     is_gzip: bool = False
     with_hash: bool = False
     max_bytes: int = 64 * 2**20
+    max_cpu_s: float = 20.0
 
 
 class Admitted(msgspec.Struct, kw_only=True):

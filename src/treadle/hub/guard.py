@@ -1,16 +1,21 @@
-"""Who may call the hub, and who may wipe its queue."""
+"""Decide who may call the hub, and which role each route is for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.types import Scope
-
 from treadle.config.schema import HubConfig
-from treadle.wire.guard import Access, Rules, caller_of
+from treadle.wire import guard
+from treadle.wire.guard import Access, Rules
+from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
 
-TOKEN_VARIABLE = "TREADLE_HUB_TOKEN"  # noqa: S105 - a variable's name
-ADMIN_TOKEN_VARIABLE = "TREADLE_HUB_ADMIN_TOKEN"  # noqa: S105
+# The roles that may use a route.
+OBSERVER = guard.EVERYBODY  # every token may read
+ADMIN = guard.ADMIN
+ENVIRONMENT: frozenset[Role] = frozenset({"environment"})
+TRAINER: frozenset[Role] = frozenset({"trainer"})
+ENGINE: frozenset[Role] = frozenset({"engine"})
+REPORTER = ENVIRONMENT | TRAINER | ENGINE
 
 
 def access_of(config: HubConfig, env: Mapping[str, str]) -> Access:
@@ -18,17 +23,11 @@ def access_of(config: HubConfig, env: Mapping[str, str]) -> Access:
     rules = Rules(
         process="hub",
         host=config.host,
-        token_variable=TOKEN_VARIABLE,
+        token_variable=HUB_TOKEN_VARIABLE,
         token_file=config.token_file,
-        admin_token_variable=ADMIN_TOKEN_VARIABLE,
+        admin_token_variable=HUB_ADMIN_TOKEN_VARIABLE,
         admin_token_file=config.admin_token_file,
         allowed_hosts=config.allowed_hosts,
         open_to_all=frozenset({("GET", "/healthz")}),
     )
     return Access.of(rules, env)
-
-
-def may_reset(scope: Scope) -> bool:
-    """Whether this request may wipe the queue. A request that no guard has seen may not."""
-    caller = caller_of(scope)
-    return caller is not None and (caller.is_admin or caller.is_loopback)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from treadle.errors import DiskFull
 from treadle.hub.body import read_body
 from treadle.hub.door import Order
-from treadle.hub.messages import MAX_NAME_CHARS
+from treadle.hub.messages import MAX_NAME_CHARS, checked_header
 from treadle.hub.refusals import Refused, word
 from treadle.hub.routing import Parameter
 from treadle.hub.state import HubState
@@ -20,6 +20,8 @@ from treadle.store import NewGroup, Post, StoreRefusal
 from treadle.wire.hub import PostedGroups
 
 Kind = Literal["group", "groups", "binary"]
+CHECK_S = 5.0  # CPU time that the check of any body may take
+SLOWEST_CHECKED_BYTES_PER_S = 4 * 2**20  # and more the larger it may be: several times what real groups take
 IDEMPOTENCY_KEY = Parameter(
     "Idempotency-Key",
     "header",
@@ -51,15 +53,9 @@ class Intake:
 
     async def _receive(self, request: Request, kind: Kind, content_type: str) -> Received:
         hub, config = self._hub, self._hub.config
-        key = request.headers.get("idempotency-key")
-        if key is not None and not 0 < len(key) <= MAX_NAME_CHARS:
-            raise Refused(422, f"Idempotency-Key must have 1 to {MAX_NAME_CHARS} characters", reason="bad_key")
+        key = checked_header(request.headers.get("idempotency-key"), "Idempotency-Key")
         body = await read_body(
-            request,
-            content_type,
-            max_packed=config.max_packed_bytes,
-            max_plain=config.max_body_bytes,
-            timeout_s=config.read_timeout_s,
+            request, content_type, max_packed=config.max_packed_bytes, max_plain=config.max_body_bytes
         )
         order = Order(
             kind=kind,
@@ -67,6 +63,7 @@ class Intake:
             is_gzip=body.is_gzip,
             with_hash=key is not None,
             max_bytes=config.max_body_bytes,
+            max_cpu_s=CHECK_S + config.max_body_bytes / SLOWEST_CHECKED_BYTES_PER_S,
         )
         admitted = await hub.porters.admit(body.content, order)
         env_ids = {group.env_id for group in admitted.groups if group.env_id is not None}

@@ -28,12 +28,12 @@ from treadle.hub.checks import (
 from treadle.hub.messages import decode
 from treadle.hub.refusals import Refused, problem, unprocessable
 from treadle.store.records import NewGroup
+from treadle.wire.counting import TooMany, check_json
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
 
 JsonText = bytes | bytearray | msgspec.Raw
 
 MAX_SECOND_LOOK_BYTES = 8 * 2**20
-MAX_LISTS = 2**22  # a body within the limits has fewer, unless it is made to fill the memory with empty ones
 _NUMBERS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids",
     "distill_logprobs", "env_id", "policy_version", "item",
@@ -46,22 +46,24 @@ LOGPROBS = msgspec.json.Decoder(list[list[float]] | None)
 
 def read_group(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
     """A body that is one group."""
-    _check_lists(body)
+    _check_counts(body)
     return [_admit_json(body, rules, ())]
 
 
 def read_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
     """A body that is a list of groups. They are read one after the other: as objects they take many times the memory
     of the body."""
-    _check_lists(body)
+    _check_counts(body)
     texts = _split(body)
     check_count(len(texts))
     return [_admit_json(text, rules, (index,)) for index, text in enumerate(texts)]
 
 
-def _check_lists(body: bytes | bytearray) -> None:
-    if len(body) > MAX_LISTS and body.count(b"[") > MAX_LISTS:
-        raise unprocessable("too_many", (), f"at most {MAX_LISTS} lists in one request")
+def _check_counts(body: bytes | bytearray) -> None:
+    try:
+        check_json(body)
+    except TooMany as error:
+        raise unprocessable("too_many", (), str(error)) from None
 
 
 def _split(body: bytes | bytearray) -> Sequence[JsonText]:

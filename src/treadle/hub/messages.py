@@ -70,6 +70,13 @@ def whole_number(text: str) -> int | None:
     return int(text) if digits.isascii() and digits.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
+def checked_header(value: str | None, name: str) -> str | None:
+    """The value of a header that is stored; None when it was not sent."""
+    if value is not None and not 0 < len(value) <= MAX_NAME_CHARS:
+        raise Refused(422, f"{name} must have 1 to {MAX_NAME_CHARS} characters", reason="bad_header")
+    return value
+
+
 def check_values(message: msgspec.Struct) -> None:
     """Refuse what parses but cannot be stored or sent on: infinities, integers past 64 bits, endless names."""
     for field in message.__struct_fields__:

@@ -12,6 +12,7 @@ from treadle.hub import events
 from treadle.hub.answers import RETRY_AFTER_S, json_answer
 from treadle.hub.body import read_message
 from treadle.hub.events import Newsroom
+from treadle.hub.guard import ADMIN, ENGINE, ENVIRONMENT, OBSERVER, REPORTER, TRAINER
 from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused
 from treadle.hub.routing import TEXT, Endpoint, Parameter
@@ -19,9 +20,12 @@ from treadle.hub.state import HubState
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import About, report_of
 from treadle.wire import exposition
+from treadle.wire.guard import why_refused
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
 REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
+# Nobody reports in the name of another process: the hub reports about itself.
+ROLES_OF_KIND = {"env": ENVIRONMENT, "trainer": TRAINER, "engine": ENGINE, "hub": ADMIN}
 MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
 AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
@@ -36,18 +40,21 @@ class ObserverRoutes:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("GET", "/metrics", self.metrics, "figures in Prometheus' text format", media_type=TEXT),
             Endpoint(
-                "GET", "/v1/events", self.events, "server-sent events: what happens, as it happens",
+                "GET", "/metrics", self.metrics, "figures in Prometheus' text format",
+                roles=OBSERVER, media_type=TEXT,
+            ),
+            Endpoint(
+                "GET", "/v1/events", self.events, "server-sent events: what happens, as it happens", roles=OBSERVER,
                 parameters=(AFTER, LAST_EVENT_ID), media_type=events.CONTENT_TYPE, refusals=(422,),
             ),
             Endpoint(
                 "GET", "/v1/processes", self.processes, "the processes that report here, and what they wait for",
-                answer=Processes,
+                roles=OBSERVER, answer=Processes,
             ),
             Endpoint(
                 "POST", "/v1/reports", self.report, "how a process stands: every two seconds, from each",
-                body=ProcessReport, answer=ReportTaken,
+                roles=REPORTER, body=ProcessReport, answer=ReportTaken,
             ),
         ]  # fmt: skip
 
@@ -73,10 +80,14 @@ class ObserverRoutes:
         return json_answer(Processes(processes=[own, *self._hub.board.standings()]))
 
     async def report(self, request: Request) -> Response:
-        report = await read_message(request, REPORT, self._hub.config.read_timeout_s)
+        report = await read_message(request, REPORT)
         hub = self._hub
-        if report.env_id is not None and any(env.env_id == report.env_id for env in hub.store.envs()):
-            hub.presence.mark(report.env_id)  # busy, and not gone
+        why = why_refused(request.scope, ROLES_OF_KIND[report.kind])
+        if why is not None:
+            raise Refused(403, f"a report of the kind {report.kind!r}: {why}", reason="not_allowed")
+        env_id = report.env_id if report.kind == "env" else None
+        if env_id is not None and any(env.env_id == env_id for env in hub.store.envs()):
+            hub.presence.mark(env_id)  # busy, and not gone
         taken = hub.board.take(report)
         if hub.board.hub_is_blamed:
             why, hub.board.hub_is_blamed = hub.board.hub_is_blamed, ""

@@ -22,7 +22,7 @@ OF_A_BODY = (413, 422)
 REFUSALS = {
     400: "not HTTP as we speak it, no Host header, or a body that is no gzip",
     401: "no token, or not the hub's",
-    403: "from a web page, under a name that is not this machine's, or not allowed to reset",
+    403: "from a web page, under a name that is not this machine's, or with a token of another role",
     404: "there is no such thing",
     408: "the request came too slowly",
     409: "somebody else has it, or has had it: a lease that is over, an idempotency key of another body",
@@ -30,7 +30,7 @@ REFUSALS = {
     415: "the body has another Content-Type than this route takes",
     422: "a value is not acceptable: the detail names the field",
     431: "the headers are too large",
-    503: "not now: the queue is full or cannot be written, or too many connections are open",
+    503: "not now: the queue is full or cannot be written, or too many connections or bodies are open",
     507: "the disk is full; nothing that was accepted is lost",
 }
 DESCRIPTION = """\

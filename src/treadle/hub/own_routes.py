@@ -17,6 +17,7 @@ from treadle.hub.answers import json_answer, raw_json
 from treadle.hub.body import read_message
 from treadle.hub.delivery import lease_binary, lease_json
 from treadle.hub.explain import explain, why_no_batch
+from treadle.hub.guard import ADMIN, ENVIRONMENT, OBSERVER, TRAINER
 from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
 from treadle.hub.messages import MAX_DIGITS, whole_number
 from treadle.hub.refusals import Refused, unprocessable
@@ -65,19 +66,19 @@ class OwnRoutes:
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint(
-                "POST", "/v1/groups", self.groups, "post groups in our binary form",
+                "POST", "/v1/groups", self.groups, "post groups in our binary form", roles=ENVIRONMENT,
                 body_type=binary.CONTENT_TYPE, parameters=(IDEMPOTENCY_KEY,), answer=PostedGroups,
                 refusals=(409, 415, 507),
             ),
             Endpoint(
                 "POST", "/v1/lease", self.lease, "lease the batch of a step; held until there is one, or for wait_s",
-                body=LeaseRequest, example={"step": 1, "holder": "trainer", "wait_s": 0.0}, answer=LeaseAnswer,
-                further_types=(binary.CONTENT_TYPE,), refusals=(409, 507),
+                roles=TRAINER, body=LeaseRequest, example={"step": 1, "holder": "trainer", "wait_s": 0.0},
+                answer=LeaseAnswer, further_types=(binary.CONTENT_TYPE,), refusals=(409, 507),
                 links={verb: _of_the_lease(verb) for verb in ("renew", "ack", "nack")},
             ),
             *(
                 Endpoint(
-                    "POST", f"/v1/batches/{{step}}/{verb}", handler, summary, body=LeaseUpdate,
+                    "POST", f"/v1/batches/{{step}}/{verb}", handler, summary, roles=TRAINER, body=LeaseUpdate,
                     parameters=(STEP,), answer=answer, refusals=(404, 409, 507),
                 )
                 for verb, handler, summary, answer in (
@@ -86,18 +87,24 @@ class OwnRoutes:
                     ("nack", self.nack, "give a batch back", Returned),
                 )
             ),
-            Endpoint("GET", "/v1/dead-letters", self.dead_letters, "groups that failed too often", answer=DeadLetters),
-            Endpoint("GET", "/v1/explain", self.explain, "why there is no batch now", answer=Explanation),
-            Endpoint("GET", "/v1/status", self.status, "what the hub holds", answer=HubStatus),
             Endpoint(
-                "GET", "/v1/envs/{env_id}", self.env, "how things stand for one environment", parameters=(ENV_ID,),
-                answer=EnvStanding, refusals=(404,),
+                "GET", "/v1/dead-letters", self.dead_letters, "groups that failed too often",
+                roles=OBSERVER, answer=DeadLetters,
+            ),
+            Endpoint(
+                "GET", "/v1/explain", self.explain, "why there is no batch now",
+                roles=OBSERVER, answer=Explanation,
+            ),
+            Endpoint("GET", "/v1/status", self.status, "what the hub holds", roles=OBSERVER, answer=HubStatus),
+            Endpoint(
+                "GET", "/v1/envs/{env_id}", self.env, "how things stand for one environment",
+                roles=ENVIRONMENT, parameters=(ENV_ID,), answer=EnvStanding, refusals=(404,),
             ),
             Endpoint(
                 "POST", "/v1/reset", self.reset, "forget everything: from this machine, or with the admin token",
-                answer=WasReset, refusals=(507,),
+                roles=ADMIN, answer=WasReset, refusals=(507,),
             ),
-            Endpoint("GET", "/healthz", self.healthz, "whether the hub can do its work", answer=Health),
+            Endpoint("GET", "/healthz", self.healthz, "whether the hub can do its work", roles=OBSERVER, answer=Health),
         ]  # fmt: skip
 
     async def groups(self, request: Request) -> Response:
@@ -107,11 +114,12 @@ class OwnRoutes:
     async def lease(self, request: Request) -> Response:
         """Answer with a batch as soon as there is one, or with the reason once `wait_s` is over."""
         config = self._hub.config
-        asked = await read_message(request, LEASE, config.read_timeout_s)
+        asked = await read_message(request, LEASE)
         if asked.step < 0:
             raise unprocessable("greater_than_equal", ("step",), "must be 0 or more", asked.step)
         if not asked.holder:
             raise unprocessable("value_error", ("holder",), "must name the trainer", asked.holder)
+        self._refuse_far_step(asked.step)
         batch = await self._wait_for_batch(asked)
         if batch is not None:
             log.info(
@@ -128,6 +136,13 @@ class OwnRoutes:
         if batch is None:
             return json_answer(LeaseAnswer(batch=None, reason=why_no_batch(self._hub)))
         return raw_json(await lease_json(batch, config.lease_s, max_age))
+
+    def _refuse_far_step(self, step: int) -> None:
+        """Steps are begun in order. One far ahead would make every later policy version and step acceptable."""
+        run, _, newest = self._hub.store.door_facts()
+        if run.trainer is not None and step > newest + 1:
+            msg = f"the newest step is {newest}: lease at most step {newest + 1}"
+            raise unprocessable("less_than_equal", ("step",), msg, step)
 
     async def _wait_for_batch(self, asked: LeaseRequest) -> Batch | None:
         hub = self._hub
@@ -185,7 +200,7 @@ class OwnRoutes:
         step = whole_number(request.path_params["step"])
         if step is None or step < 0:
             raise Refused(404, "Not Found")
-        return step, await read_message(request, UPDATE, self._hub.config.read_timeout_s)
+        return step, await read_message(request, UPDATE)
 
     async def dead_letters(self, _: Request) -> Response:
         """The newest first."""
@@ -254,14 +269,14 @@ class OwnRoutes:
             )
         )
 
-    async def reset(self, request: Request) -> Response:
-        await reset(self._hub, request)
+    async def reset(self, _: Request) -> Response:
+        await reset(self._hub)
         return json_answer(WasReset(status="reset"))
 
     async def healthz(self, _: Request) -> Response:
         self._hub.store.run_state()  # a hub that cannot read its queue is not well
-        if self._hub.store.is_broken:
-            raise Refused(503, "the disk failed: restart the hub")
+        if failure := self._hub.store.failure:
+            raise Refused(503, failure)
         return json_answer(Health(status="ok"))
 
 

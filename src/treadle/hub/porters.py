@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import sys
 from collections import deque
@@ -20,7 +21,7 @@ INLINE_BYTES = 16 * 1024  # smaller than this, the way to a porter and back cost
 IN_HAND = 2  # orders a porter has at once: one that it reads, and the next
 MAX_DEATHS = 2  # a body that so many porters died of is refused
 PATIENCE_S = 30.0  # for a free porter; a client that waits longer would rather try again
-READING_S = 60.0  # the largest body takes a porter a few seconds
+SILENT_S = 60.0  # a porter that has orders and says nothing for this long hangs; the largest body takes a few seconds
 PAUSE_S = 0.5  # before another attempt to start a process, when the machine could not
 SOCKET_BUFFER_BYTES = 2**20
 log = get_logger("hub")
@@ -30,7 +31,7 @@ class Porters:
     """`await porters.admit(body, order)` -> the checked groups, or `Refused`.
 
     A porter that dies (out of memory, killed) is replaced, and its orders are done by another. Only the one that it was
-    reading is suspected, and refused when the next porter dies of it as well.
+    reading is suspected, and refused when the next porter dies of it as well; at once when it took too much CPU time.
     """
 
     def __init__(self, num_porters: int) -> None:
@@ -57,6 +58,9 @@ class Porters:
             try:
                 verdict = await porter.judge(body, order)
             except PorterDied as died:
+                if died.while_reading and await porter.exit_code() == -signal.SIGPROF:
+                    detail = f"the body takes more than {order.max_cpu_s:g} s to check: send fewer groups at once"
+                    raise Refused(413, detail, reason="too_costly") from None
                 num_deaths += died.while_reading
                 continue
             except asyncio.CancelledError:  # the client went away; the porter answers all the same
@@ -114,6 +118,7 @@ class _Porter:
         self._writer = writer
         self._answers: deque[asyncio.Future[Verdict]] = deque()
         self._has_begun = False  # the first of them is being read
+        self._heard_at = 0.0  # when it last said something, or got an order while it had none
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -145,15 +150,23 @@ class _Porter:
         if self._reading.done():
             raise PorterDied(while_reading=False)
         packed = msgspec.msgpack.encode(order)
+        now = asyncio.get_running_loop().time
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        if not self._answers:
+            self._heard_at = now()
         self._answers.append(answer)
         with contextlib.suppress(OSError, RuntimeError):  # it died: the answer tells
+            # Without drain(), which would wait for ever for a porter that hangs.
             self._writer.writelines((LENGTH.pack(len(packed)), LENGTH.pack(len(body)), packed, body))
-            await self._writer.drain()
-        is_done, _ = await asyncio.wait([answer], timeout=READING_S)
-        if not is_done:  # it hangs: the next porter tells whether the body is to blame
+        while not answer.done() and now() < self._heard_at + SILENT_S:
+            await asyncio.wait([answer], timeout=self._heard_at + SILENT_S - now())
+        if not answer.done():  # it hangs: the next porter tells whether the body is to blame
             _kill(self._process)
         return await answer
+
+    async def exit_code(self) -> int:
+        """Of a process that died, or that is of no more use."""
+        return await _end(self._process)
 
     async def ended(self) -> None:
         """Returns when the process is gone."""
@@ -164,6 +177,7 @@ class _Porter:
         try:
             while True:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                self._heard_at = asyncio.get_running_loop().time()
                 if length == 0:
                     self._has_begun = True
                     continue
@@ -191,10 +205,10 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         process.kill()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process) -> int:
     """Kill it and collect its exit code: asyncio warns of a child that outlives its event loop."""
     _kill(process)
-    await process.wait()
+    return await process.wait()
 
 
 def _outcome(verdict: Verdict) -> Admitted:

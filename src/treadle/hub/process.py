@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +17,7 @@ from treadle.hub.explain import explain
 from treadle.hub.guard import access_of
 from treadle.hub.state import HubState
 from treadle.log import get_logger
-from treadle.store import Store, set_aside
+from treadle.store import StorageFailed, Store, set_aside
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 from treadle.wire.http_limits import HttpLimits
@@ -24,6 +26,8 @@ from treadle.wire.serving import serve_until_stopped
 
 # Given the queue, who explains it and who says whether anybody is at work, pages that are served beside the interface.
 Pages = Callable[[Store, Callable[[], str], Callable[[], bool]], contextlib.AbstractContextManager[Sequence[Page]]]
+FAILURE_SHOWN_S = 5.0  # a hub whose store failed answers this long why, then ends
+LARGE_BODIES = 4  # of the largest size that may be worked on at once: there are at most as many processes to check them
 log = get_logger("hub")
 
 
@@ -35,13 +39,19 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
     """Run until SIGTERM or SIGINT; then answer what waits, flush and return."""
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)
-    limits = HttpLimits(max_connections=config.max_connections, read_timeout_s=config.read_timeout_s)
+    limits = HttpLimits(
+        max_connections=config.max_connections,
+        read_timeout_s=config.read_timeout_s,
+        max_body_bytes_in_flight=LARGE_BODIES * config.max_body_bytes,
+    )
     try:
         if config.fresh:
             set_aside(config.database)
         waits = Waits()
         with (
-            Store.open(config.database, waits=waits, disk_patience_s=config.disk_patience_s) as store,
+            Store.open(
+                config.database, waits=waits, disk_patience_s=config.disk_patience_s, on_failure=_stop_soon
+            ) as store,
             Watchdog("hub", "hub", waits) as watchdog,
         ):
             hub = HubState.build(store, config, time.monotonic)
@@ -51,9 +61,17 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
                 app = app_of(hub, access, shown, watchdog.watch_loop)
                 serve_until_stopped(app, listener, on_stop=hub.bell.close, limits=limits)
             reach("hub:stopping")
+        if store.failure:
+            raise StorageFailed(store.failure)
     finally:
         listener.close()
     log.info("stopped")
+
+
+def _stop_soon() -> None:
+    timer = threading.Timer(FAILURE_SHOWN_S, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
 
 
 def _tell_what_was_there(store: Store) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.hub.answers import Handler, answer
+from treadle.hub.refusals import Refused
+from treadle.wire.guard import why_refused
+from treadle.wire.tokens import Role
 
 JSON = "application/json"
 TEXT = "text/plain"
@@ -43,13 +46,15 @@ class Link:
 class Endpoint:
     """`body` and `answer` are types of JSON; None: the bytes are described by their media type alone.
 
-    `refusals` are the statuses beside those that every route, or every route with a body, can answer.
+    `refusals` are the statuses beside those that every route, or every route with a body, can answer. `roles` are those
+    whose token opens the route.
     """
 
     method: Literal["GET", "POST"]
     path: str
     handler: Handler
     summary: str
+    roles: Set[Role] = field(kw_only=True)
     body: Any = None
     body_type: str = JSON
     body_required: bool = True
@@ -70,10 +75,16 @@ class Endpoint:
 
         async def handle(request: Request) -> Response:
             began = time.perf_counter()
-            response, reason = await answer(self.handler, request)
+            response, reason = await answer(self._handle, request)
             watch(self, response.status_code, reason, time.perf_counter() - began)
             return response
 
         route = Route(self.path, handle, methods=[self.method])
         route.methods = {self.method}
         return route
+
+    async def _handle(self, request: Request) -> Response:
+        why = why_refused(request.scope, self.roles)
+        if why is not None:
+            raise Refused(403, why, reason="not_allowed")
+        return await self.handler(request)

@@ -149,7 +149,12 @@ class HubState:
         run, num_envs, newest_step = self.store.door_facts()
         trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
         if trainer is None:
-            return Rules(num_envs=num_envs, vocab_size=self.config.vocab_size, needs_version=needs_version)
+            return Rules(
+                num_envs=num_envs,
+                vocab_size=self.config.vocab_size,
+                newest_version=newest_step,
+                needs_version=needs_version,
+            )
         return Rules(
             num_envs=num_envs,
             vocab_size=self.config.vocab_size or trainer.vocab_size,

@@ -7,7 +7,7 @@ from typing import Any
 
 from treadle.config.schema import RunConfig
 
-__all__ = ["chat", "doctor", "resume", "start", "top"]
+__all__ = ["resume", "start"]
 
 
 def start(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
@@ -22,17 +22,3 @@ def resume(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_pag
     from treadle.launch.job import resume_run
 
     return resume_run(run_folder, overrides, plain=plain, open_page=open_page)
-
-
-def top(run: Path | None, *, plain: bool, once: bool) -> int:
-    """Show how a run goes that was started elsewhere; the newest in ./runs when `run` is None."""
-    from treadle.launch.top import watch_run
-
-    return watch_run(run, plain=plain, once=once)
-
-
-def chat(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
-    """Talk to a run's result, a model folder or a model id; the newest run when `model` is None."""
-    from treadle.launch.chat import talk
-
-    return talk(model, message=message, temperature=temperature, max_tokens=max_tokens)

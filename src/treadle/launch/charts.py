@@ -19,6 +19,8 @@ WIDTH, HEIGHT = 460.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 10.0, 28.0
 MOST_POINTS = 300  # more than a chart has pixels for; their means are drawn
 MOST_HINTS = 150  # points that tell their value when pointed at
+LEAST_SPREAD = 1e-9  # of the values themselves: smaller differences are rounding, and no axis can show them
+LEAST_NUMBER = 1e-300  # smaller ones are as good as 0
 TALL = 2.5  # times what 98 of 100 stay below: an axis for that would leave nothing to see of the others
 
 
@@ -129,17 +131,20 @@ def pieces(points: Sequence[Point], gaps: Sequence[float]) -> list[tuple[Point, 
 
 
 def ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
-    """Round numbers that reach from below `low` to above `high`.
+    """Round numbers that reach from below `low` to above `high`; at least two, whatever the values are.
 
     >>> ticks(0.0, 0.93)
     (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    >>> ticks(0.0, 3e-14), ticks(1.0, 1.0 + 2e-16)
+    ((0.0, 1e-14, 2e-14, 3e-14), (1.0, 1.2))
     """
-    spread = high - low or abs(high) or 1.0
-    rough = spread / most
+    largest = max(abs(low), abs(high))
+    spread = high - low if high - low > LEAST_SPREAD * largest else largest
+    rough = (spread if spread > LEAST_NUMBER else 1.0) / most
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return tuple(round(step * i, 12) for i in range(first, max(last, first + 1) + 1))
+    return tuple(float(f"{step * i:.12g}") for i in range(first, max(last, first + 1) + 1))
 
 
 def _scale_of(chart: Chart, shown: Sequence[Series], stacked: Sequence[Point]) -> _Scale:

@@ -14,6 +14,7 @@ import httpx
 
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import EngineError, ModelError, require
+from treadle.launch.folder import REQUEST_FILE
 from treadle.launch.machine import look_at_machine
 from treadle.launch.model import ending_on_sigterm, prepare_model
 from treadle.launch.plan import CONFIG_FILE, ProcessSpec, child_environment
@@ -46,14 +47,16 @@ def find_model(model: str | None, runs: Path) -> Path:
     if model is None:
         return _newest_result(runs)
     folder = Path(model).expanduser()
-    if (folder / CONFIG_FILE).is_file() and (folder / "checkpoints").is_dir():
+    if not folder.exists() and folder.parent.name == runs.name:
+        raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
+    if (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in (REQUEST_FILE, "checkpoints")):
         result = folder / "checkpoints" / "final_model"
         if not result.is_dir():
             raise ModelError(
                 f"the run {model} has no trained model yet", fix=f"finish it: treadle run --resume {model}"
             )
         return result.resolve()
-    return Path(prepare_model(model))
+    return Path(prepare_model(model, "chat"))
 
 
 def _newest_result(runs: Path) -> Path:

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import without_secrets
 from treadle.errors import ConfigError, DiskFull
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
@@ -76,18 +78,37 @@ def check_is_run(folder: Path) -> None:
         )
 
 
+def check_queue_exists(config: RunConfig, last_step: int) -> None:
+    """A run that has begun goes on with the batches and rollouts of its queue, or not at all."""
+    has_begun = last_step > 0 or newest_checkpoint(config.train.save_path) > 0 or config.env.state_dir.exists()
+    if has_begun and not config.hub.database.is_file():
+        raise ConfigError(
+            f"the queue of this run is gone: {config.hub.database}; without it the run would go on with other data",
+            fix="restore it, or start a new run from a checkpoint: --model CHECKPOINT",
+        )
+
+
 def save_request(config: RunConfig, folder: Path) -> None:
-    asked = config.model_dump(mode="json", exclude_unset=True)
-    (folder / REQUEST_FILE).write_text(json.dumps(asked, indent=2) + "\n")
+    asked = without_secrets(config.model_dump(mode="json", exclude_unset=True))
+    replace_text(folder / REQUEST_FILE, json.dumps(asked, indent=2) + "\n")
 
 
 def requested_keys(folder: Path) -> frozenset[str]:
     """The dotted keys that the user gave when the run began; the rest may be settled anew."""
+    file = folder / REQUEST_FILE
     try:
-        asked = json.loads((folder / REQUEST_FILE).read_text())
+        asked = json.loads(file.read_bytes())
     except FileNotFoundError:
         return frozenset()
+    except (OSError, ValueError) as error:
+        raise _damaged(file, str(error)) from None
+    if not isinstance(asked, dict):
+        raise _damaged(file, "it holds no JSON object")
     return frozenset(_dotted(asked))
+
+
+def _damaged(file: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{file} cannot be read: {problem}", fix="put back a copy of it")
 
 
 def remove_stale_weights(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,32 +117,35 @@ def read_evaluation(path: Path) -> Evaluation | None:
     """None for a file that is not (yet) a whole evaluation."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        low, high = values.get("interval_95") or (values["accuracy"], values["accuracy"])
+        accuracy = float(values["accuracy"])
+        low, high = (float(edge) for edge in values.get("interval_95") or (accuracy, accuracy))
+        if not all(math.isfinite(number) for number in (accuracy, low, high)):
+            return None
         return Evaluation(
             step=int(values["step"]),
-            accuracy=float(values["accuracy"]),
-            low=float(low),
-            high=float(high),
+            accuracy=accuracy,
+            low=low,
+            high=high,
             num_right=int(values.get("num_right", 0)),
             num_prompts=int(values.get("num_prompts", 0)),
-            samples=tuple(values.get("samples") or ()),
+            samples=tuple(sample for sample in values.get("samples") or () if isinstance(sample, dict)),
             ended=None if values.get("ended") is None else float(values["ended"]),
             max_tokens=(values.get("generation_params") or {}).get("max_tokens"),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 
 def _sum(step: Step, keys: Sequence[str]) -> float | None:
     """None when one of them was not measured."""
     values = [step.get(key) for key in keys]
-    numbers = [float(value) for value in values if isinstance(value, (int, float))]
+    numbers = [float(value) for value in values if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max]
     return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _fingerprint(path: Path) -> tuple[str, int, int]:
     try:
         state = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return str(path), 0, 0
     return str(path), state.st_size, state.st_mtime_ns

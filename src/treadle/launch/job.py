@@ -5,6 +5,7 @@ check -> prepare the model -> run folder -> plan -> supervise (with a view) -> s
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from rich.console import Console
 from treadle.config.env import EnvConfig
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import require_secrets
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.pace import choose_pace
-from treadle.errors import ConfigError, TreadleError, is_out_of_memory, require
+from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory, require
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.command import show_what_fits
 from treadle.launch.history import HistoryReader, reader_of
@@ -33,25 +35,30 @@ from treadle.launch.plan import (
     CONFIG_FILE,
     LOG_FOLDER,
     Plan,
+    RunTokens,
     build_plan,
     choose_steps,
     explicit_keys,
     wished_addresses,
+    with_values,
 )
 from treadle.launch.ports import Listeners, held_ports, port_of
-from treadle.launch.probe import get_json
+from treadle.launch.probe import answers_ok, get_json
 from treadle.launch.process import KILLED
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import near, program
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
+from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 
 STOPPED_BY_USER = 130
+LAST_ANSWER_S = 10.0  # the hub is idle by then
 # What the numbering of waves and steps hangs on.
 _FIXED_FOR_LIFE = (
     "model", "seed", "output", "env.name", "env.task", "env.group_size", "env.wandb_name", "train.batch_size",
-    "train.gradient_accumulation_steps",
+    "train.gradient_accumulation_steps", "hub.database", "hub.fresh",
 )  # fmt: skip
 
 
@@ -81,6 +88,12 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
     Paths become absolute: a run can be resumed from another folder.
     """
     environment = load_environment(config)
+    if environment.waits_for_agents:
+        raise ConfigError(
+            f"the environment '{config.own_name}' has no command, so nothing in this run would start its agents",
+            fix="""--env.args '{"command": "python examples/agent.py"}'; agents that come by themselves have an """
+            f"environment of their own: treadle env {config.own_name} serve, beside treadle hub, engine and train",
+        )
     prepare_task(environment)
     paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
     if ".py" in config.name:
@@ -95,6 +108,23 @@ def _absolute(value: str) -> str:
     if not value or not file.exists():
         return value
     return str(file.resolve()) + (f":{name}" if colon else "")
+
+
+def settle_tokens(config: RunConfig) -> tuple[RunConfig, RunTokens]:
+    """The tokens of hub and engine, for the processes that call them. Files that do not exist yet are made here."""
+    hub, engine, env = config.hub, config.engine, os.environ
+    tokens = RunTokens(
+        hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
+        hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
+        engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
+    )
+    files = {
+        "hub.token_file": hub.token_file,
+        "hub.admin_token_file": hub.admin_token_file,
+        "engine.token_file": engine.token_file,
+    }
+    absolute = {key: file.expanduser().absolute() for key, file in files.items() if file is not None}
+    return with_values(config, absolute), tokens
 
 
 def _label(config: RunConfig) -> str:
@@ -112,7 +142,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     if steps is not None:
         overrides = {"steps": steps, "train.steps": steps, **overrides}
     with run_folders.locked(folder):
-        config = load_run(folder / CONFIG_FILE, overrides)
+        # The queue was to be empty when the run began: now it holds the run.
+        config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
         config.check_together()
         run_folders.check_disk_space(folder)
         summary = load_summary(folder)
@@ -124,6 +155,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
             _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
             print_report(summary, Console())
             return 0
+        require_secrets(config.model_dump(mode="json"))
         prepare_task(load_environment(config.env))
         require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
@@ -131,7 +163,9 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         with held_ports(wished_addresses(config), explicit) as listeners:
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
             _tell_what_is_repeated(config, folder)
-            return _run(config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page)
+            return _run(
+                config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page, is_resumed=True
+            )
 
 
 def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
@@ -164,9 +198,11 @@ def _run(
     *,
     plain: bool,
     open_page: bool,
+    is_resumed: bool = False,
 ) -> int:
     """Needs the folder's lock."""
     run_folders.remove_stale_weights(folder)
+    config, tokens = settle_tokens(config)
     plan = build_plan(
         config,
         look_at_machine({name: port_of(listener) for name, listener in listeners.items()}),
@@ -174,15 +210,18 @@ def _run(
         model_folder=model_folder,
         is_model_local=is_local(config.model),
         explicit=explicit,
+        tokens=tokens,
     )
+    history = reader_of(plan.config, folder)
+    if is_resumed:
+        run_folders.check_queue_exists(plan.config, history.read().last_step)
     save_run(plan.config, folder / CONFIG_FILE)
     save_versions(folder)
-    page = RunPage(plan.config, plan.hub_url)
+    page = RunPage(plan.hub_url, plan.watch_url)
     _say(f"run folder: {folder}")
     _say(page.announcement(opens=open_page))
     for note in plan.notes:
         _say(note)
-    history = reader_of(plan.config, folder)
     earlier = load_summary(folder)
     how_to_resume = f"continue with: {program()} run --resume {near(folder)}"
     life = Life(plan, history, listeners)
@@ -198,6 +237,8 @@ def _run(
     finally:
         if plan.config.engine.weights_file is not None and "engine.weights_file" not in explicit:
             run_folders.remove_weights(plan.config.engine.weights_file)
+        if not folder.is_dir():
+            raise UserError(f"the run's folder was deleted while the run went on: {folder}", fix="start a new run")
         summary = summarize(plan.config, folder, history.read(), life.outcome().after(earlier))
         save_summary(summary, folder)
     if not summary.is_complete:
@@ -225,7 +266,7 @@ class Life:
         self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
         self._overseer = Overseer(
-            plan.config.train.atropos_url,  # with its token, where it has one
+            plan.watch_url,
             lambda: self._supervisor.pids,
             plan.run_folder / LOG_FOLDER,
             plan.config.stall_timeout_s,
@@ -248,9 +289,18 @@ class Life:
                     self._are_all_started = True
                     self._supervisor.watch(lambda: self._history.read().last_step >= self._plan.config.steps)
                     self._screen.tick()
+                self._check_hub()
                 self._is_complete = True
             except Stopped:
                 _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
+
+    def _check_hub(self) -> None:
+        """A run whose queue was deleted meanwhile has not ended well: its record is gone, and it cannot be resumed."""
+        if not answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
+            raise ProcessDied(
+                f"all steps are taken, but the hub cannot answer for its queue {self._plan.config.hub.database}",
+                fix=f"the hub's log says why: {self._plan.run_folder / LOG_FOLDER / 'hub.log'}",
+            )
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -278,7 +328,7 @@ class Life:
         state.phase = current_phase(state.history, self._plan.config)
         if time.monotonic() >= self._next_question:
             self._next_question = time.monotonic() + 1.0
-            answer = get_json(f"{self._plan.config.train.atropos_url}/status")
+            answer = get_json(f"{self._plan.watch_url}/status")
             state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
 
 

@@ -18,15 +18,16 @@ def is_local(model: str) -> bool:
     return model == DEFAULT_MODEL or Path(model).expanduser().is_dir()
 
 
-def prepare_model(model: str) -> str:
-    """The folder of a model, fetched and converted where needed. Its progress goes to the terminal.
+def prepare_model(model: str, verb: str = "run") -> str:
+    """The folder of a model, fetched and converted where needed. Its progress goes to the terminal, and what is wrong,
+    with the flags of `verb`.
 
     A process of its own does it, because it needs torch and the launcher must stay small. When it fails it
     has already said why, so this ends with its exit code and says nothing more.
     """
     with ending_on_sigterm():
         done = subprocess.run(
-            [sys.executable, "-m", "treadle.engines.models", model],
+            [sys.executable, "-m", "treadle.engines.models", model, verb],
             stdout=subprocess.PIPE,
             text=True,
             check=False,

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
+from treadle.config.advice import SECTION_OF_PROCESS, as_flags_of
 from treadle.errors import RunStalled
 from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
@@ -83,7 +84,7 @@ class Overseer:
             self._look_at_silent("hub", self._clock() - self._hub_heard_s)
         else:
             self._hub_heard_s = self._clock()
-        standings = _read(answer)
+        standings = [_in_flags_of_run(standing) for standing in _read(answer)]
         notes = tuple(line for standing in standings for line in tell_process(standing, with_fixes=True))
         # What is over may be told again when it comes back.
         self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
@@ -164,6 +165,18 @@ def _read(answer: bytes | None) -> list[ProcessStanding]:
     with contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(answer or b"", type=Processes).processes
     return []
+
+
+def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:
+    """A process names its own flags; who looks at the run gave those of `treadle run`."""
+    report = standing.report
+
+    def spelled(fix: str) -> str:
+        return as_flags_of("run", fix, SECTION_OF_PROCESS.get(report.kind, ""))
+
+    waits = [msgspec.structs.replace(wait, fix=spelled(wait.fix)) for wait in report.waits]
+    own = msgspec.structs.replace(report, fix=spelled(report.fix), waits=waits)
+    return msgspec.structs.replace(standing, report=own)
 
 
 def _troubles(standing: ProcessStanding) -> list[tuple[str, str]]:

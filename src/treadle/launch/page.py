@@ -7,18 +7,14 @@ import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from treadle.config.schema import RunConfig
-
-TOKEN_VARIABLE = "TREADLE_HUB_TOKEN"  # noqa: S105 - a variable's name
 PATH = "/dash/"
 
 
 @dataclass(frozen=True)
 class RunPage:
-    config: RunConfig
     hub_url: str
+    watch_url: str = field(repr=False)  # the same with an observer's token, where the hub asks for one
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     find_browser: Callable[[], webbrowser.BaseBrowser] = webbrowser.get
 
@@ -38,8 +34,9 @@ class RunPage:
     @property
     def shown_url(self) -> str:
         """Without the token, which must not end up in a log."""
-        needs_token = TOKEN_VARIABLE in self.environment or self.config.hub.token_file is not None
-        return f"{self.hub_url}/t/TOKEN{PATH} (TOKEN is the hub's token)" if needs_token else f"{self.hub_url}{PATH}"
+        if self.watch_url == self.hub_url:
+            return f"{self.hub_url}{PATH}"
+        return f"{self.hub_url}/t/TOKEN{PATH} (`treadle token observer` prints TOKEN)"
 
     def open(self) -> None:
         """Some browsers do not return before they are closed: in a thread of its own."""
@@ -49,7 +46,4 @@ class RunPage:
 
     def address(self) -> str:
         """With the token: for the browser alone."""
-        token = self.environment.get(TOKEN_VARIABLE, "")
-        if not token and self.config.hub.token_file is not None:
-            token = Path(self.config.hub.token_file).expanduser().read_text().strip()
-        return f"{self.hub_url}/t/{token}{PATH}" if token else f"{self.hub_url}{PATH}"
+        return f"{self.watch_url}{PATH}"

@@ -8,17 +8,22 @@ then     env                when hub and engine answer; the run is complete when
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
+from treadle.config.secret_settings import secret_variable
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
+from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
+from treadle.wire.urls import url_to
 
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
@@ -31,6 +36,35 @@ _CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",
 }
+# What each process is to the hub and to the engine: it gets the token of this role, and no other.
+_HUB_ROLES: Mapping[str, ClientRole] = {"engine": "engine", "env": "environment", "trainer": "trainer"}
+_ENGINE_ROLES: Mapping[str, ClientRole] = {"hub": "observer", "env": "environment", "trainer": "trainer"}
+_SECRETS = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)
+_SECTIONS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "openai"), "trainer": ("train",)}
+
+
+@dataclass(frozen=True)
+class RunTokens:
+    """The tokens that hub and engine ask for; None: they ask for none."""
+
+    hub: str | None = field(default=None, repr=False)
+    hub_admin: str | None = field(default=None, repr=False)
+    engine: str | None = field(default=None, repr=False)
+
+    def variables_of(self, process: str) -> dict[str, str]:
+        """Environment variables: command lines and files can be read by others."""
+        admin = self.hub_admin if process == "hub" else None
+        hub, engine = _for(self.hub, _HUB_ROLES.get(process)), _for(self.engine, _ENGINE_ROLES.get(process))
+        given = zip(_SECRETS, (hub, admin, engine), strict=True)
+        return {variable: token for variable, token in given if token is not None}
+
+
+def _for(secret: str | None, role: ClientRole | None) -> str | None:
+    """The server itself has no role: it gets the token that those of the roles are derived from."""
+    return secret if secret is None or role is None else role_token(secret, role)
+
+
+NO_TOKENS = RunTokens()
 
 
 @dataclass(frozen=True)
@@ -39,7 +73,7 @@ class ProcessSpec:
 
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)  # tokens are in it
     log_path: Path
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
@@ -57,6 +91,12 @@ class Plan:
     processes: tuple[ProcessSpec, ...]  # in the order in which they start
     hub_url: str
     notes: tuple[str, ...] = ()  # what was chosen for this machine, and why
+    observer_token: str = field(default="", repr=False)  # of the hub, where it asks for one
+
+    @property
+    def watch_url(self) -> str:
+        """The hub as the launcher and its page call it."""
+        return f"{self.hub_url}/t/{self.observer_token}" if self.observer_token else self.hub_url
 
 
 def build_plan(
@@ -67,6 +107,7 @@ def build_plan(
     model_folder: str,
     is_model_local: bool,
     explicit: frozenset[str] | None = None,
+    tokens: RunTokens = NO_TOKENS,
 ) -> Plan:
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
@@ -80,8 +121,8 @@ def build_plan(
             f"env.max_age {config.env.max_age} and train.max_age {config.train.max_age} would wait for each other",
             fix="give only --env.max-age",
         )
-    hub_url = _url(config.hub.host, ports["hub"])
-    engine_url = _url(config.engine.host, ports["engine"])
+    hub_url = url_to(config.hub.host, ports["hub"])
+    engine_url = url_to(config.engine.host, ports["engine"])
     threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
     longest = longest_sequence(config, explicit)
     derived = {
@@ -91,7 +132,7 @@ def build_plan(
         "engine.threads": threads,
         "engine.max_model_len": longest,
         "train.seq_len": longest,
-        **engine_of_mode(config.train, run_folder, facts),
+        **engine_of_mode(config.train, run_folder, facts, explicit),
         "openai.base_url": f"{engine_url}/v1",
         "env.seed": config.seed,
         "env.rollout_server_url": hub_url,
@@ -115,8 +156,9 @@ def build_plan(
         "train.steps": choose_steps(config, explicit),
     }
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
-    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), is_offline=is_model_local)
-    return Plan(resolved, run_folder, specs, hub_url, notes)
+    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
+    observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
+    return Plan(resolved, run_folder, specs, hub_url, notes, observer_token)
 
 
 def choose_by_processor(
@@ -149,13 +191,17 @@ def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
     return min(asked) if asked else max(*given.values(), wanted)
 
 
-def engine_of_mode(train: TrainConfig, run_folder: Path, facts: MachineFacts) -> dict[str, Any]:
+def engine_of_mode(
+    train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
+) -> dict[str, Any]:
     """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
     shares = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     if train.weight_bridge_mode in LORA_MODES:
         # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
+        saved = train.save_path if "train.save_path" in explicit else run_folder
+        settings["engine.adapter_root"] = train.live_path or saved  # the trainer's, and nobody else's
     return settings
 
 
@@ -194,13 +240,25 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _processes(
-    config: RunConfig, facts: MachineFacts, run_folder: Path, urls: tuple[str, str], *, is_offline: bool
+    config: RunConfig,
+    facts: MachineFacts,
+    run_folder: Path,
+    urls: tuple[str, str],
+    tokens: RunTokens,
+    *,
+    is_offline: bool,
 ) -> tuple[ProcessSpec, ...]:
     hub_url, engine_url = urls
 
+    settings = config.model_dump(mode="json")
+
     def spec(name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0) -> ProcessSpec:
         argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
-        environment = child_environment(facts, threads=threads, is_offline=is_offline)
+        environment = {
+            **child_environment(facts, threads=threads, is_offline=is_offline),
+            **tokens.variables_of(name),
+            **secret_variable(settings, *_SECTIONS[name]),
+        }
         return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
 
     engine_threads = config.engine.threads or facts.num_cores
@@ -215,7 +273,8 @@ def _processes(
 
 
 def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:
-    inherited = {k: v for k, v in facts.environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    left_out = ("PYTHONDONTWRITEBYTECODE", SETTINGS_VARIABLE, *_SECRETS)
+    inherited = {k: v for k, v in facts.environment.items() if k not in left_out}
     return {
         **inherited,
         **_CHILD_ENVIRONMENT,
@@ -231,9 +290,3 @@ def _weights_file(run_folder: Path, facts: MachineFacts) -> Path:
     if facts.has_shared_memory:
         return SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
     return run_folder / "engine.weights"
-
-
-def _url(host: str, port: int) -> str:
-    """Where to call a server that listens on `host`; one that listens everywhere is called on loopback."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from treadle.config.load import replace_text
@@ -151,10 +152,10 @@ def save_summary(summary: Summary, run_folder: Path) -> None:
 
 
 def load_summary(run_folder: Path) -> Summary | None:
-    """None when the run was never summarized, or by a version of ours that wrote other figures."""
+    """None when the run was never summarized, or the file is damaged, or of a version that wrote other figures."""
     try:
-        return Summary(**json.loads((run_folder / SUMMARY_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode((run_folder / SUMMARY_FILE).read_bytes(), type=Summary)
+    except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 

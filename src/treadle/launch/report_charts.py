@@ -16,6 +16,7 @@ PARTS_OF_A_STEP = {
 }
 MAX_HEALTHY_KL = 0.1
 MAX_HEALTHY_CLIPPED = 0.3
+LARGEST_NUMBER = 1e300
 HEALTHY_RATIO = (0.8, 1.2)
 # A step whose groups all scored the same trains no token: earlier releases wrote a 0 for these, which is no figure.
 OF_TRAINED_TOKENS = frozenset({"entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction"})
@@ -109,4 +110,5 @@ def distinct(*series: Series) -> tuple[Series, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
+    """Also of a damaged file: a number that no axis can hold (NaN, infinite, 10**400) is not one."""
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST_NUMBER

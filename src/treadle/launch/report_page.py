@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.launch.charts import Chart, draw
 from treadle.launch.folder import check_is_run, requested_keys
 from treadle.launch.history import Evaluation, History, reader_of
@@ -39,8 +40,6 @@ _KINDS = {
     (True, True): ("right both times", 1),
     (False, False): ("wrong both times", 2),
 }
-_SECRET_KEY = re.compile(r"(api_key|password|secret)$")
-_SECRET_TEXT = re.compile(r"(/t/|--api-key[ =])[^\s/]+")
 _LATE = re.compile(r"^(?P<when>\S+) ERROR\s+watchdog late (?P<rest>.*)$")
 _ENGINE = re.compile(r"\bengine loaded engine=(?P<kind>\S+) version=(?P<version>\S+)")
 _PREFIX_STEPS = 5  # a mean of so many steps is "at first" and "at last"
@@ -132,7 +131,8 @@ def render(facts: Facts) -> str:
 def page_of(facts: Facts) -> dict[str, Any]:
     """What the template is filled with. Everything but the drawings is plain text, and escaped by it."""
     summary, history = facts.summary, facts.history
-    pairs = choose_examples(*_first_and_last(history.evaluations), num=10**9)
+    before, after = _first_and_last(history.evaluations)
+    pairs = choose_examples(before, after, num=10**9)
     settings = settings_of(facts.config, facts.asked_for)
     return {
         "name": facts.folder.name,
@@ -145,11 +145,12 @@ def page_of(facts: Facts) -> dict[str, Any]:
         "alarms": facts.alarms,
         "counts": _counts(pairs),
         "examples": _chosen(pairs),
+        "cut_off": {"before": _cut_off_in_words(before), "after": _cut_off_in_words(after)},
         "changed": sorted((s for s in settings if s.differs), key=lambda s: (not s.is_asked_for, s.key)),
         "settings": settings,
         "versions": _versions(facts),
         "memory": [
-            (name, gigabytes(size), size / max(summary.peak_memory_by_process.values()))
+            (name, gigabytes(size), size / max(1, *summary.peak_memory_by_process.values()))
             for name, size in sorted(summary.peak_memory_by_process.items(), key=lambda item: -item[1])
         ],
         "peak_memory": gigabytes(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
@@ -195,10 +196,8 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
 
 def settings_of(config: RunConfig, asked_for: frozenset[str]) -> list[Setting]:
     """Every setting of the run by its dotted key; what is secret is not shown."""
-    used, default = (_flat(one.model_dump(mode="json")) for one in (config, RunConfig()))
-    return [
-        Setting(key, _shown(key, value), _shown(key, default.get(key)), key in asked_for) for key, value in used.items()
-    ]
+    used, default = (_flat(without_secrets(one.model_dump(mode="json"))) for one in (config, RunConfig()))
+    return [Setting(key, _shown(value), _shown(default.get(key)), key in asked_for) for key, value in used.items()]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -209,13 +208,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(value: Any) -> str:
     if value in (None, ""):
         return ""
-    if _SECRET_KEY.search(key):
-        return "(not shown)"
     text = value if isinstance(value, str) else json.dumps(value)
-    return _SECRET_TEXT.sub(r"\1(not shown)", text)
+    return text.replace(NOT_STORED, "(not shown)")
 
 
 def _status(summary: Summary) -> str:
@@ -275,6 +272,12 @@ def _chosen(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for kind, (words, most) in _KINDS.items():
         chosen += [dict(pair) | {"kind": words} for pair in pairs if _kind_of(pair) == kind][:most]
     return chosen
+
+
+def _cut_off_in_words(evaluation: Evaluation | None) -> str:
+    """As the printed report says it of an answer that did not end by itself."""
+    limit = None if evaluation is None else evaluation.max_tokens
+    return f"cut off at {limit} tokens" if limit else "cut off"
 
 
 def _versions(facts: Facts) -> list[tuple[str, str]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from rich.console import Console
 
 from treadle.config.load import load_run
+from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.history import HistoryReader, reader_of
@@ -17,6 +21,8 @@ from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.probe import get_json
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import near, program
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE
+from treadle.wire.urls import shown_url
 
 RUNS = Path("runs")
 GONE_AFTER_S = 5.0
@@ -27,7 +33,7 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     """Until the run is over, or Ctrl-C; `once` prints one picture."""
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE, {})
-    hub_url = config.train.atropos_url
+    hub_url = _watch_url(config)
     history = reader_of(config, folder)
     overseer = Overseer(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
     seconds_ago = max(0.0, time.time() - (folder / CONFIG_FILE).stat().st_mtime)  # written when it began or went on
@@ -44,10 +50,20 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     else:
         _watch(Screen(choose_view(plain=plain), state, refresh), overseer)
     if not overseer.sight.standings:
-        print(f"this run is not going on now: its hub at {hub_url} does not answer", flush=True)
+        print(f"this run is not going on now: its hub at {shown_url(hub_url)} does not answer", flush=True)
         if history.read().last_step < config.steps:
             print(f"continue it with: {program()} run --resume {near(folder)}", flush=True)
     return 0
+
+
+def _watch_url(config: RunConfig) -> str:
+    """The hub with its token, from the environment or from the file that the run was started with."""
+    token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
+    file = config.hub.token_file
+    if not token and file is not None:
+        with contextlib.suppress(OSError):  # then the hub refuses, and the view says that it does not answer
+            token = file.expanduser().read_text().strip()
+    return f"{config.train.atropos_url}/t/{quote(token, safe='')}" if token else config.train.atropos_url
 
 
 def _watch(screen: Screen, overseer: Overseer) -> None:

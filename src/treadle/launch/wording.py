@@ -11,7 +11,7 @@ def near(path: str | Path) -> str:
     """As the user would type it: relative when it is below the current folder."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, OSError):  # elsewhere; or the current folder was deleted
         return str(path)
 
 

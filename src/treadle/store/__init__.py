@@ -8,6 +8,7 @@ append --> queued --lease--> leased --ack--> trained
 """
 
 from treadle.store.figures import Figures
+from treadle.store.file import set_aside
 from treadle.store.records import (
     Appended,
     Batch,
@@ -38,7 +39,7 @@ from treadle.store.refusals import (
     StorageFailed,
     StoreRefusal,
 )
-from treadle.store.sqlite import Store, set_aside
+from treadle.store.sqlite import Store
 
 __all__ = [
     "Appended",

@@ -9,6 +9,7 @@ backwards, in small portions, and only when somebody asks for it.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ import msgspec
 
 from treadle.store import groups
 from treadle.store.records import Format, StoredGroup
-from treadle.store.schema import create_file
 from treadle.wire import binary
 from treadle.wire.groups import IGNORED
 
@@ -210,7 +210,8 @@ def content_of(stored: StoredGroup) -> binary.StoredForm:
 
 
 def _connect(facts_file: Path, queue: Path) -> sqlite3.Connection:
-    create_file(facts_file)
+    os.close(os.open(facts_file, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would let everybody read it
+    facts_file.chmod(0o600)
     db = sqlite3.connect(facts_file, isolation_level=None, check_same_thread=False, uri=True)
     try:
         db.execute("PRAGMA journal_mode = WAL")

@@ -28,6 +28,17 @@ def after(db: sqlite3.Connection, last_id: int, limit: int) -> list[Event]:
     return [Event(*row) for row in rows]
 
 
+def newest(db: sqlite3.Connection) -> Event | None:
+    row = db.execute("SELECT id, at, kind, data FROM events ORDER BY id DESC LIMIT 1").fetchone()
+    return None if row is None else Event(*row)
+
+
+def time_of(db: sqlite3.Connection, id: int) -> float | None:
+    """When event `id` happened; None: it is not kept."""
+    row = db.execute("SELECT at FROM events WHERE id = ?", (id,)).fetchone()
+    return None if row is None else float(row[0])
+
+
 def ends(db: sqlite3.Connection) -> tuple[int, int]:
     """Ids of the oldest and of the newest event that is kept; (1, 0) while there is none."""
     # As two questions: either end of the table is then found without reading what lies between.

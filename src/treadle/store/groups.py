@@ -25,26 +25,27 @@ from treadle.store.records import (
 from treadle.store.refusals import BatchPruned, KeyReused, QueueFull, StaleToken
 from treadle.wire.hub import DeadLetter
 
-REMEMBER_KEYS_S = 7 * 24 * 3600.0
 Size = tuple[int | None, int]  # (env id, sequences of a group)
 
 
 def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
-    """Store the groups of one request. A repeated key stores nothing, even when the queue is full by now."""
+    """Store the groups of one request. A repeated key stores nothing, even when the queue is full by now.
+
+    Keys are kept as long as the rows of their groups, until a reset: no clock decides when a retry is a new post. A
+    request without groups needs no key: to repeat it changes nothing.
+    """
     if post.key is not None:
         earlier = db.execute("SELECT body_hash, num_groups FROM posts WHERE key = ?", (post.key,)).fetchone()
         if earlier is not None:
             if earlier[0] != post.body_hash:
                 raise KeyReused("this idempotency key was used for another body")
             return Appended(num_groups=earlier[1], duplicate=True)
-    if post.groups:
-        _check_room(db, post, limits)
-    now = time.time()
-    if post.key is not None:
-        db.execute("DELETE FROM posts WHERE received_at < ?", (now - REMEMBER_KEYS_S,))
-        db.execute("INSERT INTO posts VALUES (?, ?, ?, ?)", (post.key, post.body_hash, len(post.groups), now))
     if not post.groups:
         return Appended(num_groups=0)
+    _check_room(db, post, limits)
+    now = time.time()
+    if post.key is not None:
+        db.execute("INSERT INTO posts VALUES (?, ?, ?)", (post.key, post.body_hash, len(post.groups)))
     for group in post.groups:
         row = db.execute(
             "INSERT INTO groups"

@@ -22,11 +22,13 @@ def read(db: sqlite3.Connection) -> RunState:
 def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
     """The trainer's word counts: its values replace the earlier ones, and its step may go back.
 
-    It has not begun before it asks for a batch: by then it has published its weights.
+    It has not begun before it asks for a batch: by then it has published its weights. One that has taken all its steps
+    asks for none, and registers after it has published them: environments may evaluate them at once.
     """
+    is_done = 0 < trainer.num_steps <= trainer.starting_step
     db.execute(
-        "UPDATE run SET trainer = ?, current_step = ?, started = 0",
-        (msgspec.json.encode(trainer), trainer.starting_step),
+        "UPDATE run SET trainer = ?, current_step = ?, started = ?",
+        (msgspec.json.encode(trainer), trainer.starting_step, is_done),
     )
     events.add(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
 

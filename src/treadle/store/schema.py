@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from treadle.errors import ConfigError
 from treadle.log import get_logger
 
 APPLICATION_ID = 0x74726564  # "tred": tells our files from other programs' SQLite files
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_TIMEOUT_MS = 5000
 PAGE_BYTES = 8192  # a group has a hundred kilobytes and more: fewer, larger pages write faster
 CHECK_S = 0.5  # a hub must be ready soon: a very long queue is not checked to its end
@@ -34,6 +33,8 @@ CREATE TABLE run (
 ) STRICT;
 INSERT INTO run (id) VALUES (1);
 
+CREATE TABLE identity (run_id TEXT NOT NULL) STRICT;  -- by which an environment that comes back knows its run
+
 CREATE TABLE envs (
     env_id INTEGER PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
@@ -46,13 +47,11 @@ CREATE TABLE envs (
     groups_accepted INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
-CREATE TABLE posts (
+CREATE TABLE posts (                             -- kept as long as the groups: a retry may come at any time
     key TEXT PRIMARY KEY,
     body_hash BLOB NOT NULL,
-    num_groups INTEGER NOT NULL,
-    received_at REAL NOT NULL
+    num_groups INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX posts_age ON posts (received_at);
 
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY AUTOINCREMENT,        -- the order of arrival
@@ -131,51 +130,41 @@ END;
 """
 
 
-def create_file(path: Path) -> None:
-    """Make the file before SQLite does, so that it never exists with wider permissions than ours."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    path.chmod(0o600)
-
-
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection in autocommit mode: transactions are begun by hand. A commit returns after fsync."""
+    """A connection in autocommit mode: transactions are begun by hand."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # counts only for a file that is still empty
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
     return db
 
 
+def use_log(db: sqlite3.Connection) -> None:
+    """Write through SQLite's log (WAL). A commit returns after fsync."""
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer does it, when nobody waits for an answer
+
+
 def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in a new file; refuse a file that is not ours or that another version wrote."""
+    """Create the tables in a file that has none yet; refuse a file that another version wrote.
+
+    In one transaction, and before the log is used: from then on the header of the file itself says that it is a queue.
+    """
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if version == 0 and num_tables == 0:
-        db.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {_TABLES}"
-            f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-        )
-        _give_identity(db)
-        return
-    (application,) = db.execute("PRAGMA application_id").fetchone()
-    if application != APPLICATION_ID:
-        raise ConfigError(f"{path} is a database of another program", fix="choose another file with --database")
-    if version != SCHEMA_VERSION:
+    if version not in (0, SCHEMA_VERSION):
         age = "newer" if version > SCHEMA_VERSION else "older"
         raise ConfigError(
             f"{path} has schema version {version}; this release reads version {SCHEMA_VERSION}",
             fix=f"finish the run with the {age} release that wrote it, or choose another file with --database",
         )
-    _give_identity(db)
-
-
-def _give_identity(db: sqlite3.Connection) -> None:
-    """By which an environment that comes back knows the run that it left. Files of earlier releases get one now."""
-    db.execute("CREATE TABLE IF NOT EXISTS identity (run_id TEXT NOT NULL) STRICT")
-    db.execute("INSERT INTO identity SELECT ? WHERE NOT EXISTS (SELECT 1 FROM identity)", (uuid4().hex,))
+    if version == SCHEMA_VERSION:
+        return
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    db.execute("PRAGMA synchronous = OFF")  # turning the log on syncs the file
+    db.executescript(
+        f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; {_TABLES}"
+    )
+    db.execute("INSERT INTO identity VALUES (?)", (uuid4().hex,))
+    db.execute("COMMIT")
 
 
 def find_damage(db: sqlite3.Connection) -> str | None:

@@ -1,11 +1,8 @@
-"""The store on one SQLite file: changes go through the group-commit writer, looks beside it."""
+"""The store on one SQLite file. Writes go through the group-commit thread; reads bypass it."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
 import secrets
 import sqlite3
 import threading
@@ -17,8 +14,9 @@ from typing import Self, TypeVar
 
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
-from treadle.store import batches, envs, events, figures, groups, progress_note, runs, schema
+from treadle.store import batches, envs, events, figures, groups, runs, schema
 from treadle.store.figures import Figures
+from treadle.store.file import Progress, QueueFile, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
     Batch,
@@ -61,24 +59,24 @@ class Store:
 
     def __init__(
         self,
-        path: Path,
+        file: QueueFile,
         writing: sqlite3.Connection,
         clock: Clock,
-        lock_fd: int,
         waits: Waits,
         disk_patience_s: float,
+        on_failure: Callable[[], None],
     ) -> None:
-        self.path = path
+        self.path = file.path
         self.waits = waits
         self._clock = clock
         self._process = secrets.token_hex(8)
-        self._lock_fd = lock_fd
+        self._file = file
         self._writing = writing
-        self._reading = schema.connect(path)
+        self._reading = schema.connect(self.path)
         self._reading_lock = threading.Lock()
-        self._fetching = schema.connect(path)
+        self._fetching = schema.connect(self.path)
         self._fetching_lock = threading.Lock()
-        self._writer = GroupCommitWriter(writing, waits, disk_patience_s)
+        self._writer = GroupCommitWriter(writing, waits, disk_patience_s, file.trouble, on_failure)
         self._writer.watchers.append(self._note_progress)
 
     @classmethod
@@ -90,25 +88,34 @@ class Store:
         max_bytes: int | None = None,
         waits: Waits | None = None,
         disk_patience_s: float = DISK_PATIENCE_S,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> Self:
-        """Open or create the file. `max_bytes` bounds the database; beyond it appends end in DiskFull."""
-        lock_fd = _create_and_lock(path)
-        try:
-            writing = schema.connect(path)
-            schema.prepare(writing, path)
-            _refuse_damaged(path, writing, lock_fd)
-            runs.begin_life(writing)
-            writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what a hub left that was killed, again and again
-        except sqlite3.DatabaseError as error:
-            os.close(lock_fd)
-            raise _unreadable(path, error) from error
-        except BaseException:
-            os.close(lock_fd)
-            raise
+        """Open or create the file. `max_bytes` bounds the database; beyond it appends end in DiskFull.
+
+        `on_failure` is called once, from any thread, when nothing can be stored any more: see `failure`.
+        """
+        refuse_lost(path)
+        file = QueueFile.open(path)
+        with contextlib.ExitStack() as opened:
+            opened.callback(file.close)
+            file.refuse_other_names()
+            try:
+                writing = schema.connect(file.path)
+                opened.callback(writing.close)
+                opened.callback(file.keep_log)  # what is refused is left as it is
+                schema.prepare(writing, file.path)
+                schema.use_log(writing)
+                _refuse_damaged(file.path, writing)
+                runs.begin_life(writing)
+                writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what a hub left that was killed, again and again
+            except sqlite3.DatabaseError as error:
+                raise _unreadable(file.path, error) from error
+            file.begin()
+            opened.pop_all()
         if max_bytes is not None:
             (page_bytes,) = writing.execute("PRAGMA page_size").fetchone()
             writing.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        return cls(path, writing, clock, lock_fd, waits or Waits(), disk_patience_s)
+        return cls(file, writing, clock, waits or Waits(), disk_patience_s, on_failure)
 
     def close(self) -> None:
         """Finish the writes under way and fold the log into the file."""
@@ -119,7 +126,7 @@ class Store:
         with contextlib.suppress(sqlite3.Error):  # all is safe in the log already: this is a courtesy
             self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._writing.close()
-        os.close(self._lock_fd)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,9 +144,9 @@ class Store:
         return self._writer.watchers
 
     @property
-    def is_broken(self) -> bool:
-        """The disk failed to keep a promise; only a restart, which reads what is really there, helps."""
-        return self._writer.is_broken
+    def failure(self) -> str:
+        """Why nothing is stored any more, as a sentence; "" while all is well. Only a restart helps."""
+        return self._writer.find_failure()
 
     # ---- changes
 
@@ -259,74 +266,35 @@ class Store:
             return read(self._reading)
 
     def _note_progress(self, *_commit: object) -> None:
-        _, newest = events.ends(self._writing)
-        progress_note.write(self._lock_fd, newest)
+        self._file.note(_progress(self._writing))
 
     def _moment(self) -> batches.Moment:
         return batches.Moment(self._process, self._clock())
 
 
-def set_aside(path: Path) -> None:
-    """Rename the files of an earlier queue, if there is one: `hub.sqlite` becomes `hub.sqlite.20260102-030405`."""
-    if not path.exists():
-        return
-    lock_fd = _create_and_lock(path)
-    try:
-        with contextlib.suppress(sqlite3.Error):  # a damaged one is renamed as it is
-            db = schema.connect(path)
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # then the one file is the whole queue
-            db.close()
-        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-        for part in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(f"{path}{part}", f"{path}.{written}{part}")
-    finally:
-        os.close(lock_fd)
+def _progress(db: sqlite3.Connection) -> Progress:
+    newest = events.newest(db)
+    return Progress() if newest is None else Progress(newest.id, newest.at)
 
 
-def _create_and_lock(path: Path) -> int:
-    """One process a file. The kernel drops the lock with its process, also after kill -9.
-
-    The lock is on a file beside the database: closing a second handle of the database itself would drop the
-    locks that SQLite holds on it.
-    """
-    is_new = not path.exists()
-    try:
-        schema.create_file(path)
-        lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        fix = "choose another file with --database"
-        raise ConfigError(f"the queue {path} cannot be opened: {error.strerror}", fix=fix) from error
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock_fd)
-        fix = "stop it, or choose another file with --database"
-        raise ConfigError(f"the queue {path} is in use by another hub", fix=fix) from None
-    if is_new:  # the note tells of a file that somebody deleted
-        progress_note.clear(lock_fd)
-    return lock_fd
-
-
-def _refuse_damaged(path: Path, db: sqlite3.Connection, lock_fd: int) -> None:
+def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:
     damage = schema.find_damage(db)
     if damage is not None:
         fix = "restore it, or choose another file with --database"
         raise ConfigError(f"the queue {path} is damaged: {damage}", fix=fix)
-    (_, newest), noted = events.ends(db), progress_note.read(lock_fd)
-    if newest < noted:
-        raise ConfigError(
-            f"the queue {path} has lost its last {noted - newest} changes: the file or its log {path}-wal is damaged",
-            fix=f"restore both, or delete {path}.lock to go on without these changes",
-        )
+    newest, noted = _progress(db), noted_progress(path)
+    fix = f"restore it and its log, or delete {path}.progress to go on with what is there"
+    if newest.event < noted.event:
+        lost = f"has lost its last {noted.event - newest.event} changes: the file or its log {path}-wal is damaged"
+        raise ConfigError(f"the queue {path} {lost}", fix=fix)
+    if noted.event and events.time_of(db, noted.event) not in (None, noted.at):
+        raise ConfigError(f"{path} is another queue than the one that was used here last", fix=fix)
 
 
 def _unreadable(path: Path, error: sqlite3.DatabaseError) -> UserError:
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return DiskFull(f"the disk of {path} is full", fix="free some space, or choose another --database")
     return ConfigError(
-        f"{path} cannot be read as a queue: it is damaged, or no SQLite file",
+        f"{path} cannot be read as a queue: SQLite says '{error}'",
         fix="restore it, or choose another file with --database",
     )

@@ -28,6 +28,7 @@ CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
 MAX_JOBS_PER_COMMIT = 64
 DISK_PATIENCE_S = 20.0
 FOLD_LOG_BYTES = 2 * 2**20  # a longer log is folded into the file after a commit; less at once stalls nobody for long
+LOOK_EVERY_S = 1.0  # at the files, while nobody writes
 BYTES_PER_COMMIT = 128 * 1024  # pages of tables and indexes that any commit writes, about
 # After a failed fsync the kernel may have dropped the pages and report success the next time. Nothing that is
 # written from then on can be trusted to be on disk.
@@ -49,8 +50,19 @@ class GroupCommitWriter:
     nothing but the database.
     """
 
-    def __init__(self, db: sqlite3.Connection, waits: Waits, patience_s: float) -> None:
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        waits: Waits,
+        patience_s: float,
+        look: Callable[[], str] = lambda: "",
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`look` says what is wrong with the files of `db`, "" while nothing is. It is asked after every commit, before
+        anybody hears of it. `on_failure` is called once, from any thread, when nothing may be written any more."""
         self._db = db
+        self._look = look
+        self._on_failure = on_failure
         self._waits = waits
         self._disk = Wanted(
             "the disk to take what was posted",
@@ -65,16 +77,15 @@ class GroupCommitWriter:
         self._lock = threading.Lock()
         self.num_commits = 0
         self.watchers: list[CommitWatcher] = []
-        self.is_broken = False
+        self._failure = ""
         self._thread = threading.Thread(target=self._work, name="store-writer", daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[sqlite3.Connection], T], *, num_bytes: int = 0) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:  # nothing may be queued behind the end marker: nobody would answer it
-            if self._closed or self.is_broken:
-                why = "can no longer be trusted with data: restart the hub" if self.is_broken else "is closed"
-                future.set_exception(StorageFailed(f"the store {why}"))
+            if self._closed or self._failure:
+                future.set_exception(StorageFailed(self._failure or "the store is closed"))
             else:
                 self._jobs.put(_Job(run, future, num_bytes))
         return future
@@ -87,10 +98,29 @@ class GroupCommitWriter:
                 self._jobs.put(None)
         self._thread.join()
 
+    def find_failure(self) -> str:
+        """Why nothing may be written any more, as of now; "" while all is well. Once it has failed, it stays so."""
+        trouble = "" if self._failure else self._look()
+        if trouble:
+            self._fail(trouble)
+        return self._failure
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self._failure:
+                return
+            self._failure = why
+        log.error("store_failed", why=why)
+        self._on_failure()
+
     def _work(self) -> None:
         last = False
         while not last:
-            drained = [self._jobs.get()]
+            try:
+                drained = [self._jobs.get(timeout=LOOK_EVERY_S)]
+            except queue.Empty:
+                self.find_failure()
+                continue
             while len(drained) < MAX_JOBS_PER_COMMIT:
                 try:
                     drained.append(self._jobs.get_nowait())
@@ -103,13 +133,14 @@ class GroupCommitWriter:
 
     def _commit_or_split(self, jobs: Sequence[_Job]) -> None:
         try:
-            if self.is_broken:  # these were queued before it broke
-                raise StorageFailed("the store can no longer be trusted with data: restart the hub")
+            if self._failure:  # these were queued before it failed
+                raise StorageFailed(self._failure)
             with self._waits.waiting(self._disk):
                 outcomes = self._commit(jobs)
         except Exception as error:  # the boundary of the thread: whatever it is, the callers must hear of it
-            self.is_broken |= getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE
-            if len(jobs) == 1 or self.is_broken:
+            if getattr(error, "sqlite_errorcode", None) in NO_LONGER_DURABLE:
+                self._fail("the disk failed, and the queue can no longer be trusted with data: restart the hub")
+            if len(jobs) == 1 or self._failure:
                 for job in jobs:
                     job.future.set_exception(_in_our_words(error))
                 return
@@ -146,6 +177,8 @@ class GroupCommitWriter:
             if self._db.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
                 self._db.execute("ROLLBACK")
             raise
+        if self.find_failure():
+            raise StorageFailed(self._failure)
         self.num_commits += 1
         for watcher in self.watchers:
             try:

@@ -34,9 +34,9 @@ class JsonlTracker:
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, and lines that a crash cut short; the file changes in one move."""
         self._file.close()
-        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _is_kept(line, step)]
+        kept = [line for line in self._path.read_bytes().splitlines() if _is_kept(line, step)]
         beside = self._path.with_suffix(".tmp")
-        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        beside.write_bytes(b"".join(line + b"\n" for line in kept))
         os.replace(beside, self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -60,23 +60,23 @@ class JsonlTracker:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics file, in order, under today's names; a missing file is an empty one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
-    steps = (_parsed(line) for line in text.splitlines())
+    steps = (_parsed(line) for line in content.splitlines())
     return [with_todays_names(step) for step in steps if step is not None]
 
 
-def _is_kept(line: str, last_step: int) -> bool:
+def _is_kept(line: bytes, last_step: int) -> bool:
     values = _parsed(line)
     return values is not None and int(values["step"]) <= last_step
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A line's values; None for one that is not whole (a crash, or a write that is still under way)."""
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line's values; None for one that is not whole (a crash, a damaged disk, or a write that is still under way)."""
     try:
         values = json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or not UTF-8
         return None
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
 from treadle.wire.serving import is_loopback
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.wire.urls import shown_url
 
 log = get_logger("feed")
@@ -225,6 +227,7 @@ _ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and
 
 def _client(url: str, answer_s: float) -> httpx.Client:
     headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
+    headers |= bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))
     local = is_loopback(url)
     if local:
         headers["Accept-Encoding"] = "identity"  # to compress costs more than to copy

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from treadle.config import TrainConfig
+from treadle.config.secret_settings import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.log import get_logger
 from treadle.sync.device import choose_device
@@ -22,8 +23,8 @@ from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
 from treadle.train.loop import Sync, train
 from treadle.train.optim import build_optimizer
-from treadle.train.policy import build_policy
-from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
+from treadle.train.policy import Policy, build_policy
+from treadle.train.rank_ports import FollowingSync, FollowingTracker, HubPort, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.train.token_record import open_token_record
@@ -102,9 +103,15 @@ def _train(
     feed = open_feed(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
     )
-    feed.register(_registration(config, restored.step, policy.vocab_size))
+    registration = _registration(config, restored.step, policy.vocab_size)
+    is_done = restored.step >= config.steps
+    if not is_done:
+        feed.register(registration)
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
+        if is_done:
+            _finish(restored.step, policy, sync, feed, checkpoints, registration)
+            return
         train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=progress.check,
@@ -122,8 +129,20 @@ def _train(
         tracker.close()
 
 
+def _finish(
+    step: int, policy: Policy, sync: Sync, feed: HubPort, checkpoints: Checkpoints, registration: RegisterTrainer
+) -> None:
+    """Do what a trainer that was killed after its last checkpoint left undone.
+
+    It publishes before it registers: with its registration the hub lets environments in, to evaluate these weights.
+    """
+    sync.publish(policy, version=step)
+    feed.register(registration)
+    checkpoints.save_final(policy)
+
+
 def _open_tracker(config: TrainConfig, metrics_file: Path) -> Tracker:
-    return build_tracker(config, metrics_file, config.model_dump(mode="json"))
+    return build_tracker(config, metrics_file, without_secrets(config.model_dump(mode="json")))
 
 
 def _refuse_trained_weights(layout: Layout) -> None:

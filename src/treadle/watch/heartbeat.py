@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
@@ -9,6 +10,7 @@ import msgspec
 
 from treadle.log import get_logger
 from treadle.wire.hub import ProcessReport, ReportTaken
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.wire.urls import connection_to
 
 log = get_logger("watchdog")
@@ -19,19 +21,21 @@ ROUTE = "/v1/reports"
 
 
 class Heartbeat:
-    """`Heartbeat("http://127.0.0.1:8000").send(report)`. The URL may carry a token, as /t/TOKEN at its end."""
+    """`Heartbeat("http://127.0.0.1:8000").send(report)`.
+
+    The hub's token comes from the environment; the URL may carry one too, as /t/TOKEN at its end.
+    """
 
     def __init__(self, hub_url: str) -> None:
         self._connection = connection_to(hub_url, TIMEOUT_S)
         self._path = urlsplit(hub_url).path.rstrip("/") + ROUTE
+        self._headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
         self._refused_with = OK
 
     def send(self, report: ProcessReport) -> ReportTaken | None:
         """What the hub answers; None where it did not."""
         try:
-            self._connection.request(
-                "POST", self._path, msgspec.json.encode(report), {"Content-Type": "application/json"}
-            )
+            self._connection.request("POST", self._path, msgspec.json.encode(report), self._headers)
             answer = self._connection.getresponse()
             body = answer.read()
             if answer.status != OK:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+MIN_TEMPERATURE = 0.01  # an engine takes the likeliest token below: logits divided by less leave the range of float32
+
+
+Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Wave(msgspec.Struct, kw_only=True):
@@ -14,7 +19,7 @@ class Wave(msgspec.Struct, kw_only=True):
     same batches, so the same seed gives the same tokens to the last bit.
     """
 
-    id: str
+    id: Name
     size: int
     index: int
 
@@ -25,7 +30,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     prompt: str | dict[str, Any]  # text, or {"prompt_token_ids": [...]}
     n: int = 1
     max_tokens: int = 16
-    temperature: float = 1.0
+    temperature: float = 1.0  # below MIN_TEMPERATURE: as 0, the likeliest token
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0
@@ -37,7 +42,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     stream: bool = False
     wave: Wave | None = None
-    adapter: str | None = None  # a LoRA adapter by name; None: the newest one of the policy, if there is any
+    adapter: Name | None = None  # a LoRA adapter by name; None: the newest one of the policy, if there is any
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):

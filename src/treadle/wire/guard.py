@@ -1,4 +1,4 @@
-"""Who may call a process of ours over HTTP: tokens, names this machine is called by, and who is its admin.
+"""Decide who may call a process over HTTP: tokens and their roles, the names of this machine, no web pages.
 
 access = Access.of(Rules(process="hub", host="127.0.0.1", token_variable="TREADLE_HUB_TOKEN"), os.environ)
 app = Guard(app, access)
@@ -6,15 +6,11 @@ app = Guard(app, access)
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import ipaddress
-import os
 import re
-import secrets
 import socket
-import stat
 import threading
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -27,11 +23,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.errors import ConfigError
-from treadle.log import get_logger
+from treadle.wire.tokens import CLIENT_ROLES, Role, read_secret, role_token
+from treadle.wire.urls import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 
-MIN_TOKEN_CHARS = 16
-MAX_TOKEN_CHARS = 1024  # it travels in the header block, which is limited
 NAME_LOOKUP_S = 0.3  # a name server that does not answer must not hold up the start
+CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)
+ADMIN: frozenset[Role] = frozenset({"admin"})
+EVERYBODY: frozenset[Role] = CLIENTS | ADMIN
 
 _CALLER = "treadle.caller"
 _PREFIX = b"/t/"
@@ -41,7 +39,7 @@ _PROXY_HEADERS = frozenset(
 _REFUSED_METHODS = frozenset(("HEAD", "TRACE", "CONNECT"))  # no GET of ours is free of effects without its answer
 _HOST = re.compile(r"(?P<name>\[[0-9a-z:.%]+\]|[^:\[\]/@?#\s]+)(:\d{0,5})?", re.ASCII | re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
-_VISIBLE_ASCII = re.compile(r"[!-~]+")
+_LOOPBACK_V6 = ipaddress.IPv6Address("::1")
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,30 @@ class Rules:
 
 @dataclass(frozen=True)
 class Caller:
-    """What the guard found out about the sender of a request."""
+    """The roles that the sender of a request has."""
 
-    is_admin: bool
-    is_loopback: bool  # a process on this machine, not a proxy that speaks for somebody else
+    roles: frozenset[Role]
 
 
-def caller_of(scope: Scope) -> Caller | None:
-    """Who sent this request; None when no guard has seen it."""
+def why_refused(scope: Scope, roles: Set[Role]) -> str | None:
+    """Why the sender may not use a route that is for `roles`, in a sentence; None: it may.
+
+    A GET that observers may not use has effects. A web page needs only an <img> to make a browser send it, and to some
+    names of this machine it is sent without Origin and Sec-Fetch-Site. So no browser may send it at all.
+    """
     caller = scope.get(_CALLER)
-    return caller if isinstance(caller, Caller) else None
+    held = caller.roles if isinstance(caller, Caller) else frozenset[Role]()
+    call = f"{scope['method']} {scope['path']}"
+    if not held & roles:
+        if roles == ADMIN:
+            return f"only this machine or the admin token may use {call}; the token of a single role may not"
+        told = f"this token is for: {', '.join(sorted(held))}" if held else "there is none"
+        return f"{call} needs a token for: {', '.join(sorted(roles))}; {told} (`treadle token ROLE` prints others)"
+    if scope["method"] == "GET" and "observer" not in roles:
+        header = _browser_header(scope["headers"])
+        if header is not None:
+            return f"{call} changes something and is refused to browsers, as the header {header} shows: use a program"
+    return None
 
 
 @dataclass(frozen=True)
@@ -80,41 +92,46 @@ class Access:
     hosts: Set[str]
     open_to_all: Set[tuple[str, str]]
     is_open: bool  # loopback without a token: unmodified clients just work
-    token: bytes | None = field(default=None, repr=False)
-    admin_token: bytes | None = field(default=None, repr=False)
+    secret: bytes | None = field(default=None, repr=False)  # digest of the token that has all roles but the admin's
+    further: Mapping[bytes, frozenset[Role]] = field(default_factory=dict, repr=False)  # digest -> roles
 
     @classmethod
     def of(cls, rules: Rules, env: Mapping[str, str]) -> Access:
         """`Access.of(rules, os.environ)`. Makes token files that are not there yet."""
         process, variable = rules.process, rules.token_variable
-        token = _token(process, rules.token_file, "--token-file", env, variable)
+        secret = read_secret(process, rules.token_file, "--token-file", env, variable)
         admin_token = None
         if rules.admin_token_variable is not None:
             admin = (rules.admin_token_file, "--admin-token-file", env, rules.admin_token_variable)
-            admin_token = _token(process, *admin)
-        if token is not None and token == admin_token:
+            admin_token = read_secret(process, *admin)
+        if secret is not None and secret == admin_token:
             fix = "let one of the two files be made anew: delete it and start again"
             raise ConfigError(
                 f"the token and the admin token are the same: every client could reset the {process}", fix=fix
             )
-        if token is None and admin_token is None and not _is_loopback_host(rules.host):
+        if secret is None and admin_token is None and not is_loopback_host(rules.host):
             fix = f"add --token-file FILE (made when it is not there), set {variable}, or use --host 127.0.0.1"
             raise ConfigError(f"the {process} listens on {rules.host or 'every address'} and needs a token", fix=fix)
+        further: dict[bytes, frozenset[Role]] = {}
+        if secret is not None:
+            further = {_digest(role_token(secret, role)): frozenset((role, "observer")) for role in CLIENT_ROLES}
+        if admin_token is not None:
+            further[_digest(admin_token)] = EVERYBODY
         return cls(
             process=process,
             hosts=_known_names(rules),
             open_to_all=rules.open_to_all,
-            is_open=token is None and _is_loopback_host(rules.host),
-            token=_digest(token),
-            admin_token=_digest(admin_token),
+            is_open=secret is None and is_loopback_host(rules.host),
+            secret=None if secret is None else _digest(secret),
+            further=further,
         )
 
-    def holds(self, presented: bytes) -> tuple[bool, bool]:
-        """Whether this is one of the tokens, and whether it is the admin's. Takes equally long for every guess."""
+    def roles_of(self, presented: bytes, *, is_local: bool) -> frozenset[Role]:
+        """The roles of a token; none for a wrong one. `is_local`: a process on this machine sent it."""
         digest = hashlib.sha256(presented).digest()
-        is_token = hmac.compare_digest(digest, self.token or b"")
-        is_admin = hmac.compare_digest(digest, self.admin_token or b"")
-        return is_token or is_admin, is_admin
+        if hmac.compare_digest(digest, self.secret or b""):
+            return EVERYBODY if is_local else CLIENTS
+        return self.further.get(digest, frozenset())  # a digest that was looked up tells nothing about the token
 
 
 class Guard:
@@ -135,7 +152,12 @@ class Guard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         in_path = _take_token_out_of_path(scope)  # before anything could log the path
-        refusal = self._wrong_host(scope) or _wrong_method(scope) or self._note_caller(scope, in_path)
+        refusal = (
+            _from_foreign_page(scope)
+            or self._wrong_host(scope)
+            or _wrong_method(scope)
+            or self._note_caller(scope, in_path)
+        )
         if refusal is not None:
             await refusal(scope, receive, send)
         elif in_path is None:
@@ -144,41 +166,83 @@ class Guard:
             await self._app(scope, receive, _keeping_prefix(scope, send))
 
     def _wrong_host(self, scope: Scope) -> JSONResponse | None:
-        """A web page whose name was pointed at this machine (DNS rebinding) gives itself away by that name."""
+        """A web page whose name was pointed at this machine (DNS rebinding) gives itself away by that name.
+
+        So does one that calls http://0.0.0.0, which leads here too: browsers leave Sec-Fetch-Site out there.
+        """
         values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         name = _host_name(values[0]) if len(values) == 1 else None
         if name is None:
             return _refusal(400, "send exactly one Host header, with the name or address of this machine")
-        if _ip(name) is not None or name in self._access.hosts:
+        if name in self._access.hosts or self._is_own_address(parse_address(name), scope):
             return None
         detail = (
-            f"this {self._access.process} is not known as {name[:100]!r}: call it by its address, "
+            f"this {self._access.process} is not known as {name[:100]!r}: call it by the address that it listens on, "
             "or start it with --allowed-hosts NAME"
         )
         return _refusal(403, detail)
 
+    def _is_own_address(self, address: Address | None, scope: Scope) -> bool:
+        """Loopback, or the address that this connection came in on; the latter never without a token."""
+        if address is None:
+            return False
+        if address == _LOOPBACK_V6 or (address.version == 4 and address.is_loopback):
+            return True
+        server = scope.get("server")
+        local = parse_address(str(server[0])) if server else None
+        return not self._access.is_open and local is not None and plain_address(local) == plain_address(address)
+
     def _note_caller(self, scope: Scope, in_path: bytes | None) -> JSONResponse | None:
         headers = scope["headers"]
+        is_proxied = any(name in _PROXY_HEADERS for name, _ in headers)
+        is_local = not is_proxied and _is_loopback_peer(scope.get("client"))
         presented = [token for token in (_bearer(headers), in_path) if token is not None]
-        found = [self._access.holds(token) for token in presented]
-        is_known = any(is_token for is_token, _ in found)
-        is_for_all = (scope["method"], scope["path"]) in self._access.open_to_all
-        if not (is_known or self._access.is_open or is_for_all):
+        roles = frozenset[Role]().union(*(self._access.roles_of(token, is_local=is_local) for token in presented))
+        if self._access.is_open and not roles:
+            roles = EVERYBODY if is_local else CLIENTS
+        elif not roles and (scope["method"], scope["path"]) in self._access.open_to_all:
+            roles = frozenset({"observer"})
+        if not roles:
             process = self._access.process
             problem = f"this is not the {process}'s token" if presented else f"this {process} needs a token"
             way = "send it as `Authorization: Bearer TOKEN` or start every path with /t/TOKEN"
             where = f"it is in the {process}'s --token-file"
             return _refusal(401, f"{problem}: {way}; {where}", {"WWW-Authenticate": "Bearer"})
-        is_proxied = any(name in _PROXY_HEADERS for name, _ in headers)
-        scope[_CALLER] = Caller(
-            is_admin=any(is_admin for _, is_admin in found),
-            is_loopback=not is_proxied and _is_loopback_peer(scope.get("client")),
-        )
+        scope[_CALLER] = Caller(roles)
         return None
 
 
 def _refusal(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"detail": detail}, status, headers)
+
+
+def _from_foreign_page(scope: Scope) -> JSONResponse | None:
+    """Whoever opens a foreign web page must not be able to read, wipe or pause a run by it.
+
+    Browsers mark the requests of pages with Sec-Fetch-Site, Origin or Referer; our clients, curl and Atropos' send none
+    of them. A page that a person typed the address of comes with "none". A page of our own may read (its scripts come
+    with an Origin, which is the name it was asked for by), and nothing else.
+    """
+    headers = dict(scope["headers"])
+    origin, referer = headers.get(b"origin"), headers.get(b"referer")
+    host = headers.get(b"host", b"")
+    own = (b"http://" + host, b"https://" + host)  # there is no TLS here, but there may be a proxy that has it
+    if (
+        (origin is not None and not (scope["method"] == "GET" and origin in own))
+        or (referer is not None and b"/".join(referer.split(b"/")[:3]) not in own)
+        or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+    ):
+        return _refusal(403, "requests of web pages are refused: call from a program, or open the address itself")
+    return None
+
+
+def _browser_header(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """A header that only browsers send, and that no page can keep them from sending."""
+    for name, value in headers:
+        is_told = name in (b"origin", b"referer", b"accept-language") or name.startswith(b"sec-fetch-")
+        if is_told or (name == b"user-agent" and value.startswith(b"Mozilla/")):
+            return name.decode("latin-1")
+    return None
 
 
 def _wrong_method(scope: Scope) -> JSONResponse | None:
@@ -229,43 +293,38 @@ def _relative(location: bytes, depth: int) -> bytes:
 
 
 def _is_loopback_peer(client: Any) -> bool:
-    address = _ip(client[0]) if client else None
-    return address is not None and _is_loopback_ip(address)
-
-
-def _is_loopback_host(host: str) -> bool:
-    address = _ip(host.strip("[]"))
-    return host.lower() == "localhost" if address is None else _is_loopback_ip(address)
-
-
-def _is_loopback_ip(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (inner or address).is_loopback  # ::ffff:127.0.0.1 is how a socket for both kinds shows the old one
-
-
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
+    address = parse_address(client[0]) if client else None
+    return address is not None and is_loopback_address(address)
 
 
 @lru_cache(maxsize=256)
 def _host_name(header: str) -> str | None:
     """The name in a Host header: lower case, without port, brackets and the dot that ends a full name."""
     found = _HOST.fullmatch(header.strip())
-    return found["name"].strip("[]").removesuffix(".").lower() or None if found else None
+    return _canonical(found["name"].strip("[]")) or None if found else None
+
+
+def _canonical(name: str) -> str:
+    address = parse_address(name)
+    return name.removesuffix(".").lower() if address is None else str(address)
 
 
 def _known_names(rules: Rules) -> Set[str]:
-    further = [name.strip() for name in rules.allowed_hosts.split(",") if name.strip()]
+    further = [name.strip().strip("[]") for name in rules.allowed_hosts.split(",") if name.strip()]
     for name in further:
-        if not _PLAIN_NAME.fullmatch(name):
+        if not _PLAIN_NAME.fullmatch(name) and parse_address(name) is None:
             fix = f"write names without scheme and port: --allowed-hosts {rules.process}.example.org,{rules.process}"
             raise ConfigError(f"{name!r} in --allowed-hosts is not a host name", fix=fix)
     names = _own_names()
-    names.update(name.removesuffix(".").lower() for name in ("localhost", rules.host, *further) if name)
+    # Web pages can call 0.0.0.0 and [::] without being marked as such, and no client has to: they mean any address.
+    names.update(
+        _canonical(name) for name in ("localhost", rules.host, *further) if name and not _is_any(parse_address(name))
+    )
     return names
+
+
+def _is_any(address: Address | None) -> bool:
+    return address is not None and plain_address(address).is_unspecified
 
 
 def _own_names() -> set[str]:
@@ -282,66 +341,5 @@ def _full_name() -> str:
     return socket.getfqdn().removesuffix(".").lower()
 
 
-def _digest(token: str | None) -> bytes | None:
-    return None if token is None else hashlib.sha256(token.encode()).digest()
-
-
-def _token(process: str, path: Path | None, flag: str, env: Mapping[str, str], variable: str) -> str | None:
-    from_env = env.get(variable)
-    if from_env is not None:
-        from_env = _checked(from_env, f"the variable {variable}", f"unset {variable}, or give it a longer value")
-    if path is None:
-        return from_env
-    from_file = _read_or_make(process, path.expanduser(), flag)
-    if from_env is not None and from_env != from_file:
-        raise ConfigError(
-            f"{flag} {path} and {variable} name different tokens", fix=f"unset {variable}, or drop {flag}"
-        )
-    return from_file
-
-
-def _checked(text: str, place: str, fix: str) -> str:
-    token = text.strip()
-    if len(token) < MIN_TOKEN_CHARS:
-        raise ConfigError(f"the token in {place} is shorter than {MIN_TOKEN_CHARS} characters", fix=fix)
-    if len(token) > MAX_TOKEN_CHARS or not _VISIBLE_ASCII.fullmatch(token):
-        what = f"must be one line of at most {MAX_TOKEN_CHARS} visible ASCII characters without blanks"
-        raise ConfigError(f"the token in {place} {what}", fix=fix)
-    return token
-
-
-def _read_or_make(process: str, path: Path, flag: str) -> str:
-    try:
-        real = path.resolve()  # a link may lead to a file that is not there yet
-        if not real.exists():
-            _make(process, real)
-        text = _read_private(real)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "links go in a circle"
-        fix = f"choose a file in a folder that exists and that you may write to: {flag} FILE"
-        raise ConfigError(f"the token file {path} cannot be read or made: {reason}", fix=fix) from None
-    return _checked(text, str(path), f"delete {path}: the {process} makes a new one")
-
-
-def _make(process: str, path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return  # another process was first
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
-        file.flush()
-        os.fsync(descriptor)
-    get_logger(process).info("token_made", file=str(path))
-
-
-def _read_private(path: Path) -> str:
-    """The file's text, when no other user of this machine can read or change it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not keep us waiting
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a plain file")
-        if mode & (stat.S_IRWXO | stat.S_IWGRP):
-            raise ConfigError(f"other users can read or change the token file {path}", fix=f"chmod 600 {path}")
-        return file.read(4 * MAX_TOKEN_CHARS).decode("latin-1")
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

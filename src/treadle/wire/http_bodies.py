@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from treadle.errors import RequestError
+from treadle.wire.counting import TooMany, check_json
 
 T = TypeVar("T")
 
@@ -28,7 +29,10 @@ async def read_json(http: Request, kind: type[T], *, max_bytes: int) -> T:
         if len(raw) > max_bytes:
             raise RequestError(f"the body is larger than {max_bytes >> 20} MiB")
     try:
+        check_json(raw)
         return msgspec.json.decode(raw or b"{}", type=kind)
+    except TooMany as error:
+        raise RequestError(f"the body has too many values: {error}") from None
     except UnicodeDecodeError:
         raise RequestError("the body is not UTF-8") from None
     except RecursionError:

@@ -1,18 +1,20 @@
-"""All connections of one server: how many there may be, which of them overstay, and what a refused one is told."""
+"""All connections of one server: how many there may be, how much they may send, which of them overstay."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from http import HTTPStatus
 from typing import Protocol
+
+import msgspec
 
 from treadle.log import get_logger
 from treadle.wire.http_limits import HttpLimits, connections_that_fit
 
 RETRY_AFTER_S = "2"
 TELL_EVERY_S = 10.0  # a flood of connections must not become a flood of log lines
+SMALL_BODY_BYTES = 16 * 1024  # never refused for lack of room: leases and reports get through whatever else is sent
 
 log = get_logger("http")
 
@@ -26,7 +28,7 @@ class Refusal(Exception):
         self.detail = detail
 
     def answer(self) -> bytes:
-        body = json.dumps({"detail": self.detail}).encode()
+        body = msgspec.json.encode({"detail": self.detail})
         retry = f"retry-after: {RETRY_AFTER_S}\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""
         head = (
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
@@ -48,7 +50,10 @@ class Connections:
         self._open: set[Connection] = set()
         self._parting: set[Connection] = set()  # refused or closing ones: they take no room from those that work
         self._num_refused = 0
+        self._num_bodies_refused = 0
         self._told_at = -TELL_EVERY_S
+        self._body_bytes = 0  # of all requests that are not answered yet
+        self.is_crowded = False  # a body found no room since the last sweep
 
     def admit(self, connection: Connection) -> bool:
         if len(self._open) < self.max_open:
@@ -69,6 +74,18 @@ class Connections:
         self._open.discard(connection)
         self._parting.discard(connection)
 
+    def hold(self, num_bytes: int, num_held: int) -> None:
+        """Count bytes of a request's body, of which `num_held` were counted before. Refused: they are not counted."""
+        room = self.limits.max_body_bytes_in_flight
+        if num_held + num_bytes > SMALL_BODY_BYTES and self._body_bytes + num_bytes > room:
+            self._num_bodies_refused += 1
+            self.is_crowded = True
+            raise Refusal(503, f"the bodies of unanswered requests take {room >> 20} MiB already: try again later")
+        self._body_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self._body_bytes -= num_bytes
+
     async def watch(self) -> None:
         """Sweep until cancelled."""
         while True:
@@ -82,7 +99,12 @@ class Connections:
             except Exception:  # one odd connection must not take the limits off all the others
                 log.error("sweep_failed", exc_info=True)
                 self.forget(connection)
-        if self._num_refused and time.monotonic() - self._told_at >= TELL_EVERY_S:
-            log.warning("connections_refused", refused=self._num_refused, limit=self.max_open)
-            self._num_refused = 0
+        self.is_crowded = False
+        if (self._num_refused or self._num_bodies_refused) and time.monotonic() - self._told_at >= TELL_EVERY_S:
+            if self._num_refused:
+                log.warning("connections_refused", refused=self._num_refused, limit=self.max_open)
+            if self._num_bodies_refused:
+                limit = self.limits.max_body_bytes_in_flight
+                log.warning("bodies_refused", refused=self._num_bodies_refused, limit_bytes=limit)
+            self._num_refused = self._num_bodies_refused = 0
             self._told_at = time.monotonic()

@@ -19,7 +19,9 @@ class HttpLimits:
     """`HttpLimits(max_connections=200)`. The defaults suit every client that we know of."""
 
     max_connections: int = 1000  # one more is answered 503 with Retry-After
-    read_timeout_s: float = 30.0  # from the first byte of a request to the end of its headers; a pause in its body
+    read_timeout_s: float = 30.0  # from the first byte of a request to the end of its headers
+    min_body_bytes_per_s: int = 16 * 1024  # over every read_timeout_s of a body; a slower one is answered 408
+    max_body_bytes_in_flight: int = 2**30  # of all requests that are not answered yet; more is answered 503
     idle_s: float = 75.0  # between two requests of a connection that is kept
     write_timeout_s: float = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_head_bytes: int = 16 * 1024  # request line and headers together

@@ -19,9 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from treadle.log import get_logger
-from treadle.wire.http_connections import Connections, Refusal
+from treadle.wire.http_connections import SMALL_BODY_BYTES, Connections, Refusal
 
 FLUSHED = "treadle.flushed"  # in a request's scope: `await scope[FLUSHED]()` after the answer was sent
+HELD_BYTES = "treadle.held_bytes"  # in a request's scope: how much of its body is counted in `Connections`
 READ_AHEAD_BYTES = 2**19  # of a body that the application has not asked for yet
 FRAMING_FACTOR = 8  # the smallest chunk, "1\r\nx\r\n", is five bytes of framing around one of data
 
@@ -57,6 +58,7 @@ class LimitedHttp(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._application, self.app = self.app, self._run_application
         self._all = connections
         self._limits = connections.limits
         self._now: Callable[[], float] = self.loop.time
@@ -65,6 +67,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._pending_bytes = 0  # and what came since its head began, finished or not
         self._body_bytes = 0
         self._framing_bytes = 0
+        self._body_began = self._window_began = 0.0  # the rate of a body is looked at in windows of read_timeout_s
+        self._window_from = 0  # how much of the body came before
         self._has_begun_another = False  # a request began within the bytes that are being read
         self._refusal: Refusal | None = None  # raised inside the parser, which knows only its own errors
         self._drained = asyncio.Event()  # the system has everything that was written
@@ -75,7 +79,6 @@ class LimitedHttp(HttpToolsProtocol):
         self.is_parting = False
         self._ends_after_answers = False
         self._deadline = 0.0
-        self._heard_at = 0.0
         self._unsent = 0
         self._sent_some_at = 0.0
 
@@ -84,7 +87,7 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # writing pauses as long as anything waits to be sent
-        now = self._heard_at = self._now()
+        now = self._now()
         self._deadline = now + self._limits.read_timeout_s
         if not self._all.admit(self):
             self._is_turned_away = True
@@ -96,6 +99,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._is_lost_unsent = not self._drained.is_set()
         self._drained.set()
         self._all.forget(self)
+        for cycle, _ in self.pipeline:  # they are never run
+            self._all.release(cast(dict[str, Any], cycle.scope).pop(HELD_BYTES))
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -105,7 +110,6 @@ class LimitedHttp(HttpToolsProtocol):
         if self._is_deaf or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        self._heard_at = self._now()
         was_arriving, body_bytes_before = self._arriving, self._body_bytes
         self._has_begun_another = False
         try:
@@ -155,7 +159,9 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         outlet = _Outlet(self)
         self.cycle.transport = cast(asyncio.Transport, outlet)
-        cast(dict[str, Any], self.scope)[FLUSHED] = partial(self._flushed, self.cycle, outlet)
+        cast(dict[str, Any], self.scope).update({FLUSHED: partial(self._flushed, self.cycle, outlet), HELD_BYTES: 0})
+        self._body_began = self._now()
+        self._begin_window(self._body_began)
         if self.expect_100_continue or self.parser.should_upgrade():
             # A client that is refused before it sent its body sends it or does not: nobody can tell where the next
             # request starts.
@@ -166,6 +172,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._body_bytes += len(body)
         if self.parser.should_upgrade() or self.cycle.response_complete:
             return
+        scope = cast(dict[str, Any], self.scope)
+        self._inside_parser(partial(self._all.hold, len(body), scope[HELD_BYTES]))
+        scope[HELD_BYTES] += len(body)
         self.cycle.body += body
         if len(self.cycle.body) > READ_AHEAD_BYTES:
             self.flow.pause_reading()
@@ -230,6 +239,13 @@ class LimitedHttp(HttpToolsProtocol):
 
     # Answers
 
+    async def _run_application(self, scope: Any, receive: Any, send: Any) -> None:
+        """A body counts until the application is done with it, also when its client has left before."""
+        try:
+            await self._application(scope, receive, send)
+        finally:
+            self._all.release(scope.pop(HELD_BYTES))
+
     async def _flushed(self, cycle: Any, outlet: _Outlet) -> bool:
         """Whether this answer left: True once the system has all of it, False when the client went away before."""
         if not cycle.response_complete or outlet.was_closed:
@@ -263,7 +279,8 @@ class LimitedHttp(HttpToolsProtocol):
         if self._is_answering() and (self.pipeline or not is_in_body):
             # Earlier requests of this connection get their answers first; this one gets none.
             if is_in_body:
-                self.pipeline.popleft()
+                cycle, _ = self.pipeline.popleft()
+                self._all.release(cast(dict[str, Any], cycle.scope).pop(HELD_BYTES))
             self._ends_after_answers = True
             return
         if self._is_answering():
@@ -307,7 +324,7 @@ class LimitedHttp(HttpToolsProtocol):
         elif self._unsent or self.transport.is_closing():
             self._deadline = max(self._deadline, now + self._limits.linger_s)
         elif self._is_answering() and not self.is_parting:
-            self._end_if_body_stopped(now)
+            self._end_if_body_is_slow(now)
         elif now >= self._deadline:
             self._time_out()
 
@@ -319,13 +336,24 @@ class LimitedHttp(HttpToolsProtocol):
         self._unsent = unsent
         return now - self._sent_some_at >= self._limits.write_timeout_s
 
-    def _end_if_body_stopped(self, now: float) -> None:
-        """The application has its own, shorter limit for the whole body, if any; this is for those that have none."""
-        is_waiting = self._arriving is Arriving.BODY and not self.flow.read_paused and not self._is_deaf
-        if is_waiting and not self.cycle.waiting_for_100_continue:
-            grace_s = 2 * self._limits.sweep_s  # the application's own answer comes first
-            if now - self._heard_at >= self._limits.read_timeout_s + grace_s:
-                self._refuse(Refusal(408, "the body stopped arriving"))
+    def _begin_window(self, now: float) -> None:
+        self._window_began, self._window_from = now, self._body_bytes
+
+    def _end_if_body_is_slow(self, now: float) -> None:
+        """In every window a body must end, or bring enough: a byte now and then does not keep it open. While others
+        find no room, a large one has the time of one window."""
+        if self._arriving is not Arriving.BODY or self._is_deaf:
+            return
+        patience_s, slowest = self._limits.read_timeout_s, self._limits.min_body_bytes_per_s
+        seconds, is_large = now - self._window_began, self._body_bytes > SMALL_BODY_BYTES
+        if self._all.is_crowded and is_large and now - self._body_began >= patience_s:
+            self._refuse(Refusal(503, "the body takes long, and others find no room: try again later"))
+        elif self.flow.read_paused or self.cycle.waiting_for_100_continue:
+            self._begin_window(now)  # the client waits for us
+        elif seconds >= patience_s:
+            if self._body_bytes - self._window_from < slowest * seconds:
+                self._refuse(Refusal(408, f"the body arrives too slowly: send at least {slowest} bytes a second"))
+            self._begin_window(now)
 
     def _time_out(self) -> None:
         if self._is_turned_away and not self.is_parting:

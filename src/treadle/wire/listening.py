@@ -7,6 +7,7 @@ import os
 import socket
 
 from treadle.errors import ConfigError, PortInUse
+from treadle.wire.urls import is_loopback_host
 
 # Our launcher names the descriptor of the socket that it holds for a child.
 HANDED_FD = "TREADLE_LISTEN_FD"
@@ -24,7 +25,9 @@ def take_port(host: str, port: int) -> socket.socket:
         os.set_inheritable(int(handed), False)  # our children listen elsewhere
         return socket.socket(fileno=int(handed))
     if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
-        return socket.socket(fileno=_FIRST_FD_OF_SYSTEMD)
+        listener = socket.socket(fileno=_FIRST_FD_OF_SYSTEMD)
+        _refuse_wider(listener, host)
+        return listener
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sends small answers at once; without it each waits 40 ms (Nagle).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -40,3 +43,15 @@ def take_port(host: str, port: int) -> socket.socket:
         fix = "choose another with --host or --port; ports below 1024 need privileges"
         raise ConfigError(f"cannot listen on {host} port {port}", fix=fix) from error
     return listener
+
+
+def _refuse_wider(listener: socket.socket, host: str) -> None:
+    """Whether a token is needed was decided by `host`: a socket that others can reach must not be served without."""
+    if listener.family not in (socket.AF_INET, socket.AF_INET6) or not is_loopback_host(host):
+        return
+    address = listener.getsockname()[0]
+    if not is_loopback_host(address):
+        raise ConfigError(
+            f"the socket that was handed over listens on {address}, and --host says {host}",
+            fix=f"add --host {address} and --token-file FILE, or let the service manager listen on {host}",
+        )

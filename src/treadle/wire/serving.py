@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
-from starlette.responses import JSONResponse
 
 from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
@@ -48,7 +47,7 @@ def serve_until_stopped(
 def server_settings(app: Any, connections: Connections, limits: HttpLimits, **more: Any) -> uvicorn.Config:
     """uvicorn, as each of our servers wants it."""
     return uvicorn.Config(
-        RefuseWebPages(app),
+        app,
         http=protocol_of(connections),
         ws="none",
         log_level="warning",
@@ -61,34 +60,6 @@ def server_settings(app: Any, connections: Connections, limits: HttpLimits, **mo
         timeout_graceful_shutdown=1,  # for clients that do not read their answer
         **more,
     )
-
-
-class RefuseWebPages:
-    """No request that a foreign web page made is served: whoever opens one must not be able to wipe or pause a run.
-
-    Browsers mark such requests with Sec-Fetch-Site or Origin; our clients, curl and Atropos' send neither. A page that
-    a person typed the address of comes with "none". A page of our own may read (its scripts come with an Origin, which
-    is the name it was asked for by), and nothing else.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        origin = headers.get(b"origin")
-        is_foreign = origin is not None and not (scope.get("method") == "GET" and _is_own(origin, headers))
-        if is_foreign or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            detail = "requests of web pages are refused: call from a program, or open the address itself"
-            await JSONResponse({"detail": detail}, 403)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-def _is_own(origin: bytes, headers: dict[bytes, bytes]) -> bool:
-    """There is no TLS here; who puts a proxy with TLS before us has https in the page's address."""
-    host = headers.get(b"host")
-    return host is not None and origin in (b"http://" + host, b"https://" + host)
 
 
 class SignalFreeServer(uvicorn.Server):

@@ -14,6 +14,7 @@ from treadle.errors import ConfigError
         ({"env.group_size": "6"}, "no multiple"),
         ({"engine.max_num_seqs": "4"}, "max_num_seqs"),
         ({"env.temperature": "0"}, "temperature 0"),
+        ({"env.temperature": "0.009"}, "temperature 0.009"),
         ({"env.temperature": "0.7", "engine.logprobs_mode": "raw_logprobs"}, "every ratio would be wrong"),
     ],
 )

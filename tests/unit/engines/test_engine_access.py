@@ -15,6 +15,8 @@ from treadle.config.engine_choice import has_vllm
 from treadle.engines.surface.app import access_of, app_of
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError
+from treadle.wire.guard import CLIENTS
+from treadle.wire.tokens import role_token
 
 TOKEN = "engine-token-0123456789"  # noqa: S105 - of a test
 
@@ -59,7 +61,36 @@ def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
 def test_a_token_file_is_made_when_it_is_not_there(config, tmp_path):
     file = tmp_path / "token"
     access = access_of(config.model_copy(update={"token_file": file}), {})
-    assert access.holds(file.read_text().strip().encode())[0]
+    assert access.roles_of(file.read_text().strip().encode(), is_local=False) == CLIENTS
+
+
+ENVIRONMENTS = (("POST", "/generate"), ("POST", "/v1/completions"), ("GET", "/health_generate"))
+TRAINERS = (("POST", "/bridge/pause"), ("POST", "/bridge/receive"), ("POST", "/lora/load"), ("POST", "/reload_weights"))
+
+
+def test_environments_sample_observers_read_and_only_trainers_publish(engine, config):
+    surface = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
+
+    def status(role, method, path):
+        headers = {"Authorization": f"Bearer {role_token(TOKEN, role)}"}
+        return surface.request(method, path, headers=headers, content=b"{" if method == "POST" else None).status_code
+
+    for role in ("environment", "trainer", "observer"):
+        assert status(role, "GET", "/bridge/info") == 200
+    for call in ENVIRONMENTS:
+        assert status("observer", *call) == 403
+        assert status("environment", *call) != 403
+    for call in TRAINERS:
+        assert status("observer", *call) == status("environment", *call) == 403
+        assert status("trainer", *call) == 400  # the body is no JSON
+
+
+def test_a_foreign_page_reaches_no_route_of_the_engine(engine, config):
+    for headers in ({"Host": "0.0.0.0:9001"}, {"Referer": "http://evil.example/"}, {"Origin": "null"}):
+        assert client(engine, config, {}).get("/health", headers=headers).status_code == 403
+        assert client(engine, config, {}).post("/bridge/pause", headers=headers, json={}).status_code == 403
+    by_browser = {"User-Agent": "Mozilla/5.0"}
+    assert client(engine, config, {}).get("/health_generate", headers=by_browser).status_code == 403
 
 
 def test_a_name_that_is_not_this_machines_is_refused(engine, config):

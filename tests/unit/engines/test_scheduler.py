@@ -54,6 +54,15 @@ def test_a_wave_waits_for_its_last_member(scheduler):
         assert len(future.result(30).completions[0].token_ids) == 8
 
 
+def test_waves_that_never_become_complete_are_forgotten(monkeypatch):
+    monkeypatch.setattr(waiting_line, "WAVE_PATIENCE_S", 0.0)
+    line = waiting_line.WaitingLine()
+    for number in range(waiting_line.MOST_PARTIAL_WAVES + 50):
+        line.append(waiting_line.Job(ask(wave=wave(0, size=2, id=str(number))), None))
+        assert len(line.take(8, lambda *_: True)) == 1
+    assert len(line._admitted_of_wave) == waiting_line.MOST_PARTIAL_WAVES
+
+
 def test_a_wave_whose_last_member_never_comes_is_generated_without_it(scheduler, monkeypatch):
     monkeypatch.setattr(waiting_line, "WAVE_PATIENCE_S", 0.5)
     assert scheduler.submit(ask(wave=wave(0, size=2))).result(30)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.tiny_model import write_tiny_model
+from treadle.chat_template import compile_template
 from treadle.engines.text import Text, Written
 from treadle.errors import ModelError, RequestError
 
@@ -125,12 +128,16 @@ def test_what_may_become_a_stop_string_is_kept_back_until_it_cannot(byte_text):
 def test_a_chat_is_written_by_the_models_template(tmp_path):
     folder = write_tiny_model(tmp_path)
     text = Text.load(folder)
-    ids = text.encode_chat([{"role": "user", "content": "Hi"}])
+    ids = encode_chat(text, [{"role": "user", "content": "Hi"}])
     assert [text.token(i) for i in ids] == ["H", "i", "<turn>"]
-    assert text.encode_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=False) == ids[:-1]
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="roles must alternate"):
-        Text.load(folder).encode_chat([{"role": "user", "content": "Hi"}])
+    assert encode_chat(text, [{"role": "user", "content": "Hi"}], add_generation_prompt=False) == ids[:-1]
+    with pytest.raises(RequestError, match="holds none"):
+        encode_chat(text, [])
+
+
+def encode_chat(text, messages, **more):
+    source, values = text.chat_template(messages, **more)
+    return text.encode_rendered(compile_template(source).render(values))
 
 
 def test_tools_go_through_a_template_that_takes_them(tmp_path):
@@ -139,15 +146,33 @@ def test_tools_go_through_a_template_that_takes_them(tmp_path):
     (folder / "chat_template.jinja").write_text(template)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     text = Text.load(folder)
-    assert [text.token(i) for i in text.encode_chat([{"role": "user", "content": "x"}], tools=tools)] == [*"add", "x"]
+    assert [text.token(i) for i in encode_chat(text, [{"role": "user", "content": "x"}], tools=tools)] == [*"add", "x"]
 
 
 def test_a_model_without_a_template_or_without_a_tokenizer(tmp_path):
     folder = write_tiny_model(tmp_path)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(RequestError, match="no chat template") as error:
-        Text.load(folder).encode_chat([{"role": "user", "content": "Hi"}])
+        Text.load(folder).chat_template([{"role": "user", "content": "Hi"}])
     assert "/v1/completions" in error.value.fix
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer in .*tokenizer\.json"):
         Text.load(folder)
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_a_sentence(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    text = Text.load(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
+    with pytest.raises(ModelError, match="cannot load the tokenizer in"):
+        text.load_chat()
+
+
+def test_several_templates_are_chosen_by_the_tools(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    text, messages = Text.load(folder), [{"role": "user", "content": "Hi"}]
+    assert text.chat_template(messages)[0] == "plain"
+    assert text.chat_template(messages, tools=[{"type": "function"}])[0] == "with tools"

@@ -9,12 +9,13 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines import transformers_server
+from treadle.engines import lora, transformers_server
 from treadle.engines.eye import EngineEye
 from treadle.engines.lora import read_adapter, read_adapter_head
 from treadle.engines.port import Request
@@ -113,7 +114,7 @@ def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_
 
     async def story():
         await server.load_adapter("good", good, 1)
-        with pytest.raises(RequestError, match="liar cannot be loaded"):
+        with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.load_adapter("liar", liar, 2)
         assert (await server.state()).policy_version == 1
         assert server.serving_adapter.name == "good"
@@ -151,7 +152,7 @@ def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, fol
     liar = write_liar(folder, tmp_path / "liar")
 
     async def story():
-        with pytest.raises(RequestError, match="liar cannot be loaded"):
+        with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.restart(trained, liar, 3)
         assert (await server.state()).policy_version == 0
         assert server.facts.folder == folder
@@ -202,7 +203,7 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
 
     async def story():
         before = await server.fingerprints(0)
-        with pytest.raises(RequestError, match="cannot be loaded"):
+        with pytest.raises(RequestError, match=r"model\.safetensors is damaged"):
             await server.restart(broken, None, 3)
         assert await server.fingerprints(0) == before
         check(await server.generate(ask()), folder)
@@ -364,3 +365,49 @@ def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
     assert len(completions) == 4
     rows = len({completion.token_ids[0] for completion in completions})
     assert forwarded == [(1, 12), (rows, 1)]  # its prompt, then one token for each history that differs
+
+
+def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, folder, tmp_path, monkeypatch):
+    """As PEFT does with some settings: base weights of a module, or layers, are others afterwards."""
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+
+    def inject(adapters, name, files):
+        adapters._model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
+        raise RequestError("refused, and too late")
+
+    async def story():
+        with monkeypatch.context() as patched:
+            patched.setattr(lora.Adapters, "_inject", inject)
+            with pytest.raises(EngineError, match=r"changed the model's own weights, model\.layers\.1\.mlp\.up_proj"):
+                await server.load_adapter("a", adapter, 1)
+        assert (await server.state()).is_held
+        with pytest.raises(EngineError, match="nothing may be sampled from a mixture"):
+            await server.release(None)
+        await server.restart(folder, None, 2)
+        check(await server.generate(ask()), folder)
+
+    asyncio.run(story())
+
+
+def test_no_pattern_of_an_adapter_is_run_over_the_models_names(server, folder, tmp_path):
+    """One with nested repetitions takes years; the names of the tensors say where an adapter goes."""
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+    file = adapter / "adapter_config.json"
+    plain, slow = file.read_text(), "(([a-z0-9._]+)+)+!"
+    file.write_text(json.dumps(json.loads(plain) | {"target_modules": slow, "exclude_modules": slow}))
+
+    async def story():
+        await server.load_adapter("a", adapter, 1)
+        file.write_text(plain)  # for PEFT, which runs them
+        check(await server.generate(ask()), folder, adapter)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_missing", ["lora_A", "lora_B", "lora_"])
+def test_an_adapter_with_half_of_its_matrices_is_refused(server, folder, tmp_path, is_missing):
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if is_missing not in name}, file)
+    with pytest.raises(RequestError, match=r"without|no tensors"):
+        asyncio.run(server.load_adapter("a", adapter, 1))

@@ -212,7 +212,7 @@ def test_a_models_folder_tells_its_facts(tmp_path):
     assert facts.eos_ids == {2, 5}
     assert facts.max_positions is None
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is damaged"):
         read_model_facts(tmp_path)
 
 

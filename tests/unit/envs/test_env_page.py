@@ -152,10 +152,10 @@ def test_a_file_of_another_program_is_shown_too():
 
 def test_a_thousand_groups_are_made_soon():
     many = [group(*["so many words " * 20] * 8, item=i) for i in range(1000)]
-    started = time.monotonic()
+    started = time.process_time()
     page = render_page("groups", many)
-    took = time.monotonic() - started
-    print(f"1,000 groups of 8 rollouts, {len(page) / 1e6:.1f} MB in {took:.1f} s")
+    took = time.process_time() - started
+    print(f"1,000 groups of 8 rollouts, {len(page) / 1e6:.1f} MB in {took:.1f} s of CPU time")
     assert took < 20
     assert len(page) < 40e6
 

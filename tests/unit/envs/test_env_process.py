@@ -105,7 +105,7 @@ def test_a_model_name_that_the_engine_does_not_serve_is_warned_of_once(tmp_path,
     assert told["asked"] == "org/llama"
     assert told["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
     assert told["tokenizer"] == str(tmp_path / "model")
-    assert told["fix"] == "leave out --openai.model-name, or start the engine with --model org/llama"
+    assert told["fix"] == "leave out --openai.model-name, or let the engine serve it: treadle engine --model org/llama"
 
 
 @pytest.mark.parametrize("name", ["org/qwen", "qwen", "/models/qwen/", "/elsewhere/qwen", "my-adapter", None])

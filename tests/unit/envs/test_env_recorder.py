@@ -521,3 +521,17 @@ def test_a_session_that_never_was_is_not_found(tmp_path):
             assert page.status_code == 403
 
     played(tmp_path, [], play)
+
+
+def test_no_foreign_page_reaches_the_recorder_and_its_url_can_be_called(monkeypatch):
+    monkeypatch.setenv("TREADLE_RECORDER_TOKEN", "recorder-token-0123456789")
+    key = {"Authorization": "Bearer recorder-token-0123456789"}
+
+    async def statuses(host):
+        async with serving(Recorder(Sessions()).app, host, 0) as url, httpx.AsyncClient(base_url=url) as http:
+            foreign = ({"Host": "0.0.0.0"}, {"Referer": "http://evil.example/"}, {"Origin": "null"})
+            refused = [(await http.get("/sessions", headers=key | headers)).status_code for headers in foreign]
+            return url.rpartition(":")[0], (await http.get("/sessions", headers=key)).status_code, refused
+
+    for host in ("127.0.0.1", "0.0.0.0"):
+        assert asyncio.run(statuses(host)) == ("http://127.0.0.1", 200, [403, 403, 403])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.hub.board import Board
+from treadle.hub.board import MOST_PROCESSES, Board
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import ProcessReport, WaitReport
 
@@ -45,6 +45,13 @@ def test_a_wait_for_the_hub_makes_the_hub_write_its_own_stacks_once_a_minute() -
         board.take(report("trainer", 1, waits=[late]))
         assert bool(board.hub_is_blamed) == (number == 0)
         board.hub_is_blamed = ""
+
+
+def test_what_a_full_board_does_not_keep_is_not_blamed_either() -> None:
+    board = Board(FakeClock())
+    for pid in range(MOST_PROCESSES + 100):
+        board.take(report("env", pid, waits=[LATE]))
+    assert len(board.standings()) == len(board._blamed) == MOST_PROCESSES
 
 
 def test_what_others_are_shown_is_short_and_printable_whoever_sent_it() -> None:

@@ -241,3 +241,39 @@ def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, co
         assert client.get("/status").json()["queue_size"] == 0
         assert client.post("/scored_data", json=desk.group(policy_version=0)).status_code == 200
         assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_headers_that_are_stored_have_at_most_255_characters(client, desk):
+    desk.register({"Treadle-Holder": "x" * 255})
+    for call, name in (("/register", "Treadle-Holder"), ("/scored_data", "Idempotency-Key")):
+        body = desk.group() | {"wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128,
+            "checkpoint_dir": "c", "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10}  # fmt: skip
+        for value in ("x" * 256, ""):
+            answer = client.post(call, json=body, headers={name: value})
+            assert (answer.status_code, answer.json()) == (422, {"detail": f"{name} must have 1 to 255 characters"})
+
+
+def test_environments_are_taken_up_to_a_number(client, desk, monkeypatch):
+    monkeypatch.setattr("treadle.hub.atropos_routes.MAX_ENVS", 2)
+    desk.register()
+    client.get("/batch")
+    assert [desk.register_env(desired_name=name)["env_id"] for name in ("a", "b")] == [0, 1]
+    body = {"max_token_length": 512, "desired_name": "c", "weight": 1.0, "group_size": 2}
+    answer = client.post("/register-env", json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert answer.json() == {"detail": "2 environments have registered, and no more are taken: reset the hub"}
+
+
+def test_values_of_any_shape_are_looked_through_level_by_level(client, desk):
+    """The first value that cannot be sent on refuses the field, wherever it stands."""
+    nested = {"a": [{"b": [1, 2.5, None, True, "x", {}]}, []], "c": -(2**63)}
+    answer = client.post("/scored_data", json=desk.group(images=nested, generation_params=nested))
+    assert answer.status_code == 200
+    for bad in (2**63, -(2**63) - 1):
+        answer = client.post("/scored_data", json=desk.group(images=[nested, [[bad, 1.0]]]))
+        assert answer.json()["detail"][0]["type"] == "int_out_of_range"
+    answer = client.post("/scored_data", content=json.dumps(desk.group(images=[[1.0, float("nan")]])), headers=JSON)
+    assert answer.json()["detail"][0]["type"] == "finite_number"
+    deepest = json.loads("[" * 33 + "]" * 33)
+    assert client.post("/scored_data", json=desk.group(images=deepest)).status_code == 200
+    assert client.post("/scored_data", json=desk.group(images=[deepest])).json()["detail"][0]["type"] == "too_deep"

@@ -16,9 +16,11 @@ from starlette.testclient import TestClient
 
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
-from treadle.hub.guard import access_of, may_reset
+from treadle.hub.guard import access_of
 from treadle.wire import guard
-from treadle.wire.guard import Guard
+from treadle.wire.guard import ADMIN as ADMINS
+from treadle.wire.guard import CLIENTS, EVERYBODY, Guard, why_refused
+from treadle.wire.tokens import CLIENT_ROLES, role_token
 
 TOKEN = "ordinary-token-0123456789"  # noqa: S105 - of a test
 ADMIN = "admin-token-0123456789-ab"
@@ -27,11 +29,16 @@ LOOPBACK = "127.0.0.1"
 ELSEWHERE = "10.1.2.3"
 
 
+def may_reset(scope):
+    return why_refused(scope, ADMINS) is None
+
+
 async def echo(request):
     found = {
         "path": request.scope["path"],
         "raw": request.scope["raw_path"].decode(),
         "reset": may_reset(request.scope),
+        "roles": [role for role in CLIENT_ROLES if why_refused(request.scope, {role}) is None],
     }
     return JSONResponse(found | {"url": str(request.url), "query": request.scope["query_string"].decode()})
 
@@ -185,8 +192,9 @@ def test_a_proxy_on_this_machine_does_not_make_everybody_local(name):
 
 
 def test_a_request_that_no_guard_has_seen_may_not_reset():
-    assert may_reset({"type": "http"}) is False
-    assert may_reset({"type": "http", "treadle.caller": {"is_admin": True}}) is False
+    scope = {"type": "http", "method": "GET", "path": "/reset_data", "headers": []}
+    assert may_reset(scope) is False
+    assert may_reset(scope | {"treadle.caller": {"roles": ["admin"]}}) is False
 
 
 def test_an_open_hub_knows_no_admin_by_an_empty_token():
@@ -198,10 +206,129 @@ def test_an_open_hub_knows_no_admin_by_an_empty_token():
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "LOCALHOST", "localhost.", "[::1]:8000", "10.0.0.7", "[fe80::1]"],
+    ["127.0.0.1", "127.0.0.1:8000", "127.9.9.9", "localhost:1", "LOCALHOST", "localhost.", "[::1]:8000"],
 )
-def test_addresses_and_localhost_are_allowed(host):
+def test_loopback_addresses_and_localhost_are_allowed(host):
     assert client().get("/batch", headers={"Host": host}).status_code == 200
+
+
+# Browsers send no Sec-Fetch-Site to some of these, and all of them can lead to a hub on loopback.
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "0.0.0.0:8000", "[::]", "[::ffff:127.0.0.1]", "[::ffff:0.0.0.0]", "10.0.0.7", "[fe80::1]", "0"]
+)
+def test_other_addresses_are_refused(host):
+    answer = client().get("/batch", headers={"Host": host})
+    assert answer.status_code == 403
+    assert "--allowed-hosts" in answer.json()["detail"]
+
+
+LOCAL_AND_HOST = [
+    ("10.0.0.7", "10.0.0.7:8000"), ("[2001:db8::7]", "[2001:DB8:0::7]"), ("[::ffff:a00:7]", "10.0.0.7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", ""])
+def test_with_a_token_the_address_of_the_connection_is_known(bound):
+    for local, host in LOCAL_AND_HOST:
+        hub = client(WITH_TOKENS, peer=ELSEWHERE, base=f"http://{local}:8000", host=bound)
+        assert hub.get("/batch", headers=bearer(TOKEN) | {"Host": host}).status_code == 200
+        for other in ("0.0.0.0", "[::]", "10.0.0.8", "evil.example"):
+            assert hub.get("/batch", headers=bearer(TOKEN) | {"Host": other}).status_code == 403
+
+
+def test_addresses_can_be_listed():
+    hub = client(WITH_TOKENS, host="0.0.0.0", allowed_hosts="192.0.2.5, [2001:db8::5],0.0.0.0")
+    assert hub.get("/healthz", headers={"Host": "192.0.2.5:80"}).status_code == 200
+    assert hub.get("/healthz", headers={"Host": "[2001:0db8::5]"}).status_code == 200
+    assert hub.get("/healthz", headers={"Host": "0.0.0.0"}).status_code == 403
+
+
+# Web pages
+
+
+FOREIGN = [
+    {"Origin": "https://example.org"},
+    {"Origin": "null"},
+    {"Origin": "http://127.0.0.1:8001"},
+    {"Referer": "https://example.org/page"},
+    {"Referer": "http://127.0.0.1:80/"},
+    {"Referer": "about:blank"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_requests_of_foreign_pages_are_refused(headers):
+    assert client().get("/healthz", headers=headers).status_code == 403
+    assert client().post("/healthz", headers=headers).status_code == 403
+
+
+OWN = [
+    {"Origin": "http://127.0.0.1:8000"},
+    {"Origin": "https://127.0.0.1:8000"},
+    {"Referer": "http://127.0.0.1:8000/dash/"},
+    {"Sec-Fetch-Site": "none"},
+    {"Sec-Fetch-Site": "same-origin"},
+]
+
+
+@pytest.mark.parametrize("headers", OWN)
+def test_our_own_page_may_read_and_not_change_anything(headers):
+    found = client().get("/batch", headers=headers)
+    assert (found.status_code, found.json()["roles"], found.json()["reset"]) == (200, ["observer"], False)
+    if "Origin" in headers:
+        assert client().post("/batch", headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers", [*OWN, {"Accept-Language": "en"}, {"User-Agent": "Mozilla/5.0 (X11)"}, {"Sec-Fetch-Mode": "no-cors"}]
+)
+def test_a_get_with_effects_is_refused_to_browsers(headers):
+    scope = {
+        "type": "http", "method": "GET", "path": "/reset_data", "treadle.caller": guard.Caller(EVERYBODY),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    assert "refused to browsers" in why_refused(scope, ADMINS)
+    assert why_refused(scope, EVERYBODY) is None
+    assert why_refused(scope | {"method": "POST"}, ADMINS) is None  # a browser's has an Origin: refused before
+
+
+@pytest.mark.parametrize("agent", ["python-requests/2.32.5", "Python/3.11 aiohttp/3.13.2", "curl/8.14.1"])
+def test_what_programs_send_passes(agent):
+    headers = {"User-Agent": agent, "Accept": "*/*", "Accept-Encoding": "gzip, deflate", "Connection": "keep-alive"}
+    assert client().get("/batch", headers=headers).json()["reset"] is True
+
+
+# Roles
+
+
+@pytest.mark.parametrize("role", CLIENT_ROLES)
+@pytest.mark.parametrize("peer", [LOOPBACK, ELSEWHERE])
+def test_the_token_of_a_role_has_that_role_and_may_read(role, peer):
+    found = client(WITH_TOKENS, peer=peer).get("/batch", headers=bearer(role_token(TOKEN, role))).json()
+    assert found["roles"] == list(dict.fromkeys((role, "observer")))
+    assert found["reset"] is False
+
+
+def test_the_main_token_has_every_role_and_resets_from_this_machine_only():
+    for peer in (LOOPBACK, ELSEWHERE):
+        found = client(WITH_TOKENS, peer=peer).get("/batch", headers=bearer(TOKEN)).json()
+        assert (found["roles"], found["reset"]) == (list(CLIENT_ROLES), peer == LOOPBACK)
+
+
+def test_tokens_of_roles_depend_on_the_main_token():
+    wrong = role_token(TOKEN + "x", "trainer")
+    assert client(WITH_TOKENS).get("/batch", headers=bearer(wrong)).status_code == 401
+    assert len({role_token(TOKEN, role) for role in CLIENT_ROLES}) == len(CLIENT_ROLES)
+    assert not any(TOKEN in role_token(TOKEN, role) for role in CLIENT_ROLES)
+
+
+def test_a_hub_does_not_start_with_the_token_of_a_role():
+    token = role_token(TOKEN, "environment")
+    with pytest.raises(ConfigError, match="role environment") as error:
+        access_of(HubConfig(), {"TREADLE_HUB_TOKEN": token})
+    assert token not in str(error.value)
 
 
 def test_own_names_the_bound_name_and_allowed_hosts(monkeypatch):
@@ -320,15 +447,15 @@ def test_a_token_file_is_made_once_for_its_owner_only(token_file, caplog):
     assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
     token = token_file.read_text().strip()
     assert len(token) >= 43
-    assert access.holds(token.encode()) == (True, False)
-    assert of_file(token_file).holds(token.encode()) == (True, False)
+    assert access.roles_of(token.encode(), is_local=False) == CLIENTS
+    assert of_file(token_file).roles_of(token.encode(), is_local=True) == EVERYBODY
     assert token_file.read_text().strip() == token
     assert token not in repr(access)
     assert token not in caplog.text + repr([vars(record) for record in caplog.records])
 
 
 def test_blanks_around_the_token_do_not_count(token_file):
-    assert of_file(write(token_file, f"\n  {TOKEN}\r\n\n")).holds(TOKEN.encode()) == (True, False)
+    assert of_file(write(token_file, f"\n  {TOKEN}\r\n\n")).roles_of(TOKEN.encode(), is_local=False) == CLIENTS
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o602, 0o660, 0o620, 0o777, 0o601])
@@ -341,7 +468,7 @@ def test_a_file_that_others_can_read_or_change_is_refused(token_file, mode):
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o440])
 def test_a_file_for_its_owner_or_its_group_is_read(token_file, mode):
-    assert of_file(write(token_file, TOKEN, mode)).token is not None
+    assert of_file(write(token_file, TOKEN, mode)).secret is not None
 
 
 @pytest.mark.parametrize(
@@ -362,7 +489,7 @@ def test_links_are_followed_even_to_a_file_that_is_not_there_yet(tmp_path, token
     link.symlink_to(token_file)
     made = of_file(link)
     assert link.is_symlink()
-    assert made.holds(token_file.read_text().strip().encode()) == (True, False)
+    assert made.roles_of(token_file.read_text().strip().encode(), is_local=False) == CLIENTS
     assert of_file(link) == made
 
 
@@ -377,7 +504,7 @@ def test_places_that_can_hold_no_token(tmp_path, place):
 
 def test_file_and_variable_must_agree(token_file):
     write(token_file, TOKEN)
-    assert of_file(token_file, {"TREADLE_HUB_TOKEN": f" {TOKEN} "}).token is not None
+    assert of_file(token_file, {"TREADLE_HUB_TOKEN": f" {TOKEN} "}).secret is not None
     with pytest.raises(ConfigError, match="different tokens") as error:
         of_file(token_file, {"TREADLE_HUB_TOKEN": ADMIN})
     assert TOKEN not in str(error.value)

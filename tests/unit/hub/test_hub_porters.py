@@ -13,7 +13,7 @@ import pytest
 
 from treadle.hub.checks import Rules
 from treadle.hub.door import Order
-from treadle.hub.porters import INLINE_BYTES, Porters, _Porter
+from treadle.hub.porters import IN_HAND, INLINE_BYTES, Porters, _Porter
 from treadle.hub.refusals import Refused
 
 ORDER = Order(kind="group", rules=Rules())
@@ -165,14 +165,54 @@ def test_a_machine_that_cannot_start_a_process_for_a_while_does_not_stop_the_hub
 
 
 def test_a_porter_that_hangs_is_replaced_and_its_orders_are_done_by_another(monkeypatch):
-    monkeypatch.setattr("treadle.hub.porters.READING_S", 1.5)
+    monkeypatch.setattr("treadle.hub.porters.SILENT_S", 1.5)
 
     async def play(porters: Porters) -> None:
         (stopped,) = porters.at_work
         os.kill(stopped.pid, signal.SIGSTOP)
-        admitted = await asyncio.gather(*(porters.admit(body(tag), ORDER) for tag in range(6)))
+        sizes = (2_000_000, 6000, 6000, 6000, 6000, 6000)  # the first does not fit into what the system keeps for it
+        admitted = await asyncio.gather(*(porters.admit(body(tag, size), ORDER) for tag, size in enumerate(sizes)))
         assert len(admitted) == 6
         assert stopped not in porters.at_work
+
+    at_work(1, play)
+
+
+def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
+    """Its porter is ended, once; the order behind it is done by the next one."""
+
+    async def play(porters: Porters) -> None:
+        (victim,) = porters.at_work
+        hasty = Order(kind="group", rules=Rules(), max_cpu_s=0.02)
+        costly, other = await asyncio.gather(
+            porters.admit(body(1, 3_000_000), hasty), porters.admit(body(2), ORDER), return_exceptions=True
+        )
+        assert isinstance(costly, Refused)
+        assert (costly.status, costly.reason) == (413, "too_costly")
+        assert costly.detail == "the body takes more than 0.02 s to check: send fewer groups at once"
+        assert not isinstance(other, BaseException)
+        assert await victim.exit_code() == -signal.SIGPROF
+        assert (await porters.admit(body(3), ORDER)).groups
+
+    at_work(1, play)
+
+
+def test_a_porter_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
+    """Orders wait for the one before: the time is counted from the last sign of life."""
+    monkeypatch.setattr("treadle.hub.porters.SILENT_S", 1.5)
+
+    async def play(porters: Porters) -> None:
+        (porter,) = porters.at_work
+        read = porter._reader.readexactly
+
+        async def read_late(num_bytes: int) -> bytes:  # three times for each order
+            await asyncio.sleep(0.4)
+            return await read(num_bytes)
+
+        monkeypatch.setattr(porter._reader, "readexactly", read_late)
+        admitted = await asyncio.gather(*(porters.admit(body(tag), ORDER) for tag in range(IN_HAND)))
+        assert len(admitted) == IN_HAND
+        assert porter._process.returncode is None
 
     at_work(1, play)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections import namedtuple
@@ -16,12 +17,13 @@ from written_run import evaluation, step_values, write_run
 
 from tests.e2e.processes import free_port
 from treadle.config import RunConfig, load_run, save_run
-from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied
+from treadle.envs.catalogue import load_environment
+from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
-from treadle.launch.job import Life, check_one_model, start_run
+from treadle.launch.job import Life, check_one_model, settle_environment, start_run
 from treadle.launch.memory import MemorySampler
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
@@ -233,3 +235,31 @@ def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_pat
     with pytest.raises(ProcessDied):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
     assert "--train.micro-tokens" in capsys.readouterr().err
+
+
+def test_an_agents_command_reaches_the_environment_process(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "2 + 2?", "answer": "4"}\n')
+    args = {"command": "python agent.py", "time_limit_s": 5.0, "rewards": ["exact_match"]}
+    asked = {"env.name": "agent", "env.data": str(tmp_path / "rows.jsonl"), "env.args": json.dumps(args)}
+    config = load_run(None, asked)
+    settled = config.model_copy(update={"env": settle_environment(config.env)})
+    save_run(settled, tmp_path / "config.json")
+    env = load_run(tmp_path / "config.json").env  # as `treadle env agent serve --config` reads it
+    assert env.args == args
+    assert not load_environment(env).waits_for_agents
+
+
+def test_an_agent_without_a_command_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    asked = {"env.name": "agent", "env.data": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "runs")}
+    with pytest.raises(ConfigError, match="nothing in this run would start its agents") as refused:
+        start_run(load_run(None, asked), plain=True)
+    assert '--env.args \'{"command": ' in refused.value.fix
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_deleted_while_its_run_goes_on_is_told_in_a_sentence(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Life, "live", lambda life, **_: shutil.rmtree(life._plan.run_folder))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match="folder was deleted while the run went on"):
+        start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)

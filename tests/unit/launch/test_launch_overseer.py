@@ -204,3 +204,12 @@ def test_a_hang_that_comes_back_is_told_again(hub: HubDouble) -> None:
         overseer.look(0)
         clock.now_s += 1
     assert len(overseer.sight.alarms) == 2
+
+
+def test_the_advice_of_a_process_is_told_with_the_flags_of_the_run(hub: HubDouble) -> None:
+    overseer = overseer_of(hub.url, FakeClock())
+    late = WaitReport(what="version 3", seconds=90.0, deadline_s=60.0, is_late=True, fix="--publish-timeout-s ends it")
+    hub.report(waits=[late], problem="clips much", fix="lower --lr")
+    overseer.look(0)
+    assert overseer.sight.alarms[0].endswith("; --train.publish-timeout-s ends it")
+    assert overseer.sight.findings == ("trainer clips much; lower --train.lr",)

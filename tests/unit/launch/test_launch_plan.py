@@ -10,7 +10,8 @@ from treadle.config import DEFAULT_MODEL, TrainConfig, load_run
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import Plan, build_plan, explicit_keys
+from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys
+from treadle.wire.tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
 FACTS = MachineFacts(
@@ -23,11 +24,12 @@ FACTS = MachineFacts(
 )
 
 
-def plan_for(flags: dict[str, object] | None = None, **facts: object) -> Plan:
+def plan_for(flags: dict[str, object] | None = None, tokens: RunTokens = NO_TOKENS, **facts: object) -> Plan:
     known = MachineFacts(**{**vars(FACTS), **facts})  # type: ignore[arg-type]
     return build_plan(
-        load_run(None, flags or {}), known, run_folder=RUN, model_folder="/cache/smol", is_model_local=True
-    )
+        load_run(None, flags or {}), known, run_folder=RUN, model_folder="/cache/smol", is_model_local=True,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 def test_model_steps_and_seed_flow_into_the_sections() -> None:
@@ -65,6 +67,15 @@ def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bo
     assert (config.engine.weights_file is not None) == shares
     assert config.engine.enable_lora == config.train.lora == has_lora
     assert not has_lora or config.engine.max_lora_rank == rank
+
+
+@pytest.mark.parametrize(
+    ("flags", "root"),
+    [({}, RUN), ({"train.live_path": "/mem/live"}, Path("/mem/live")), ({"train.save_path": "/disk"}, Path("/disk")),
+     ({"engine.adapter_root": "/all"}, Path("/all"))],
+)  # fmt: skip
+def test_adapters_come_from_where_the_trainer_saves_them(flags: dict[str, object], root: Path) -> None:
+    assert plan_for({"train.weight_bridge_mode": "lora_only", **flags}).config.engine.adapter_root == root
 
 
 def test_an_engine_that_gets_broadcasts_shares_no_memory() -> None:
@@ -184,6 +195,31 @@ def test_children_do_not_spin_and_know_their_parent() -> None:
     assert environment["HF_HUB_OFFLINE"] == "1"
     assert environment["HOME"] == "/home/ada"
     assert "PYTHONDONTWRITEBYTECODE" not in environment
+
+
+SECRETS = ("hub-secret-0123456789", "admin-secret-0123456789", "engine-secret-0123456789")
+
+
+def test_each_process_gets_the_tokens_of_its_role_and_no_other() -> None:
+    variables = ("TREADLE_HUB_TOKEN", "TREADLE_HUB_ADMIN_TOKEN", "TREADLE_ENGINE_TOKEN")
+    inherited = dict(zip(variables, SECRETS, strict=True))
+    plan = plan_for(tokens=RunTokens(*SECRETS), environment=inherited)
+    hub, admin, engine = SECRETS
+    assert {spec.name: tuple(spec.env.get(variable) for variable in variables) for spec in plan.processes} == {
+        "hub": (hub, admin, role_token(engine, "observer")),
+        "engine": (role_token(hub, "engine"), None, engine),
+        "env": (role_token(hub, "environment"), None, role_token(engine, "environment")),
+        "trainer": (role_token(hub, "trainer"), None, role_token(engine, "trainer")),
+    }
+    assert plan.watch_url == f"{plan.hub_url}/t/{role_token(hub, 'observer')}"
+    told = repr(plan) + plan.config.model_dump_json() + "".join(word for spec in plan.processes for word in spec.argv)
+    derived = [role_token(secret, role) for secret in SECRETS for role in CLIENT_ROLES]
+    assert not any(token in told for token in (*SECRETS, *derived))
+
+
+def test_without_tokens_no_process_gets_one() -> None:
+    for spec in plan_for(environment={"TREADLE_HUB_TOKEN": "not-the-runs"}).processes:
+        assert not any("TOKEN" in name for name in spec.env if name.startswith("TREADLE_"))
 
 
 def test_explicit_keys_are_those_that_were_given() -> None:

@@ -214,14 +214,36 @@ def test_a_line_that_another_covers_is_named_with_it() -> None:
     assert len(distinct(Series("a", points), Series("b", ()))) == 2
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-9, 1e12])
+def test_a_run_of_two_steps_with_tiny_figures_has_a_page(tmp_path: Path) -> None:
+    a_run(tmp_path, num_steps=2)
+    tiny = [{"step": 1, "mean_kl": 0.0, "mean_ratio": 1.0}, {"step": 2, "mean_kl": 3e-14, "mean_ratio": 1.0 + 2e-16}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny))
+    summary = json.loads((tmp_path / "summary.json").read_text()) | {"peak_memory_by_process": {"hub": 0}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert ">1e-14</text>" in render(gather(tmp_path))
+
+
+def test_answers_that_were_cut_off_are_marked(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    for step, ended in ((0, False), (50, True)):
+        told = evaluation(step, {"a": step > 0}, 0.5) | {"generation_params": {"max_tokens": 16}}
+        told["samples"][0]["ended"] = ended
+        (tmp_path / "evals" / f"step-{step}.json").write_text(json.dumps(told))
+    text = text_of(render(gather(tmp_path)))
+    assert "before: wrong (cut off at 16 tokens)" in text
+    assert text.count("cut off") == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-9, 1e12, 5e-324])
 def test_a_chart_of_one_value_can_be_drawn(value: float) -> None:
     svg = draw(Chart("x", (Series("a", ((5.0, value),)), Series("b", ((5.0, value), (6.0, value)), is_noisy=True))))
     assert "nan" not in svg
     assert svg.endswith("</svg>")
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.003, 0.02), (5.0, 5.0), (0.0, 0.0), (1e-8, 3e-8)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (-0.003, 0.02), (5.0, 5.0), (0.0, 0.0), (1e-8, 3e-8), (0, 3e-14)]
+)
 def test_ticks_reach_around_what_is_drawn(low: float, high: float) -> None:
     found = ticks(low, high)
     assert found[0] <= low

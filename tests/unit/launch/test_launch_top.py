@@ -17,9 +17,10 @@ from treadle.launch.plan import CONFIG_FILE, with_values
 from treadle.launch.top import find_run
 
 
-def write_run_of(hub_url: str, folder: Path) -> None:
+def write_run_of(hub_url: str, folder: Path, token_file: Path | None = None) -> None:
     config = write_run(folder, num_steps=3, is_evaluated=False)
-    save_run(with_values(config, {"train.atropos_url": hub_url, "steps": 50}), folder / CONFIG_FILE)
+    values = {"train.atropos_url": hub_url, "hub.token_file": token_file, "steps": 50}
+    save_run(with_values(config, values), folder / CONFIG_FILE)
 
 
 def top(*flags: str) -> str:
@@ -32,11 +33,13 @@ def top(*flags: str) -> str:
 
 
 def test_a_run_that_goes_on_is_shown_with_its_processes(tmp_path: Path) -> None:
-    with HubProcess(tmp_path) as hub:
-        write_run_of(hub.url, tmp_path)
+    token_file = tmp_path / "hub.token"
+    with HubProcess(tmp_path, "--token-file", str(token_file)) as hub:
+        write_run_of(hub.url, tmp_path, token_file)
         report = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 4711, "state": "12 groups in flight"}
         with hub.client() as client:
-            assert client.post("/v1/reports", json=report).status_code == 200
+            key = {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+            assert client.post("/v1/reports", json=report, headers=key).status_code == 200
         shown = top(str(tmp_path), "--once")
     for words in ("step 3/50", "env gsm8k", "pid 4711", "12 groups in flight", "hub"):
         assert words in shown, words

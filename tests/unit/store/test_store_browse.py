@@ -111,7 +111,7 @@ def test_facts_outlive_the_process_and_are_not_taken_for_those_of_another_queue(
         with Browser.open(path) as browser:
             assert ids(browser, score_from=1.0) == [1]
     path.unlink()
-    path.with_name("hub.sqlite.lock").unlink()
+    path.with_name("hub.sqlite.progress").unlink()
     with Store.open(path) as store, Browser.open(path) as browser:
         store.append(Post([new_group(0.0)]), LIMITS).result()
         learn_all(browser)

@@ -138,6 +138,10 @@ def test_with_a_checkpoint_a_trainer_goes_on_at_an_engine_that_is_ahead_and_held
     httpx.post(f"{engine_url}/bridge/pause")
     with HubProcess(tmp_path) as hub:
         run_trainer(config.model_copy(update={"atropos_url": hub.url}))  # all its steps are taken: it only publishes
+        environment = {"max_token_length": 4, "desired_name": "last evaluation", "weight": 1.0, "group_size": 4}
+        registered = httpx.post(f"{hub.url}/register-env", json=environment).json()
+        assert (registered["status"], registered["starting_step"]) == ("success", 2)  # it need not wait for a trainer
+    assert (config.save_path / "final_model" / "model.safetensors").is_file()
     layout = SingleCopySync(config).fetch_layout()
     assert (layout.policy_version, layout.is_held) == (2, False)
     served = share_policy(layout, config).live

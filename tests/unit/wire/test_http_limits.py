@@ -44,6 +44,11 @@ async def app(scope, receive, send):
         body = b"%d" % num_waiting
     elif path == "/release":
         released.set()
+    elif path == "/keep":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        num_waiting += 1
+        await released.wait()
     elif path == "/too-large":
         status = 413
     elif path == "/echo":
@@ -389,6 +394,31 @@ def test_a_body_that_stops_is_answered_408_and_the_application_told(hasty):
     assert int(hasty.get("/gone")[1]) == before + 1
 
 
+def test_a_body_that_comes_byte_by_byte_is_answered_408(hasty):
+    """However long it was announced to be: a byte now and then must not keep it open."""
+    with hasty.connect() as client:
+        client.settimeout(0.1)
+        client.sendall(post("/echo", b"")[:-4].replace(b"Content-Length: 0", b"Content-Length: 60000000") + b"\r\n\r\n")
+        answer, began = b"", time.monotonic()
+        while not answer and time.monotonic() - began < SOON_S:
+            with contextlib.suppress(TimeoutError):
+                client.sendall(b"x")
+                answer = client.recv(1000)
+    assert status(answer) == 408
+    assert "bytes a second" in detail(answer)
+
+
+def test_a_body_that_is_slow_but_fast_enough_is_taken(start):
+    server = start(read_timeout_s=1.0, min_body_bytes_per_s=10)
+    with server.connect() as client:
+        whole = post("/echo", b"x" * 500)
+        client.sendall(whole[:-500])
+        for _ in range(25):  # 200 bytes a second, over more than two of the times in which a body must bring enough
+            client.sendall(b"x" * 20)
+            time.sleep(0.1)
+        assert json.loads(read_answer(client)[1])[0] == 500
+
+
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_who_sends_a_large_body_still_reads_the_refusal(server, connection):
     """A plain close would reset the connection, and the client would see that instead of the 413."""
@@ -465,6 +495,81 @@ def test_one_connection_too_many_is_answered_503(server):
         held[1].sendall(get())
         assert read_answer(held[1])[1] == b"hello"
     assert server.has_closed_all()
+
+
+def unfinished(path: str, num_bytes: int) -> bytes:
+    return post(path, b"x" * num_bytes)[:-1]
+
+
+def answered(server: SmallServer, raw: bytes, wanted: int) -> bytes:
+    """The answer, once it has this status: bytes are given back a moment after a connection is gone."""
+    end = time.monotonic() + SOON_S
+    while status(answer := server.talk(raw)) != wanted and time.monotonic() < end:
+        time.sleep(0.02)
+    return answer
+
+
+def test_bodies_that_are_too_much_together_are_answered_503(start):
+    server = start(**PATIENT, max_body_bytes_in_flight=1 << 20)
+    large = post("/echo", b"x" * 600_000, "Connection: close")
+    with server.connect() as hoarder:
+        hoarder.sendall(unfinished("/echo", 900_000))
+        answer = answered(server, large, 503)
+        assert status(answer) == 503
+        assert b"retry-after: 2\r\n" in answer
+        assert "1 MiB already" in detail(answer)
+        small = server.talk(post("/echo", b"x" * 10_000, "Connection: close"))
+        assert status(small) == 200
+        hoarder.sendall(b"x")
+        assert json.loads(read_answer(hoarder)[1])[0] == 900_000  # who was first is served
+    assert status(answered(server, large, 200)) == 200
+
+
+def test_a_body_sent_ahead_that_is_refused_is_given_back(start):
+    server = start(**PATIENT, max_body_bytes_in_flight=1 << 16)
+    with server.connect() as client:
+        client.sendall(get("/stream") + chunked("/echo", b"7530\r\n" + b"x" * 30_000 + b"\r\nrubbish\r\n"))
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")  # the head of the first answer: all was read by now
+        assert status(server.talk(post("/echo", b"x" * 60_000, "Connection: close"))) == 200
+
+
+def test_large_bodies_that_take_long_make_room_for_others(start):
+    """Fast enough to be kept otherwise: they would hold all the room for as long as they like."""
+    server = start(read_timeout_s=1.0, min_body_bytes_per_s=1, max_body_bytes_in_flight=1 << 20)
+    large = post("/echo", b"x" * 600_000, "Connection: close")
+    with server.connect() as hoarder:
+        hoarder.sendall(post("/echo", b"x" * 1_000_000)[:-100_000])
+        end = time.monotonic() + SOON_S
+        while status(answer := server.talk(large)) != 200 and time.monotonic() < end:
+            hoarder.send(b"x" * 100)
+            time.sleep(0.05)
+        assert status(answer) == 200
+        assert status(hoarder.recv(1000)) == 503
+
+
+def test_a_body_counts_until_the_application_is_done_with_it(start):
+    """Also when its client is gone: whoever sends and leaves must not be able to fill the memory."""
+    server = start(**PATIENT, max_body_bytes_in_flight=1 << 20)
+    large = post("/echo", b"x" * 600_000, "Connection: close")
+    with server.connect() as leaving:
+        leaving.sendall(post("/keep", b"x" * 900_000))
+        assert status(answered(server, large, 503)) == 503
+    end = time.monotonic() + SOON_S
+    while server.get("/num-waiting")[1] != b"1" and time.monotonic() < end:
+        time.sleep(0.02)
+    assert status(server.talk(large)) == 503
+    server.get("/release")
+    assert status(answered(server, large, 200)) == 200
+
+
+def test_bodies_sent_ahead_count_and_are_given_back(start):
+    server = start(**PATIENT, max_body_bytes_in_flight=1 << 18)
+    large = post("/echo", b"x" * 200_000, "Connection: close")
+    with server.connect() as client:
+        client.sendall(get("/stream") + post("/echo", b"x" * 100_000))
+        assert status(answered(server, large, 503)) == 503
+    server.get("/release")
+    assert status(answered(server, large, 200)) == 200
 
 
 def test_the_process_outlives_its_open_files(start):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, decode, folder_here, route
+from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings
+from treadle.engines.surface.http import NotHere, adapter_here, decode, route
 from treadle.engines.surface.served import Served
-from treadle.errors import RequestError
+from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.wire.bridge import LoadAdapter, LoadedAdapter, UnloadAdapter
 from treadle.wire.http_bodies import json_answer
@@ -72,7 +72,8 @@ class AdapterRoutes:
 
     async def load(self, http: HttpRequest) -> Response:
         body, started = await decode(http, LoadAdapter), time.monotonic()
-        path = folder_here(body.adapter_path)
+        path = self._folder(body.adapter_path)
+        settings = await asyncio.to_thread(read_adapter_settings, path)
         name = self._new_name(body.adapter_name or path.name)
         adapter = await self._engine.load_adapter(name, path, self._version_of(name, body.policy_version))
         number = self._served.ledger.adapter_loaded(name)
@@ -84,7 +85,7 @@ class AdapterRoutes:
                 adapter_name=name,
                 adapter_id=number,
                 load_count=self._served.ledger.num_adapter_loads,
-                adapter_config=_told_config(path),
+                adapter_config=_told(settings),
                 policy_version=(await self._engine.state()).policy_version,
                 seconds=time.monotonic() - started,
             )
@@ -102,7 +103,7 @@ class AdapterRoutes:
     async def load_by_name(self, http: HttpRequest) -> Response:
         body = await decode(http, LoadByName)
         name = self._new_name(body.lora_name)
-        await self._engine.load_adapter(name, folder_here(body.lora_path), None)
+        await self._engine.load_adapter(name, self._folder(body.lora_path), None)
         self._served.ledger.adapter_loaded(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -110,6 +111,11 @@ class AdapterRoutes:
         body = await decode(http, UnloadByName)
         await self._unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _folder(self, path: str) -> Path:
+        if not self._engine.facts.has_lora:
+            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+        return adapter_here(path, self._served.adapter_root)
 
     def _version_of(self, name: str, wished: int | None) -> int:
         """Without a version, as Atropos' trainers ask, it is one that was never served; asked again, the one it has."""
@@ -140,11 +146,10 @@ class AdapterRoutes:
         return name
 
 
-def _told_config(path: Path) -> dict[str, object]:
-    told: dict[str, Any] = json.loads((path / "adapter_config.json").read_text())
+def _told(settings: AdapterSettings) -> dict[str, object]:
     return {
-        "r": told.get("r"),
-        "lora_alpha": told.get("lora_alpha"),
-        "target_modules": told.get("target_modules"),
-        "base_model": told.get("base_model_name_or_path"),
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": settings.target_modules,
+        "base_model": settings.base_model or None,
     }

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.config import EngineConfig
+from treadle.config.engine_choice import adapter_root
 from treadle.engines.port import Engine
 from treadle.engines.surface.adapters import AdapterRoutes
 from treadle.engines.surface.bridge import BridgeRoutes
@@ -69,11 +70,13 @@ def app_of(
                 yield
             finally:
                 served.remove_bridge_file()
+                served.templates.close()
 
     served = Served(
         engine=engine,
         model_name=config.served_model_name or config.model,
         pause_timeout_s=config.pause_timeout_s,
+        adapter_root=adapter_root(config),
         bridge_file=bridge_file,
     )
 

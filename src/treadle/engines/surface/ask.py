@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from treadle.engines.port import EngineFacts, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
-from treadle.wire.generate import Wave
+from treadle.wire.generate import MIN_TEMPERATURE, Wave
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20  # likeliest tokens a position; more make answers of many megabytes
 
 
@@ -48,8 +50,11 @@ def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
             f"{len(ids)} prompt and {ask.max_tokens} new tokens exceed --max-model-len {facts.max_model_len}"
         )
     stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
-    if len(stop) > MAX_STOP_STRINGS or any(not word for word in stop):
-        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty")
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in stop):
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
+    stop_ids = frozenset(ask.stop_token_ids or ())
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} of them, not {len(stop_ids)}")
     for count in (ask.logprobs, ask.prompt_logprobs):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"logprobs of {count} tokens a position were asked for; 0 to {MAX_LOGPROBS} can be had")
@@ -57,10 +62,16 @@ def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
         prompt_ids=ids,
         n=ask.n,
         max_tokens=ask.max_tokens,
-        sampling=SamplingParams(ask.temperature, ask.top_p, max(ask.top_k, 0), ask.min_p),
+        sampling=SamplingParams(
+            # Both engines get the same: vLLM would raise some of these to 0.01, and take others for 0.
+            0.0 if ask.temperature < MIN_TEMPERATURE else ask.temperature,
+            ask.top_p,
+            max(ask.top_k, 0),
+            ask.min_p,
+        ),
         seed=ask.seed,
         stop=stop,
-        stop_ids=frozenset(ask.stop_token_ids or ()),
+        stop_ids=stop_ids,
         ignore_eos=ask.ignore_eos,
         num_top=ask.logprobs or 0,
         num_prompt_top=ask.prompt_logprobs,

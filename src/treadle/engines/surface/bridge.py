@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, decode, folder_here, route
+from treadle.engines.surface.http import NotHere, adapter_here, decode, folder_here, route
 from treadle.engines.surface.served import Served
 from treadle.wire.bridge import (
     Adopt,
@@ -135,7 +135,8 @@ class BridgeRoutes:
 
     async def restart(self, http: HttpRequest) -> Response:
         body, started = await decode(http, RestartEngine), time.monotonic()
-        adapter = None if body.adapter_path is None else folder_here(body.adapter_path)
+        root, path = self._served.adapter_root, body.adapter_path
+        adapter = None if path is None else adapter_here(path, root)
         await self._engine.restart(folder_here(body.model_path), adapter, body.policy_version)
         await self._served.write_bridge_file()  # they lie elsewhere now
         return await self._updated(started)

@@ -25,11 +25,11 @@ HEALTH_DEADLINE_S = 30.0
 
 
 def generate_routes(served: Served) -> list[Route]:
-    engine, text = served.engine, served.text
+    engine = served.engine
 
     async def generate(http: HttpRequest) -> Response:
         body = await decode(http, GenerateRequest)
-        prompt_ids = text.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt.get("prompt_token_ids")
+        prompt_ids = served.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt.get("prompt_token_ids")
         request = request_of(prompt_ids, _ask(body), engine.facts)
         if body.stream:
             if body.prompt_logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,12 +12,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from treadle.engines.port import ADAPTER_FILES
 from treadle.engines.surface.served import Ledger
 from treadle.errors import RequestError, TreadleError, UserError
+from treadle.wire.guard import EVERYBODY, why_refused
 from treadle.wire.http_bodies import json_answer, read_json
+from treadle.wire.tokens import Role
 
 MAX_BODY_BYTES = 16 << 20
 OPENAI_PREFIX = "/v1/"
+FORBIDDEN = 403
+# Who may use a route: everybody reads, environments and trainers sample, only trainers change weights and adapters.
+SAMPLING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
+SAMPLERS: frozenset[Role] = frozenset({"environment", "trainer"})
+PUBLISHERS: frozenset[Role] = frozenset({"trainer"})
 CLIENT_LEFT = 499
 
 T = TypeVar("T")
@@ -29,11 +38,13 @@ class NotHere(RequestError):
 
 def route(path: str, handler: Handler, ledger: Ledger, *, method: str = "GET") -> Route:
     """A route whose errors become answers, and whose requests are counted."""
+    roles = SAMPLERS if path in SAMPLING else EVERYBODY if method == "GET" else PUBLISHERS
 
     async def guarded(http: Request) -> Response:
         started = time.monotonic()
+        why = why_refused(http.scope, roles)
         try:
-            response = await handler(http)
+            response = await handler(http) if why is None else refusal(path, FORBIDDEN, why)
         except TreadleError as error:
             response = refusal(path, status_of(error), str(error))
         except ClientDisconnect:
@@ -74,7 +85,38 @@ def nobody_reads() -> Response:
 
 def folder_here(path: str) -> Path:
     """A folder on this machine that a request names."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise NotHere(f"there is no folder {path} on the engine's machine", fix="give a path that both sides see")
-    return folder.resolve()
+    folder = _resolved(path)
+    if not os.path.isdir(folder):
+        raise _no_folder(path)
+    return folder
+
+
+def adapter_here(path: str, root: Path) -> Path:
+    """The folder of an adapter that a request names: in `root`, to which a relative path belongs. Links may not lead
+    out of it, and whether anything is there is said only of places inside."""
+    folder = _resolved(path, root)
+    for place in (folder, *(folder / name for name in ADAPTER_FILES)):
+        if not Path(os.path.realpath(place)).is_relative_to(root):
+            raise RequestError(
+                f"{_cut(path)} is not in {root}, the folder from which this engine loads adapters",
+                fix="save it there, or start the engine with another --adapter-root",
+            )
+    if not os.path.isdir(folder):
+        raise _no_folder(path)
+    return folder
+
+
+def _resolved(path: str, base: Path = Path()) -> Path:
+    """os.path instead of Path: what is too long, or not allowed, is no folder, and no error of another kind."""
+    try:
+        return Path(os.path.realpath(base / Path(path).expanduser()))
+    except (RuntimeError, ValueError):  # the home of a user that does not exist; a NUL
+        raise _no_folder(path) from None
+
+
+def _no_folder(path: str) -> NotHere:
+    return NotHere(f"there is no folder {_cut(path)} on the engine's machine", fix="give a path that both sides see")
+
+
+def _cut(path: str) -> str:
+    return path if len(path) <= 300 else path[:300] + "..."

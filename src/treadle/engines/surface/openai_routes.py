@@ -40,7 +40,7 @@ def openai_routes(served: Served) -> list[Route]:
             raise RequestError("response_format other than text is not offered", fix="leave it out")
         if body.tool_choice not in (None, "auto", "none"):
             raise RequestError("a tool cannot be forced", fix='leave tool_choice out, or set it to "auto" or "none"')
-        prompt_ids = served.text.encode_chat(
+        prompt_ids = await served.encode_chat(
             [_plain(message) for message in body.messages],
             tools=None if body.tool_choice == "none" else body.tools,
             add_generation_prompt=body.add_generation_prompt,
@@ -151,7 +151,7 @@ def _adapter(served: Served, model: str | None) -> str | None:
 
 def _prompts(served: Served, prompt: str | list[Any]) -> list[list[int]]:
     """Token ids of each prompt: one text, several, one list of ids, or several."""
-    encode: Callable[[str], list[int]] = served.text.encode
+    encode: Callable[[str], list[int]] = served.encode
     if isinstance(prompt, str):
         return [encode(prompt)]
     if prompt and all(type(part) is int for part in prompt):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from treadle.chat_template import TemplateWorker
 from treadle.engines.port import Engine
 from treadle.engines.text import Text
-from treadle.errors import EngineError
+from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.sync.bridge_file import remove_bridge_file, write_bridge_file
 from treadle.sync.layout import Layout
 from treadle.wire.exposition import Histogram
 
 log = get_logger("engine")
+MIN_CHARS_ENCODED = 1 << 18  # this much is always encoded: a word that a tokenizer does not know may be one token
 LATENCY_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -52,12 +57,44 @@ class Served:
     engine: Engine
     model_name: str  # as it was asked for at the start
     pause_timeout_s: float
+    adapter_root: Path  # the folder from which adapters are loaded, resolved
     bridge_file: Path | None = None  # where a trainer can read which weights are shared
     ledger: Ledger = field(default_factory=Ledger)
+    templates: TemplateWorker = field(default_factory=TemplateWorker)
 
     @property
     def text(self) -> Text:
         return self.engine.text
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any] | None,
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's own chat template writes it."""
+        text = self.text
+        if not text.is_chat_loaded:
+            await asyncio.to_thread(text.load_chat)
+        source, values = text.chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
+        )
+        rendered = await self.templates.render(source, values)
+        self._refuse_longer(rendered)
+        return text.encode_rendered(rendered)
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt."""
+        self._refuse_longer(prompt)
+        return self.text.encode(prompt)
+
+    def _refuse_longer(self, prompt: str) -> None:
+        """Of megabytes the tokenizer would make ids for seconds, while nothing else is answered."""
+        max_tokens = self.engine.facts.max_model_len
+        if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.text.longest_token:
+            raise RequestError(f"a prompt of {len(prompt):,} characters is longer than --max-model-len {max_tokens}")
 
     async def write_bridge_file(self) -> None:
         if self.bridge_file is None:

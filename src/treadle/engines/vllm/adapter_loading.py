@@ -14,6 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
+from treadle.engines.adapter_settings import read_adapter_settings
 from treadle.engines.port import ADAPTER_FILES, Adapter
 from treadle.engines.vllm.adapters import AdapterBook, CheckAdapter
 from treadle.engines.vllm.client import VllmClient
@@ -103,6 +104,7 @@ def _copied(adapter: Path, scratch: Path) -> Path:
     try:
         for name in ADAPTER_FILES:
             shutil.copyfile(adapter / name, copy / name)
+        read_adapter_settings(copy)  # what vLLM reads is this copy, and it may differ from what was checked
     except BaseException:
         shutil.rmtree(copy, ignore_errors=True)
         raise

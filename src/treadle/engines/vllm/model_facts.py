@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treadle.engines.model_folder import REFETCH_FIX, check_model_folder, read_header, read_settings
 from treadle.errors import ModelError, RequestError
 from treadle.sync.layout import BYTES_PER_ELEMENT
 
@@ -23,8 +23,9 @@ class ModelFacts:
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    config = _read(folder / "config.json")
-    generation = _read(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    config = read_settings(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_settings(generation_file) if generation_file.is_file() else {}
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in BYTES_PER_ELEMENT:
         raise ModelError(f"{folder}'s weights are {dtype}", fix=f"name a number format: {sorted(BYTES_PER_ELEMENT)}")
@@ -32,12 +33,15 @@ def read_model_facts(folder: Path) -> ModelFacts:
     if not isinstance(vocab_size, int):
         raise ModelError(f"{folder}/config.json names no vocab_size", fix="only models of text alone are served")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in eos_ids):
+        raise ModelError(f"{folder} has {eos!r} for eos_token_id", fix=REFETCH_FIX)
     return ModelFacts(
         folder=folder,
         dtype=dtype,
         vocab_size=vocab_size,
         max_positions=None if _has_rope_scaling(config) else config.get("max_position_embeddings"),
-        eos_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        eos_ids=frozenset(eos_ids),
         linear_modules=_linear_modules(folder),
     )
 
@@ -55,9 +59,11 @@ def folder_of_weights(folder: Path) -> Path:
 
 
 def folder_of_model(folder: Path) -> Path:
-    folder = folder_of_weights(folder)
-    if not (folder / "config.json").is_file():
-        raise RequestError(f"{folder} holds no config.json", fix="give a folder that save_pretrained wrote")
+    folder = absolute(folder)
+    try:
+        check_model_folder(folder)
+    except ModelError as error:
+        raise RequestError(error.message, fix=error.fix) from None
     return folder
 
 
@@ -75,31 +81,16 @@ def _linear_modules(folder: Path) -> tuple[str, ...]:
     """By the headers of its weights; a layer has a number in its name, an embedding or an output has none."""
     found = set()
     for file in sorted(folder.glob("*.safetensors")):
-        for name, told in _header(file).items():
+        for name, told in read_header(file).items():
             *path, module, leaf = name.split(".")
             if leaf == "weight" and len(told["shape"]) == 2 and any(part.isdigit() for part in path):
                 found.add(module)
     return tuple(sorted(found))
 
 
-def _header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", fix="fetch or save the model again") from None
-    return {name: told for name, told in header.items() if name != "__metadata__"}
-
-
 def _has_rope_scaling(config: dict[str, Any]) -> bool:
     """Then the longest text is more than max_position_embeddings says, and only the model's own code knows how much."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"config.json has {rope!r} for scaled positions", fix=REFETCH_FIX)
     return rope.get("rope_type", rope.get("type", "default")) != "default"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", fix="fetch or save the model again") from None
-    return settings

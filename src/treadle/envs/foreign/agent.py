@@ -51,18 +51,22 @@ class Agent(Jsonl):
     """A rollout is one run of the agent. Its score is what it posts, or else what `rewards` say of the last reply."""
 
     defaults: ClassVar = {"max_token_length": 512, "num_eval": 32}
+    args_type: ClassVar = Args
 
     def __init__(self, config: EnvConfig) -> None:
+        super().__init__(config)  # with all of its args: `treadle run` starts this environment from `self.config`
         self._agent = parse_args(config, Args)
-        of_rows = {name: value for name, value in config.args.items() if name in RowArgs.__struct_fields__}
-        super().__init__(config.model_copy(update={"args": of_rows}))
         self._command = words_of(self._agent.command)
         self._time_limit_s = self._agent.time_limit_s or 0.9 * config.worker_timeout
-        self._has_rewards = "rewards" in of_rows
+        self._has_rewards = "rewards" in config.args
         self._sessions = Sessions()
         self._places = asyncio.Semaphore(self._agent.at_once or 4 * (os.cpu_count() or 1))
         self._open = AsyncExitStack()
         self.url = ""
+
+    @property
+    def waits_for_agents(self) -> bool:
+        return not self._command
 
     def prepare(self) -> None:
         if self._command:

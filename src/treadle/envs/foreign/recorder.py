@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -33,6 +33,7 @@ from treadle.log import get_logger
 from treadle.wire.http_bodies import json_answer, read_json, unless_gone
 
 MAX_BODY_BYTES = 64 << 20  # conversations with large tool results, sent again with every call
+MAX_PARTS = 200  # of a score: each becomes a metric of its group
 TAKE_WITHIN_S = 30.0
 CLIENT_LEFT = 499
 SHOWN_OF_KEY = 6  # characters of 22
@@ -51,10 +52,13 @@ class NothingToDo(TreadleError):
     pass
 
 
+_PartName = Annotated[str, msgspec.Meta(max_length=200)]
+
+
 class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     score: float
     is_right: bool | None = None
-    parts: dict[str, float] = {}
+    parts: Annotated[dict[_PartName, float], msgspec.Meta(max_length=MAX_PARTS)] = {}
 
     def as_score(self) -> Score:
         is_right = self.score > 0 if self.is_right is None else self.is_right
@@ -211,6 +215,8 @@ def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method:
         except TreadleError as error:
             status = _status_of(error)
             return json_answer(error_body(error, status), status)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)  # before all of its question was here
         except RecursionError:
             return json_answer(error_body(RequestError("the messages or tools are nested too deeply"), 400), 400)
         except Exception as error:  # a chat template is a program too, and an agent sends it what it likes

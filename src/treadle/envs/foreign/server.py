@@ -14,6 +14,7 @@ from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
 from treadle.wire.serving import SignalFreeServer, server_settings
+from treadle.wire.urls import url_to
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 MAX_CONNECTIONS = 4000  # an agent may hold several
@@ -32,8 +33,7 @@ async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
     watch = asyncio.ensure_future(connections.watch())
     serve = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
-        address = f"[{host}]" if ":" in host else host
-        url = f"http://{address}:{listener.getsockname()[1]}"
+        url = url_to(host, listener.getsockname()[1])
         log.info("recorder", url=url)
         yield url
     finally:

@@ -15,6 +15,7 @@ from typing import Protocol
 from treadle.config.load import replace_text
 from treadle.envs.rollout import Rollout
 from treadle.envs.seeds import stable_seed
+from treadle.errors import ConfigError
 
 NUM_CANDIDATES = 4
 MEMORY = 0.5  # what the newest group counts beside all before
@@ -47,7 +48,11 @@ class ByDifficulty:
         self._unsaved = 0
         self._shares: dict[int, float] = {}
         if path.is_file():
-            self._shares = {int(place): float(share) for place, share in json.loads(path.read_text()).items()}
+            try:
+                self._shares = {int(place): float(share) for place, share in json.loads(path.read_text()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                problem = f"{path} cannot be read: {error}"
+                raise ConfigError(problem, fix="delete it to learn the difficulty of the items again") from None
 
     def place_of(self, index: int) -> int:
         drawn = [stable_seed("candidate", self._seed, index, n) % self._num_items for n in range(NUM_CANDIDATES)]

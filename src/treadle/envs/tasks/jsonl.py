@@ -37,10 +37,11 @@ class Jsonl(DataEnvironment):
     """A row is a prompt and its answer; its other fields are there for rewards, as metadata."""
 
     defaults: ClassVar = {"max_token_length": 256}
+    args_type: ClassVar[type[Args]] = Args  # what `--env.args` may say
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)
-        self._args = parse_args(config, Args)
+        self._args = parse_args(config, self.args_type)
         registry.create(self._args.rewards)  # a misspelt reward must not wait for the data to be told
         self.rewards = self._args.rewards
 

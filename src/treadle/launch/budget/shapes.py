@@ -171,6 +171,8 @@ def read_shape(path: Path) -> ModelShape:
         return _from_settings(path.parent.name, kind, settings)
     except KeyError as missing:
         raise ModelError(f"{path} does not say {missing}", fix="save the model again with save_pretrained") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{path} has a size that is none: {error}", fix="fetch or save the model again") from None
 
 
 def shape_of_size(num_params: float) -> ModelShape:
@@ -184,17 +186,17 @@ def shape_of_size(num_params: float) -> ModelShape:
 
 
 def _from_settings(name: str, kind: str, settings: dict[str, Any]) -> ModelShape:
-    heads = settings["num_attention_heads"]
+    heads, hidden = int(settings["num_attention_heads"]), int(settings["hidden_size"])
     has_bias = bool(settings.get("attention_bias"))
     return ModelShape(
         name=name,
-        num_layers=settings["num_hidden_layers"],
-        hidden=settings["hidden_size"],
-        ffn=settings["intermediate_size"],
+        num_layers=int(settings["num_hidden_layers"]),
+        hidden=hidden,
+        ffn=int(settings["intermediate_size"]),
         num_heads=heads,
-        num_kv_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-        vocab=settings["vocab_size"],
+        num_kv_heads=int(settings.get("num_key_value_heads") or heads),
+        head_dim=int(settings.get("head_dim") or hidden // heads),
+        vocab=int(settings["vocab_size"]),
         is_tied=bool(settings.get("tie_word_embeddings", False)),
         has_qk_norm=kind == "qwen3",
         has_qkv_bias=kind == "qwen2" or has_bias,

@@ -23,7 +23,6 @@ from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.engines.vllm.installation import Installation, find_vllm
 from treadle.errors import MissingExtra
-from treadle.hub.guard import TOKEN_VARIABLE as HUB_TOKEN
 from treadle.launch.doctor import hardware, looking, settings, software
 from treadle.launch.doctor.finding import Check, as_json, is_well, show
 from treadle.launch.doctor.live import Server, check_engine, check_hub
@@ -36,7 +35,8 @@ from treadle.launch.process import tail_of
 from treadle.launch.report import load_summary
 from treadle.processor import processor_flags
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
-from treadle.wire.guard import MIN_TOKEN_CHARS
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
+from treadle.wire.tokens import MIN_TOKEN_CHARS
 from treadle.wire.urls import shown_url
 
 Tell = Callable[[str], None]

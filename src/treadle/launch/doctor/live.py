@@ -168,7 +168,8 @@ def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
     remedy = (
         f"leave the path out: {engine.shown}"
         if has_path
-        else "start one with `treadle engine --port N` and give its address: --engine-url, --openai.base-url"
+        else "start one with `treadle engine --port N` and give its address to both: treadle train --engine-url, "
+        "treadle env --openai.base-url"
     )
     return Check(asked, "problem", f"{answer.told}; {why}", remedy)
 

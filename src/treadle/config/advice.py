@@ -1,0 +1,86 @@
+"""Spell the flags in an error's advice as the verb that shows it spells them.
+
+A message is written where the error happens, and shown by whatever verb the user called: the trainer's `--lr` is
+`--train.lr` of `treadle run`, and no flag at all of `treadle chat`.
+
+as_flags_of("run", "lower --lr", "train") -> "lower --train.lr"
+as_flags_of("env", "raise --train.seq-len") -> "raise treadle train --seq-len"
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from pydantic import BaseModel
+
+from treadle.config.flags import spellings_of
+from treadle.config.schema import RunConfig
+from treadle.config.section import Section
+
+WHOLE_RUN = ("run", "plan", "doctor")  # verbs that take the flags of all sections, with dots
+VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
+SECTION_OF_PROCESS = {"hub": "hub", "engine": "engine", "trainer": "train", "env": "env"}
+_OF_RUN_ALONE = frozenset(("resume", "plain", "open"))
+_OF_OTHERS = {
+    "chat": frozenset(("message", "temperature", "max-tokens")),
+    "top": frozenset(("plain", "once")),
+    "report": frozenset(("out",)),
+    "token": frozenset(("token-file",)),
+    "doctor": frozenset(("hub", "engine", "json")),
+    "plan": frozenset((
+        "params", "mode", "gpu", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
+        "gpu-memory-utilization", "json",
+    )),
+}  # fmt: skip
+_FLAG = re.compile(r"(?<![\w.-])--(?P<name>[a-z][a-z0-9-]*+(?:\.[a-z][a-z0-9-]*+)?+)")
+# The flag belongs to a command line that is written out: `treadle run --resume`, `docker run --gpus all`.
+_COMMAND = re.compile(r"\b(treadle|docker|pip|torchrun|python)\b[^;,()`\n]*$")
+
+
+def as_flags_of(verb: str, text: str, section: str = "") -> str:
+    """`text` with the flags of `verb`; `section` is that of the process which wrote it."""
+
+    def spelled(found: re.Match[str]) -> str:
+        if _COMMAND.search(text[: found.start()]):
+            return found[0]
+        return _spelled(found["name"], verb, section) or found[0]
+
+    return _FLAG.sub(spelled, text)
+
+
+def _spelled(name: str, verb: str, section: str) -> str:
+    """ "" for a name that is no flag of ours, or could be a flag of several sections."""
+    if name in _OF_OTHERS.get(verb, ()):
+        return f"--{name}"
+    if verb == "chat" and name in ("model", "model-name", "openai.model-name"):
+        return "the model"  # it takes it without a flag
+    named, dot, plain = name.rpartition(".")
+    owners = [named] if dot else [one for one, flags in _flags().items() if plain in flags]
+    owner = owners[0] if len(owners) == 1 else section
+    if plain not in _flags().get(owner, ()):
+        return ""
+    if not dot and verb in WHOLE_RUN and plain in _flags()["run"] - _OF_RUN_ALONE:
+        owner = "run"  # of the flags that a section has too, the whole run's is the one to give
+    if owner == "run":
+        is_own = verb == "run" or (verb in WHOLE_RUN and plain not in _OF_RUN_ALONE)
+        return f"--{plain}" if is_own else f"treadle run --{plain}"
+    if verb in WHOLE_RUN:
+        return f"--{owner}.{plain}"
+    own_verb = VERB_OF_SECTION[owner]
+    flag = f"--{owner}.{plain}" if own_verb == "env" else f"--{plain}"
+    return flag if own_verb == verb else f"treadle {own_verb} {flag}"
+
+
+@cache
+def _flags() -> dict[str, frozenset[str]]:
+    """The names of flags without dashes and sections: {"run": {"model", "steps", ...}, "hub": {"port", ...}, ...}."""
+    sections = {name: field.default for name, field in RunConfig.model_fields.items()}
+    found = {name: _names(type(default)) for name, default in sections.items() if isinstance(default, Section)}
+    own = _names(RunConfig) - set(found)
+    return {"run": own | _OF_RUN_ALONE | {"config"}, **{name: flags | {"config"} for name, flags in found.items()}}
+
+
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    fields = model.model_fields.items()
+    return frozenset(flag.replace("_", "-") for name, field in fields for flag in spellings_of(name, field))

@@ -1,0 +1,126 @@
+"""Check a model folder before a library opens it.
+
+What is damaged is named with its remedy, and files of a kind that could run code are refused. vLLM's processes import
+this too, so it needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from treadle.errors import ModelError
+
+# Kinds of files that a model folder may hold, here and in its subfolders: weights, settings, words, pictures. A list of
+# what is dangerous (.py, .bin, .pt, .ckpt, .pickle, .so, ...) would never be complete.
+HARMLESS_SUFFIXES = frozenset({
+    "", ".safetensors", ".gguf", ".json", ".jsonl", ".jinja", ".model", ".tiktoken", ".txt", ".md", ".rst", ".yaml",
+    ".yml", ".toml", ".csv", ".tsv", ".log", ".lock", ".metadata", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp",
+    ".pdf",
+})  # fmt: skip
+UNREAD_FOLDERS = (".git", ".cache")  # of git and of the hub's client; no library looks into them
+INDEX = "model.safetensors.index.json"
+SETTINGS = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json", INDEX)
+REFETCH_FIX = "fetch or save the model again"
+MAX_HEADER_BYTES = 100 << 20  # as safetensors itself has it
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse a model that is damaged, or that could run code."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no config.json", fix="--model-name takes a folder saved by save_pretrained")
+    refuse_code(folder)
+    for file in sorted(folder.glob("*.json")):
+        if "config" in file.name or file.name in SETTINGS:
+            settings = read_settings(file)
+            if "config" in file.name and _has_key(settings, "auto_map"):
+                raise ModelError(
+                    f"{file} asks to run the model's own code (auto_map)", fix="use a model that transformers knows"
+                )
+    missing = missing_weights(folder)
+    if missing:
+        raise ModelError(f"{folder} holds no {missing[0]}, which {INDEX} names", fix=REFETCH_FIX)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors weights", fix="save the model with save_pretrained")
+    for file in files:
+        read_header(file)
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON object of a model folder."""
+    if not file.is_file():
+        raise ModelError(f"{file} is not there, or no file", fix=REFETCH_FIX)
+    try:
+        settings = json.loads(file.read_bytes())
+    except RecursionError:
+        raise ModelError(f"{file} is damaged: it is nested too deeply", fix=REFETCH_FIX) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is damaged: it cannot be parsed ({error})", fix=REFETCH_FIX) from None
+    if not isinstance(settings, dict):
+        raise ModelError(f"{file} is damaged: it holds no JSON object", fix=REFETCH_FIX)
+    return settings
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """Parts that the index of the weights names and the folder does not have."""
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    parts = read_settings(index).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise ModelError(f"{index} is damaged: it has no weight_map", fix=REFETCH_FIX)
+    for part in set(parts.values()):
+        if Path(part).name != part or not part.endswith(".safetensors"):
+            raise ModelError(f"{index} names {part!r}, which is no safetensors file beside it", fix=REFETCH_FIX)
+    return sorted(part for part in set(parts.values()) if not (folder / part).is_file())
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """{name: {"dtype", "shape", "data_offsets"}} of a safetensors file, which must be as long as it says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"its header would have {length} bytes, the file has {size}")
+            told = json.loads(stream.read(length))
+        header = {name: tensor for name, tensor in told.items() if name != "__metadata__"}
+        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+        if end != size:
+            raise ValueError(f"it has {size} bytes, its header names {end}")
+        if not all(isinstance(tensor["shape"], list) for tensor in header.values()):
+            raise ValueError("its header has no shapes")
+    except RecursionError:
+        raise ModelError(f"{file} is damaged: its header is nested too deeply", fix=REFETCH_FIX) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is damaged: {error}", fix=REFETCH_FIX) from None
+    return header
+
+
+def refuse_code(folder: Path) -> None:
+    """Refuse files of a kind that a library could execute, also in subfolders."""
+    for file in _files(folder):
+        if file.suffix.lower() not in HARMLESS_SUFFIXES:
+            raise ModelError(
+                f"{folder} holds {file.relative_to(folder)}, which can run code, or is of no kind that a model needs",
+                fix="keep only safetensors weights, settings and texts in it; move the rest elsewhere",
+            )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in UNREAD_FOLDERS]
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        if links:
+            raise ModelError(f"{Path(place) / links[0]} is a link to a folder", fix="remove it, or copy the folder")
+        yield from (Path(place) / name for name in sorted(names))
+
+
+def _has_key(value: object, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_has_key(part, key) for part in value.values())
+    return isinstance(value, list) and any(_has_key(part, key) for part in value)

@@ -1,0 +1,86 @@
+"""A run and the file of its queue: it ends well with it, and is resumed with it, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_run import step_values, write_run
+
+from tests.e2e.processes import free_port
+from treadle.config import RunConfig, load_run, save_run
+from treadle.errors import ConfigError, ProcessDied
+from treadle.launch import job, resume
+from treadle.launch.history import reader_of
+from treadle.launch.plan import Plan
+from treadle.store import Store
+
+HUB = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if not pathlib.Path({gone!r}).exists() or self.path != "/healthz" else 503)
+        self.end_headers()
+import pathlib
+HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run that was stopped after step 2, with its queue."""
+    write_run(tmp_path, num_steps=2)
+    settings = {"steps": 9, "engine.model": str(tmp_path), "train.metrics_file": tmp_path / "metrics.jsonl"}
+    save_run(load_run(None, settings | {"env.task": "addition"}), tmp_path / "config.json")
+    Store.open(tmp_path / "hub.sqlite").close()
+    return tmp_path
+
+
+def test_a_run_whose_queue_is_gone_is_not_resumed(run_folder: Path):
+    for file in run_folder.glob("hub.sqlite*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=f"queue of this run is gone: {run_folder / 'hub.sqlite'}"):
+        resume(run_folder, {}, plain=True)
+
+
+def test_a_resume_never_empties_the_queue(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    saved = json.loads((run_folder / "config.json").read_text())
+    saved["hub"]["fresh"] = True
+    (run_folder / "config.json").write_text(json.dumps(saved))
+    resumed: list[RunConfig] = []
+
+    def note(config: RunConfig, *_: Any, **__: Any) -> int:
+        resumed.append(config)
+        return 0
+
+    monkeypatch.setattr(job, "_run", note)
+    assert resume(run_folder, {}, plain=True) == 0
+    assert [config.hub.fresh for config in resumed] == [False]
+    with pytest.raises(ConfigError, match=r"keeps its hub\.fresh"):
+        resume(run_folder, {"hub.fresh": "true"}, plain=True)
+
+
+def test_a_run_whose_hub_is_not_well_at_the_end_has_failed(tmp_path: Path, make_spec):
+    port, metrics = free_port(), tmp_path / "metrics.jsonl"
+    config = load_run(None, {"steps": "1", "train.metrics_file": metrics})
+    begun = tmp_path / "begun"  # as a real trainer, it takes no step before the environment has worked
+    write = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.05)\n"
+        f"pathlib.Path({str(metrics)!r}).write_text({json.dumps(step_values(1)) + chr(10)!r})"
+    )
+    plan = Plan(
+        config,
+        tmp_path,
+        (
+            make_spec("hub", HUB.format(port=port, gone=str(metrics)), ready_url=f"http://127.0.0.1:{port}/healthz"),
+            make_spec("env", f"import pathlib; pathlib.Path({str(begun)!r}).touch()"),
+            make_spec("trainer", write),
+        ),
+        f"http://127.0.0.1:{port}",
+    )
+    life = job.Life(plan, reader_of(config, tmp_path))
+    with pytest.raises(ProcessDied, match="the hub cannot answer for its queue"):
+        life.live(plain=True)
+    assert not life.outcome().is_complete

@@ -1,0 +1,130 @@
+"""Chat templates are rendered in a process of their own: as transformers renders them, and within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from treadle.chat_template import MAX_CPU_S, TemplateWorker
+from treadle.errors import EngineError, RequestError
+
+MESSAGES = [{"role": "user", "content": "Größe\n 数学"}, {"role": "assistant", "content": "7"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": [1, 2.5, None, True]}}}]
+LIKE_REAL_ONES = """
+{%- if tools %}
+    {{- bos_token + (tools | tojson(indent=2)) }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content | trim }}{% endgeneration %}
+    {%- else %}{{ message.content }}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{{- strftime_now('%Y')[:2] }}{{ thinking is defined }}{{ documents is none }}
+"""
+
+
+@asynccontextmanager
+async def worker():
+    made = TemplateWorker()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_it_renders_what_transformers_renders():
+    options = {"add_generation_prompt": True, "bos_token": "<s>", "thinking": True}
+
+    async def story():
+        async with worker() as made:
+            for tools in (TOOLS, None):
+                values = {"messages": MESSAGES, "tools": tools, "documents": None, **options}
+                ((expected,), _) = render_jinja_template(
+                    [MESSAGES], tools=tools, chat_template=LIKE_REAL_ONES, **options
+                )
+                assert await made.render(LIKE_REAL_ONES, values) == expected
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "of processor time"),
+        ("{{ 'x' * 5000000000 }}", "of memory"),
+        ("{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "more than 16,777,216 characters"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{% for", "refuses these messages"),
+        ("{{ '\\ud800' }}", "refuses these messages"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_hits_a_limit_or_refuses_is_a_sentence(source, told):
+    async def story():
+        async with worker() as made:
+            with pytest.raises(RequestError, match=told):
+                await made.render(source, {"messages": MESSAGES})
+            assert await made.render("{{ messages[1].content }}", {"messages": MESSAGES}) == "7"
+
+    asyncio.run(story())
+
+
+def test_conversations_at_once_get_their_own_answers_from_one_process():
+    async def story():
+        async with worker() as made:
+            await made.render("", {})
+            process = made._process
+            asked = [made.render("{{ number }}", {"number": number}) for number in range(50)]
+            assert await asyncio.gather(*asked) == [str(number) for number in range(50)]
+            assert made._process is process
+
+    asyncio.run(story())
+
+
+def test_a_caller_that_leaves_gets_nobody_elses_answer():
+    async def story():
+        async with worker() as made:
+            left = asyncio.ensure_future(made.render("{% for a in range(99999) %}{{ a }}{% endfor %}", {}))
+            await asyncio.sleep(0)
+            left.cancel()
+            assert await made.render("{{ 1 + 1 }}", {}) == "2"
+
+    asyncio.run(story())
+
+
+def test_a_process_that_was_killed_is_started_again():
+    async def story():
+        async with worker() as made:
+            assert await made.render("a", {}) == "a"
+            os.kill(made._process.pid, 9)
+            with pytest.raises(EngineError, match="has ended"):
+                await made.render("a", {})
+            assert await made.render("a", {}) == "a"
+
+    asyncio.run(story())
+
+
+def test_its_process_ends_with_its_server():
+    async def begin():
+        made = TemplateWorker()
+        await made.render("", {})
+        return made._process, made._streams[1]
+
+    async def story():
+        process, writer = await begin()
+        writer.transport.abort()  # as the end of the server closes it
+        deadline = time.monotonic() + 30 + MAX_CPU_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert process.returncode == 0
+
+    asyncio.run(story())
