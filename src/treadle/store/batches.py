@@ -174,9 +174,9 @@ def release_holder(db: sqlite3.Connection, holder: str) -> None:
     had leased ahead was not touched yet.
     """
     db.execute(
-        "UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = ?1 AND state = 'open'"
-        " AND step > (SELECT min(step) FROM batches WHERE holder = ?1 AND state = 'open')",
-        (holder,),
+        "UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = :holder AND state = 'open'"
+        " AND step > (SELECT min(step) FROM batches WHERE holder = :holder AND state = 'open')",
+        {"holder": holder},
     )
     _release(db, "holder = ?", holder)
 

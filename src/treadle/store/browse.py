@@ -152,8 +152,9 @@ class Browser:
         """The groups that arrived before and after this one."""
         with self._lock:
             row = self._db.execute(
-                "SELECT (SELECT max(id) FROM hub.groups WHERE id < ?1), (SELECT min(id) FROM hub.groups WHERE id > ?1)",
-                (group_id,),
+                "SELECT (SELECT max(id) FROM hub.groups WHERE id < :id),"
+                " (SELECT min(id) FROM hub.groups WHERE id > :id)",
+                {"id": group_id},
             ).fetchone()
         return row[0], row[1]
 

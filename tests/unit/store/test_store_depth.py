@@ -9,14 +9,14 @@ from treadle.store import Limits, NewGroup, Post, Store
 from treadle.wire.hub import RegisterEnv
 
 DEEP = """
-WITH RECURSIVE n (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ?1 - 1)
-INSERT INTO groups (env_id, size, num_tokens, num_bytes, crc, received_at) SELECT i % ?2, 8, 8, 2, 0, i FROM n
+WITH RECURSIVE n (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < :num_groups - 1)
+INSERT INTO groups (env_id, size, num_tokens, num_bytes, crc, received_at) SELECT i % :num_envs, 8, 8, 2, 0, i FROM n
 """
 
 
 def deepen(store: Store, num_groups: int, num_envs: int) -> None:
     with sqlite3.connect(store.path) as db:
-        db.execute(DEEP, (num_groups, num_envs))
+        db.execute(DEEP, {"num_groups": num_groups, "num_envs": num_envs})
 
 
 def best_of_5(call) -> float:
