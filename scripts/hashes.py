@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-# Linux and macOS on 64 bits, CPython with a global lock. uv leaves out older versions than the one it is told of.
+# Linux and macOS on 64 bits, CPython with a global lock. uv leaves out Pythons older than --python-version.
 _USABLE = re.compile(r"(\.tar\.gz|\.zip|-any\.whl|[-.](many|musl)?linux\w*_(x86_64|aarch64)\.whl|[-.]macosx_\w+\.whl)$")
 _OTHER_PYTHON = re.compile(r"-cp\d+t-|-pp\d+-|-graalpy")
 _UV = Path(sys.prefix) / "bin" / "uv"
@@ -24,12 +24,12 @@ def add_hashes(constraints: Path) -> None:
     lines = constraints.read_text().splitlines()
     comments = [line for line in lines if line.startswith("#")]
     pins = [line.split()[0] for line in lines if line and not line.startswith("#")]
-    told = ["--no-deps", "--universal", "--python-version", "3.11", "--system-certs", "--format", "pylock.toml", "-"]
-    places = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
+    flags = ["--no-deps", "--universal", "--python-version", "3.11", "--system-certs", "--format", "pylock.toml", "-"]
+    environment = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     run = subprocess.run(
-        [_UV, "pip", "compile", "--quiet", *told],
+        [_UV, "pip", "compile", "--quiet", *flags],
         input="\n".join(pins),
-        env=places,
+        env=environment,
         check=True,
         stdout=subprocess.PIPE,
         text=True,

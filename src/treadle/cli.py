@@ -54,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_HANDLERS[verb](rest))
     except TreadleError as error:
-        sys.exit(_complain(_with_our_flags(verb, error), error.exit_code))
+        sys.exit(_complain(_with_flags_of(verb, error), error.exit_code))
     except BrokenPipeError:  # who read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, RuntimeError) as error:
-        mended = (as_user_error(error) if isinstance(error, OSError) else None) or as_path_error(error)
-        if mended is None:
+        user_error = as_user_error(error) or as_path_error(error)
+        if user_error is None:
             raise
-        sys.exit(_complain(_with_our_flags(verb, mended), mended.exit_code))
+        sys.exit(_complain(_with_flags_of(verb, user_error), user_error.exit_code))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -237,11 +237,14 @@ def _token(words: list[str]) -> int:
 
     parser = FlagParser(prog="treadle token", description="Print the token of a role, for clients of a hub or engine.")
     parser.add_argument("role", choices=CLIENT_ROLES, help=", ".join(CLIENT_ROLES))
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"of the server; absent: ${HUB_TOKEN_VARIABLE}")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"token file of the server; absent: ${HUB_TOKEN_VARIABLE}"
+    )
     values = parser.parse_args(words)
     if values.token_file is not None and not values.token_file.expanduser().exists():
         return _complain(f"there is no file {values.token_file}: the server makes it when it is started with it")
-    secret = read_secret("hub", values.token_file, "--token-file", os.environ, HUB_TOKEN_VARIABLE)
+    environment = os.environ if values.token_file is None else {}  # the file may be an engine's
+    secret = read_secret("hub", values.token_file, "--token-file", environment, HUB_TOKEN_VARIABLE)
     if secret is None:
         return _complain(f"the token of a role comes from the server's: give --token-file, or set {HUB_TOKEN_VARIABLE}")
     print(role_token(secret, values.role))
@@ -290,7 +293,7 @@ def _load_section(name: str, values: Any) -> Any:
 
 
 def _load_process(file: Path | None, flags: dict[str, Any], *sections: str) -> RunConfig:
-    """The configuration of one process, which looks at these sections."""
+    """The configuration of a process that reads these sections."""
     from treadle.config.load import load_run
     from treadle.config.secret_settings import VARIABLE, require_secrets
 
@@ -314,11 +317,11 @@ def _overview() -> str:
     return f"treadle {__version__}: GRPO post-training for language models\n\n{verbs}\n\ntreadle VERB --help says more."
 
 
-def _with_our_flags(verb: str, error: TreadleError) -> str:
-    """An error in the flags of the verb that the user called; that of a process which the launcher started is `run`."""
+def _with_flags_of(verb: str, error: TreadleError) -> str:
+    """The error with the flags of the verb that the user called: `run`, in a process that the launcher started."""
     from treadle.config.advice import VERB_OF_SECTION, as_flags_of
 
-    if isinstance(error, ProcessDied):  # the end of a log is in it, as it was written
+    if isinstance(error, ProcessDied):  # it quotes the end of a log
         return str(error)
     return as_flags_of("run" if PARENT in os.environ else verb, str(error), verb if verb in VERB_OF_SECTION else "")
 

@@ -121,8 +121,10 @@ def is_out_of_memory(words: str) -> bool:
     return any(sign in words for sign in _NO_MEMORY)
 
 
-def as_user_error(error: OSError) -> UserError | None:
-    """The operating system's errors that a user can mend, in plain words; None for the others."""
+def as_user_error(error: BaseException) -> UserError | None:
+    """The operating system's errors that a user can fix, in plain words; None for all others."""
+    if not isinstance(error, OSError):
+        return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return DiskFull(f"the disk is full{where}", fix="free some space, or use a folder on another disk")

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.contract.atropos_calls import TRAINER, group
 from tests.e2e.processes import environment
 from tests.hub_process import HubProcess
 
@@ -92,15 +93,10 @@ class ForeignSite:
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubProcess]:
     """One with a trainer and enough groups for a batch."""
-    registration = {
-        "wandb_group": "", "wandb_project": "", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": "c",
-        "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10,
-    }  # fmt: skip
-    group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
     with HubProcess(tmp_path) as running, running.client() as client:
-        assert client.post("/register", json=registration).status_code == 200
+        assert client.post("/register", json=TRAINER | {"batch_size": 2}).status_code == 200
         for _ in range(NUM_GROUPS):
-            assert client.post("/scored_data", json=group).status_code == 200
+            assert client.post("/scored_data", json=group()).status_code == 200
         yield running
 
 
@@ -131,7 +127,7 @@ def test_a_foreign_page_changes_nothing_in_chromium(browser: Any, hub: HubProces
     page.goto(site.url)
     page.wait_for_timeout(200)
     while not site.done.is_set():
-        page.wait_for_timeout(100)  # Playwright tells of answers only while it is called
+        page.wait_for_timeout(100)  # Playwright reports responses only while it is called
     context.close()
     check_nothing_changed(hub, site)
     asked = {url: status for url, status in answers.items() if f":{hub.port}/" in url and not url.endswith("/seen")}

@@ -286,17 +286,17 @@ def test_openai_chat(surface):
         top_logprobs=2,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    told = answer.model_dump()
-    assert [surface.text.token(token) for token in told["prompt_token_ids"]] == [*"Say 7", "<turn>"]
+    reply = answer.model_dump()
+    assert [surface.text.token(token) for token in reply["prompt_token_ids"]] == [*"Say 7", "<turn>"]
     assert answer.usage.completion_tokens == 12
     assert answer.object == "chat.completion"
-    for choice, raw in zip(answer.choices, told["choices"], strict=True):
+    for choice, raw in zip(answer.choices, reply["choices"], strict=True):
         assert choice.message.role == "assistant"
-        assert choice.message.content == surface.text.decode_after(told["prompt_token_ids"], raw["token_ids"])
+        assert choice.message.content == surface.text.decode_after(reply["prompt_token_ids"], raw["token_ids"])
         assert choice.finish_reason == "length"
         assert [entry.token for entry in choice.logprobs.content] == [surface.text.token(t) for t in raw["token_ids"]]
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
-        assert raw["policy_versions"] == [told["policy_version"]]
+        assert raw["policy_versions"] == [reply["policy_version"]]
 
 
 def test_a_chat_template_without_an_end_holds_up_nobody_else(surface):

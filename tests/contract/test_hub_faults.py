@@ -133,9 +133,9 @@ def refusal(folder: Path, database: Path) -> str:
 
 def test_a_second_hub_on_the_same_file_is_refused_and_the_first_goes_on(hub: HubProcess, tmp_path: Path):
     with prepared(hub) as client:
-        told = refusal(tmp_path, hub.database)
-        assert f"is in use by another hub, process {hub.process.pid}" in told
-        assert "--database" in told
+        message = refusal(tmp_path, hub.database)
+        assert f"is in use by another hub, process {hub.process.pid}" in message
+        assert "--database" in message
         assert client.post("/scored_data", json=group(1)).status_code == 200
 
 
@@ -161,9 +161,9 @@ def test_a_file_of_another_release_is_refused_with_a_sentence(hub: HubProcess, t
         hub.stop()
     with sqlite3.connect(hub.database) as db:
         db.execute("PRAGMA user_version = 99")
-    told = refusal(tmp_path, hub.database)
-    assert "has schema version 99" in told
-    assert "the newer release that wrote it" in told
+    message = refusal(tmp_path, hub.database)
+    assert "has schema version 99" in message
+    assert "the newer release that wrote it" in message
 
 
 def test_a_rotten_log_is_refused_by_name(hub: HubProcess, tmp_path: Path):
@@ -175,9 +175,9 @@ def test_a_rotten_log_is_refused_by_name(hub: HubProcess, tmp_path: Path):
     content = bytearray(log.read_bytes())
     content[len(content) // 2] ^= 4
     log.write_bytes(content)
-    told = refusal(tmp_path, hub.database)
-    assert f"{hub.database}-wal is damaged" in told
-    assert f"delete {hub.database}.progress" in told
+    message = refusal(tmp_path, hub.database)
+    assert f"{hub.database}-wal is damaged" in message
+    assert f"delete {hub.database}.progress" in message
 
 
 def test_a_rotten_group_is_set_aside_under_its_name_and_both_kinds_of_trainers_go_on(hub: HubProcess):

@@ -12,18 +12,14 @@ import httpx
 import msgspec
 import pytest
 
+from tests.contract.atropos_calls import ENV, TRAINER, group
 from tests.hub_process import HubProcess
 from treadle.wire.hub import ProcessReport
-from treadle.wire.tokens import role_token
+from treadle.wire.tokens import CLIENT_ROLES, role_token
 
 TOKEN, ADMIN = "main-token-of-a-test-0123", "admin-token-of-a-test-0123"
-ROLES = ("environment", "trainer", "engine", "observer")
-REGISTRATION = {
-    "wandb_group": "", "wandb_project": "", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": "c",
-    "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10,
-}  # fmt: skip
-GROUP = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
-ENV = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
+REGISTRATION = TRAINER | {"batch_size": 2}
+GROUP = group()
 UPDATE = {"token": "none"}
 
 
@@ -53,7 +49,7 @@ ROUTES = [
     ("POST", "/v1/reset", None, set()),
     ("GET", "/reset_data", None, set()),
     *(
-        ("GET", path, None, set(ROLES))
+        ("GET", path, None, set(CLIENT_ROLES))
         for path in (
             "/", "/info", "/wandb_info", "/status", "/latest_example", "/v1/status", "/v1/explain", "/v1/dead-letters",
             "/v1/processes", "/metrics", "/openapi.json", "/healthz", "/dash/", "/dash/api/groups",
@@ -74,7 +70,7 @@ def calling(hub: HubProcess, token: str) -> httpx.Client:
 
 
 def test_each_route_is_for_its_roles(hub: HubProcess):
-    for role in ROLES:
+    for role in CLIENT_ROLES:
         with calling(hub, role_token(TOKEN, role)) as client:
             for method, path, body, roles in ROUTES:
                 answer = client.request(method, path, json=body)

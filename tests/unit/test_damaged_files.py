@@ -1,4 +1,4 @@
-"""A file that is missing, damaged or of another kind is told in a sentence, by every verb that a user gives it to."""
+"""Every verb that is given a missing or damaged file, or one of another kind, says so in a sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a list": lambda file: file.write_bytes(b"[1, 2]"),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
 }
-# Whose files can be asked about while a run is over.
+# The files of a finished run, and the verbs that read them.
 READ_BY = {
     "config.json": ("report", "top", "doctor"),
     "request.json": ("report",),
@@ -60,8 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """The exit code of a verb and what it complained about. A traceback would be an exception here."""
+def ended_with(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Run a verb; return its exit code and what it wrote to stderr. A traceback would be an exception here."""
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     return int(ended.value.code or 0), capsys.readouterr().err
@@ -69,32 +69,32 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
-def test_a_configuration_that_cannot_be_read_is_told(damage, suffix, tmp_path, capsys) -> None:
+def test_a_configuration_that_cannot_be_read_is_an_error(damage, suffix, tmp_path, capsys) -> None:
     file = tmp_path / f"run.{suffix}"
     file.write_text(json.dumps({"env": {"group_size": 8}}) if suffix != "toml" else "[env]\ngroup_size = 8")
     DAMAGES[damage](file)
-    code, said = told(capsys, "env", "no-such-environment", "validate", "--config", str(file))
+    code, said = ended_with(capsys, "env", "no-such-environment", "validate", "--config", str(file))
     assert code == 2
     is_readable = damage == "empty" and suffix != "json"
     assert ("unknown environment" if is_readable else str(file)) in said
 
 
 @pytest.mark.parametrize("section", ["env = 3", "train = [1]"])
-def test_a_section_that_holds_no_settings_is_told(section, tmp_path, capsys) -> None:
+def test_a_section_that_holds_no_settings_is_an_error(section, tmp_path, capsys) -> None:
     (tmp_path / "run.toml").write_text(section)
     flags = ("--config", str(tmp_path / "run.toml"), "--env.task", "x", "--train.objective", "dapo")
-    code, said = told(capsys, "run", *flags)
+    code, said = ended_with(capsys, "run", *flags)
     assert code == 2
     assert "run.toml" in said
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_of_a_run_is_told_or_left_out_of_the_report(damage, run, capsys, tmp_path) -> None:
+def test_a_damaged_file_of_a_run_is_named_or_left_out_of_the_report(damage, run, capsys, tmp_path) -> None:
     whole = shutil.copytree(run, tmp_path / "whole")
     for name, verbs in READ_BY.items():
         DAMAGES[damage](run / name)
         for verb in verbs:
-            code, said = told(capsys, verb, str(run), *(["--once"] if verb == "top" else []))
+            code, said = ended_with(capsys, verb, str(run), *(["--once"] if verb == "top" else []))
             assert code in ((2,) if name == "config.json" else (0, 2)), f"{verb}, {name}: {said}"
         shutil.rmtree(run)
         shutil.copytree(whole, run)
@@ -102,25 +102,25 @@ def test_a_damaged_file_of_a_run_is_told_or_left_out_of_the_report(damage, run, 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["config.json", "request.json", "summary.json"])
-def test_a_damaged_file_of_a_run_is_told_by_resume(damage, name, run, capsys, monkeypatch) -> None:
+def test_a_damaged_file_of_a_run_stops_resume_or_is_left_out(damage, name, run, capsys, monkeypatch) -> None:
     def stop_here(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("treadle.launch.job.held_ports", stop_here)  # from here on nothing is read that a user names
     DAMAGES[damage](run / name)
-    code, said = told(capsys, "run", "--resume", str(run), "--plain")
+    code, said = ended_with(capsys, "run", "--resume", str(run), "--plain")
     assert code in (2, 130), said
 
 
 @pytest.mark.parametrize("verb", ["report", "top", "chat", "doctor", "run --resume"])
 @pytest.mark.parametrize("path", ["runs/20260102-030405-echo", "~no-such-user/run", "a/file/in/the/way"])
-def test_a_run_that_was_deleted_is_told_by_every_verb(verb, path, run, tmp_path, capsys) -> None:
+def test_every_verb_names_a_run_that_was_deleted(verb, path, run, tmp_path, capsys) -> None:
     shutil.rmtree(run)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_text("")
     if verb == "chat" and not path.startswith("runs"):
         return  # it may be a model then, which a process of its own looks for
-    code, said = told(capsys, *verb.split(), path)
+    code, said = ended_with(capsys, *verb.split(), path)
     assert code == 2
     assert len(said.splitlines()) <= 2
     assert said.startswith("treadle: ")

@@ -28,7 +28,7 @@ def test_every_line_of_the_constraints_names_a_version_and_its_hashes():
 
 
 class Setup:
-    """An empty environment, and a folder of packages that pip was told of."""
+    """An empty environment, and a folder of packages that uv finds."""
 
     def __init__(self, folder):
         self.folder, self.packages = folder, folder / "packages"

@@ -1,7 +1,7 @@
 """Spell the flags in an error's advice as the verb that shows it spells them.
 
 A message is written where the error happens, and shown by whatever verb the user called: the trainer's `--lr` is
-`--train.lr` of `treadle run`, and no flag at all of `treadle chat`.
+`--train.lr` of `treadle run`, and `treadle chat` does not have it.
 
 as_flags_of("run", "lower --lr", "train") -> "lower --train.lr"
 as_flags_of("env", "raise --train.seq-len") -> "raise treadle train --seq-len"
@@ -20,7 +20,6 @@ from treadle.config.section import Section
 
 WHOLE_RUN = ("run", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
-SECTION_OF_PROCESS = {"hub": "hub", "engine": "engine", "trainer": "train", "env": "env"}
 _OF_RUN_ALONE = frozenset(("resume", "plain", "open"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),
@@ -50,11 +49,11 @@ def as_flags_of(verb: str, text: str, section: str = "") -> str:
 
 
 def _spelled(name: str, verb: str, section: str) -> str:
-    """ "" for a name that is no flag of ours, or could be a flag of several sections."""
+    """ "" for a name that is not a flag of treadle, or could be a flag of several sections."""
     if name in _OF_OTHERS.get(verb, ()):
         return f"--{name}"
     if verb == "chat" and name in ("model", "model-name", "openai.model-name"):
-        return "the model"  # it takes it without a flag
+        return "the model"  # a positional argument there
     named, dot, plain = name.rpartition(".")
     owners = [named] if dot else [one for one, flags in _flags().items() if plain in flags]
     owner = owners[0] if len(owners) == 1 else section

@@ -35,7 +35,7 @@ class ServerConfig(Section):
     model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
     api_key: str = option(
-        "", "bearer token, when the engine asks for one; empty: TREADLE_ENGINE_TOKEN, which no process list shows"
+        "", "bearer token, when the engine asks for one; empty: $TREADLE_ENGINE_TOKEN, which process lists do not show"
     )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
     patience_s: Seconds = option(

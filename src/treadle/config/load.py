@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         problem = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(
-            f"cannot read the configuration {path}: {problem}", fix="name another file, or mend this one"
+            f"cannot read the configuration {path}: {problem}", fix="name another file, or fix this one"
         ) from None
     if path.suffix in (".yaml", ".yml"):
         from treadle.config.env_file import read_yaml

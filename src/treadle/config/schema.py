@@ -106,6 +106,10 @@ class EngineConfig(Section):
     start_timeout_s: Seconds = option(900.0, "vLLM: longest wait for it to load")
 
 
+# The sections that each process of a run reads, its own first.
+SECTIONS_OF_PROCESS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "openai"), "trainer": ("train",)}
+
+
 class RunConfig(Section):
     """A whole run: what `treadle run` starts."""
 

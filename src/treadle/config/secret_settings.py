@@ -27,7 +27,7 @@ _IN_TEXT = re.compile(
     r"|\b[A-Z][A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD)=|\bBearer )[^\s/&'\"]+"
 )
 _USER_IN_URL = re.compile(r"(https?://)[^\s/@]+@")
-_NO_SECRETS = ("", "none", "empty", "x")  # what clients send that must send something
+_NO_SECRETS = ("", "none", "empty", "x")  # placeholders of clients that require a key
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def secrets_in(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run that hold secrets, whole, by their dotted keys."""
-    public = without_secrets(values)
-    return {dotted: value for dotted, value in _settings(values).items() if value != _settings(public)[dotted]}
+    public = _settings(without_secrets(values))
+    return {dotted: value for dotted, value in _settings(values).items() if value != public[dotted]}
 
 
 def secret_variable(values: Mapping[str, Any], *sections: str) -> dict[str, str]:
@@ -53,7 +53,9 @@ def restore_secrets(values: dict[str, Any], environment: Mapping[str, str]) -> N
         known: dict[str, Any] = dict(json.loads(environment.get(VARIABLE, "{}")))
     except (ValueError, TypeError):
         example = f"""{VARIABLE}='{{"{API_KEY}": "..."}}'"""
-        raise ConfigError(f"{VARIABLE} is no JSON object", fix=f"write it like this, or unset it: {example}") from None
+        raise ConfigError(
+            f"{VARIABLE} is not a JSON object", fix=f"write it like this, or unset it: {example}"
+        ) from None
     if environment.get(TOKEN_VARIABLE):
         known.setdefault(API_KEY, environment[TOKEN_VARIABLE])
     for dotted in _missing(values):

@@ -18,6 +18,7 @@ import msgspec
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.words import EngineState
 from treadle.wire.bridge import TOKEN_VARIABLE
+from treadle.wire.tokens import bearer_headers
 from treadle.wire.urls import connection_to
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _token(token_file: object) -> str:
 def _get_json(url: str, token: str) -> dict[str, Any] | None:
     connection = connection_to(url, ENGINE_TIMEOUT_S)
     try:
-        connection.request("GET", urlsplit(url).path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        connection.request("GET", urlsplit(url).path, headers=bearer_headers(token))
         response = connection.getresponse()
         values = json.loads(response.read()) if response.status == 200 else None
     except (OSError, HTTPException, ValueError):

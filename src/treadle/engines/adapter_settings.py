@@ -1,7 +1,7 @@
 """Read adapter_config.json, and accept plain LoRA settings only.
 
 PEFT acts on some sixty settings. A few of them rewrite the base model while an adapter is loaded (`init_lora_weights`
-pissa, olora, corda or loftq; `layer_replication`), and unloading does not undo that. Others are computed by one of our
+pissa, olora, corda or loftq; `layer_replication`), and unloading does not undo that. Others are computed by one of the
 engines and left out by the other (`rank_pattern`, `use_dora`, `modules_to_save`). So the settings that pass are listed
 here, and the engines build PEFT's configuration from `AdapterSettings` alone, never from the file.
 """
@@ -13,8 +13,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
+from treadle.engines.model_folder import parse_object
 from treadle.engines.port import ADAPTER_FILES
 from treadle.errors import RequestError
 
@@ -40,25 +42,21 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
         with file.open("rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES + 1)
         if len(raw) > MAX_CONFIG_BYTES:
-            raise unreadable(folder, f"{file.name} is larger than {MAX_CONFIG_BYTES >> 20} MiB")
-        told = json.loads(raw)
-    except RecursionError:
-        raise unreadable(folder, f"{file.name} is nested too deeply") from None
+            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES >> 20} MiB")
+        config = parse_object(raw)
     except (OSError, ValueError) as error:
         raise unreadable(folder, f"{file.name}: {error}") from None
-    if not isinstance(told, dict):
-        raise unreadable(folder, f"{file.name} holds no JSON object")
-    if told.get("peft_type") != "LORA":
+    if config.get("peft_type") != "LORA":
         raise RequestError(
-            f"{folder} holds no LoRA adapter but {_shown(told.get('peft_type'))}", fix="save one with PEFT"
+            f"{folder} holds no LoRA adapter but {brief(config.get('peft_type'))}", fix="save one with PEFT"
         )
-    _refuse_others(file, told)
+    _refuse_others(file, config)
     return AdapterSettings(
-        rank=told["r"],
-        alpha=told["lora_alpha"],
-        uses_rslora=told.get("use_rslora") is True,
-        target_modules=told["target_modules"],
-        base_model=told.get("base_model_name_or_path") or "",
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        uses_rslora=config.get("use_rslora") is True,
+        target_modules=config["target_modules"],
+        base_model=config.get("base_model_name_or_path") or "",
     )
 
 
@@ -69,16 +67,16 @@ def unreadable(folder: Path, why: str) -> RequestError:
     )
 
 
-def _refuse_others(file: Path, told: Mapping[str, Any]) -> None:
+def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
     refused = []
     for name, (is_plain, plain) in _PLAIN.items():
-        if name in told or name in _REQUIRED:
-            value = told.get(name)
+        if name in config or name in _REQUIRED:
+            value = config.get(name)
             if not is_plain(value):
-                refused.append(f"{name} is {_shown(value)} (plain LoRA has {plain})")
+                refused.append(f"{name} is {brief(value)} (plain LoRA has {plain})")
     # A setting that is not listed, perhaps of a newer PEFT, may be there as long as it is off.
     refused += [
-        f"{name} is {_shown(value)}" for name, value in told.items() if name not in _PLAIN and not _is_off(value)
+        f"{name} is {brief(value)}" for name, value in config.items() if name not in _PLAIN and not _is_off(value)
     ]
     if refused:
         raise RequestError(
@@ -86,11 +84,6 @@ def _refuse_others(file: Path, told: Mapping[str, Any]) -> None:
             fix="train with plain LoRA settings; an adapter initialized by PiSSA, OLoRA or the like must be converted "
             "when it is saved (PEFT: path_initial_model_for_weight_conversion)",
         )
-
-
-def _shown(value: object) -> str:
-    words = repr(value)
-    return words if len(words) <= 60 else words[:60] + "..."
 
 
 def _is_off(value: object) -> bool:
@@ -137,7 +130,7 @@ _PLAIN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_rslora": _FLAG,
     "target_modules": (_is_names, "names of modules"),
     "bias": _one_of(None, "none"),
-    "init_lora_weights": _one_of(None, True, False, "gaussian"),  # of A and B, which the saved ones replace
+    "init_lora_weights": _one_of(None, True, False, "gaussian"),  # they are replaced by the saved A and B
     # without effect here
     "lora_dropout": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "layers_to_transform": (_is_layers, "numbers of layers"),

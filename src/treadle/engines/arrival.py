@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.errors import EngineError
 
-MEND_FIX = "let the trainer publish again (treadle run --resume), or POST /bridge/restart"
+REPUBLISH_FIX = "let the trainer publish again (treadle run --resume), or POST /bridge/restart"
 
 
 class Arrival:
@@ -42,5 +42,5 @@ class Arrival:
             f"new weights came in part, and nothing may be sampled from a mixture: {self._problem}"
             if not self._are_whole
             else f"new weights wait for their version: {self._problem}",
-            fix=MEND_FIX,
+            fix=REPUBLISH_FIX,
         )

@@ -7,7 +7,7 @@ adapters.add(name, files); adapters.use(name)
 
 from __future__ import annotations
 
-import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings, unreadable
-from treadle.engines.arrival import MEND_FIX
+from treadle.engines.arrival import REPUBLISH_FIX
+from treadle.engines.model_folder import read_settings
 from treadle.engines.port import ADAPTER_FILES
-from treadle.errors import EngineError, RequestError
+from treadle.errors import EngineError, ModelError, RequestError
 from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
 
 # PEFT warns that a model gets a second adapter, that one which was in use is deleted, and that an adapter has weights
@@ -63,20 +64,20 @@ class AdapterFiles(AdapterHead):
 def read_adapter_head(path: Path) -> AdapterHead:
     """Few and small reads: in the engine's process every read waits for its turn beside a busy event loop."""
     settings = read_adapter_settings(path)
-    with _told_as_unreadable(path), safe_open(path / ADAPTER_FILES[1], "pt") as file:
+    with _errors_as_unreadable(path), safe_open(path / ADAPTER_FILES[1], "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
     return AdapterHead(path, settings, shapes)
 
 
 def read_adapter(path: Path) -> AdapterFiles:
     settings = read_adapter_settings(path)
-    with _told_as_unreadable(path):
+    with _errors_as_unreadable(path):
         tensors = load_file(path / ADAPTER_FILES[1])
     return AdapterFiles(path, settings, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
 
 
 @contextmanager
-def _told_as_unreadable(path: Path) -> Iterator[None]:
+def _errors_as_unreadable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -141,8 +142,8 @@ class Adapters:
     def add(self, name: str, files: AdapterFiles) -> None:
         """Load it beside the others; what the model computes does not change before `use`.
 
-        PEFT has the whole model in its hands meanwhile, so the model's own weights are compared with what they were,
-        whether or not the load succeeds.
+        PEFT can change any part of the model meanwhile, so the model's own weights are compared with what they were
+        before, whether or not the load succeeds.
         """
         self._num_loads += 1  # with each load another part of every weight is read
         before = self._base_fingerprints()
@@ -153,7 +154,7 @@ class Adapters:
             if changed:
                 raise BaseWeightsChanged(
                     f"loading {files.path} has changed the model's own weights, {min(changed)[0]} among them",
-                    fix=MEND_FIX,
+                    fix=REPUBLISH_FIX,
                 )
 
     def _inject(self, name: str, files: AdapterFiles) -> None:
@@ -230,27 +231,18 @@ def _is_same_model(named: str, folder: Path) -> bool:
     if not named:
         return True
     other = Path(named)
-    if _is_folder(other):
+    if os.path.isdir(other):  # False also for a name that is too long
         return other.resolve() == folder.resolve() or _architecture(other) == _architecture(folder)
     in_cache = f"models--{named.replace('/', '--')}"  # how a folder fetched from the model hub is called
     return other.name.lower() == folder.name.lower() or in_cache in folder.parts
 
 
-def _is_folder(path: Path) -> bool:
-    """Not where its name is none: too long, or with a NUL."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def _architecture(folder: Path) -> dict[str, object]:
-    """What a model's configuration says, less what is written anew with every save."""
-    file = folder / "config.json"
+    """A model's configuration without what every save changes; empty where it cannot be read."""
     try:
-        told = json.loads(file.read_text()) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        config = read_settings(folder / "config.json")
+    except ModelError:
         return {}
-    if not isinstance(told, dict):
-        return {}
-    return {k: v for k, v in told.items() if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")}
+    return {
+        k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    }

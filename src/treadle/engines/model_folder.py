@@ -55,14 +55,22 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"{file} is not there, or no file", fix=REFETCH_FIX)
     try:
-        settings = json.loads(file.read_bytes())
-    except RecursionError:
-        raise ModelError(f"{file} is damaged: it is nested too deeply", fix=REFETCH_FIX) from None
+        return parse_object(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file} is damaged: it cannot be parsed ({error})", fix=REFETCH_FIX) from None
-    if not isinstance(settings, dict):
-        raise ModelError(f"{file} is damaged: it holds no JSON object", fix=REFETCH_FIX)
-    return settings
+        raise ModelError(f"{file} is damaged: {error}", fix=REFETCH_FIX) from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object; raises ValueError for anything else."""
+    try:
+        value = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it cannot be parsed ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
 
 
 def missing_weights(folder: Path) -> list[str]:
@@ -87,16 +95,14 @@ def read_header(file: Path) -> dict[str, Any]:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
-            told = json.loads(stream.read(length))
-        header = {name: tensor for name, tensor in told.items() if name != "__metadata__"}
+            header = parse_object(stream.read(length))
+        header.pop("__metadata__", None)
         end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
         if end != size:
             raise ValueError(f"it has {size} bytes, its header names {end}")
         if not all(isinstance(tensor["shape"], list) for tensor in header.values()):
             raise ValueError("its header has no shapes")
-    except RecursionError:
-        raise ModelError(f"{file} is damaged: its header is nested too deeply", fix=REFETCH_FIX) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(f"{file} is damaged: {error}", fix=REFETCH_FIX) from None
     return header
 
@@ -120,7 +126,15 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in sorted(names))
 
 
-def _has_key(value: object, key: str) -> bool:
-    if isinstance(value, dict):
-        return key in value or any(_has_key(part, key) for part in value.values())
-    return isinstance(value, list) and any(_has_key(part, key) for part in value)
+def _has_key(settings: object, key: str) -> bool:
+    """At any depth. Without recursion: json.loads goes deeper than Python functions can."""
+    pending = [settings]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if key in value:
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False

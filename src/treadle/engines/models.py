@@ -25,10 +25,7 @@ def resolve_model(name: str) -> Path:
         except ModelError as error:
             raise ModelError(error.message, fix=f"delete {folder}: it is made again") from None
         return folder
-    try:
-        folder = Path(name).expanduser()
-    except RuntimeError:  # the home of a user that does not exist
-        raise ModelError(f"there is no model folder '{name}'", fix="check --model-name") from None
+    folder = Path(os.path.expanduser(name))  # leaves ~user where there is no such user
     if not os.path.isdir(folder):  # also where its name is too long
         folder = _fetch(name)
     check_model_folder(folder)
@@ -51,20 +48,20 @@ def _fetch(name: str) -> Path:
 
 
 def main(name: str, verb: str = "run") -> int:
-    """`verb`: the one that the user called, whose flags an error names."""
-    told: TreadleError
+    """`verb`: the command that the user called; error messages name its flags."""
+    failure: TreadleError
     try:
         print(resolve_model(name))
         return 0
     except TreadleError as error:
-        told = error
+        failure = error
     except OSError as error:
         known = as_user_error(error)
         if known is None:
             raise
-        told = known
-    sys.stderr.write(f"treadle: {as_flags_of(verb, str(told))}\n")
-    return told.exit_code
+        failure = known
+    sys.stderr.write(f"treadle: {as_flags_of(verb, str(failure))}\n")
+    return failure.exit_code
 
 
 if __name__ == "__main__":

@@ -55,14 +55,19 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor) -
 
 def report(
     logits_BV: Tensor, params: list[SamplingParams], tokens_B: Tensor, *, num_top: int, raw: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens' logprobs, and the likeliest tokens with theirs: what is wanted only now and then.
+) -> tuple[Tensor, list[dict[int, float]]]:
+    """The tokens' logprobs, and per row {token id: logprob} of the likeliest tokens, the likeliest first; tokens that
+    truncation rules out are left out. What is wanted only now and then.
 
     Of the distribution that was sampled from, or, `raw`, of the model's own at temperature 1.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float() if raw else _processed(logits_BV, params), -1)
     top_BK = logprobs_BV.topk(min(num_top, logprobs_BV.shape[-1]), -1)
-    return logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1), top_BK.indices, top_BK.values
+    tops = [
+        {token: logprob for token, logprob in zip(ids, logprobs, strict=True) if logprob > -np.inf}
+        for ids, logprobs in zip(top_BK.indices.tolist(), top_BK.values.tolist(), strict=True)
+    ]
+    return logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1), tops
 
 
 def _processed(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:

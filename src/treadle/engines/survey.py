@@ -21,7 +21,7 @@ from treadle.errors import TreadleError
 
 def survey_model(name: str) -> dict[str, Any]:
     """Where it lies on this disk, if it does, and what is wrong with it."""
-    place = Path(name).expanduser()
+    place = Path(os.path.expanduser(name))
     if name == DEFAULT_MODEL:
         kind = "built-in"
         folder: Path | None = default_model_folder()
@@ -29,17 +29,18 @@ def survey_model(name: str) -> dict[str, Any]:
         kind, folder = "folder", place
     else:
         kind, folder = "hub", _cached(name)
-    told: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
+    found: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
     if folder is None or not os.path.isdir(folder):
-        return told | {"is_here": False}
+        return found | {"is_here": False}
     try:
-        refuse_code(folder)
         missing = _missing_files(folder)
-        if not missing:
+        if missing:
+            refuse_code(folder)
+        else:
             check_model_folder(folder)
     except TreadleError as error:
-        return told | {"is_here": True, "error": error.message, "fix": error.fix}
-    return told | {"is_here": True, "missing": missing}
+        return found | {"is_here": True, "error": error.message, "fix": error.fix}
+    return found | {"is_here": True, "missing": missing}
 
 
 def _cached(name: str) -> Path | None:

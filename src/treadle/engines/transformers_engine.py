@@ -220,8 +220,8 @@ class TransformersEngine:
         for start in range(0, len(following), LOGITS_ROWS):
             tokens = following[start : start + LOGITS_ROWS]
             logits = self.model.get_output_embeddings()(hidden_T[start : start + len(tokens)])
-            own, ids, values = report(logits, [], tokens, num_top=num_top, raw=True)
-            for token, logprob, others in zip(tokens.tolist(), own.tolist(), _paired(ids, values), strict=True):
+            own, likeliest = report(logits, [], tokens, num_top=num_top, raw=True)
+            for token, logprob, others in zip(tokens.tolist(), own.tolist(), likeliest, strict=True):
                 tops.append({token: logprob} | others)
         return tops
 
@@ -255,8 +255,8 @@ class TransformersEngine:
         tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
         num_top = max(s.request.num_top for s in sequences)
         if num_top or self._reports_raw:
-            logprobs_S, *tops = report(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
-            _note_tops(sequences, *tops)
+            logprobs_S, tops = report(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
+            _note_tops(sequences, tops)
         for s, token, logprob in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
             if s.finish_reason is None:
                 s.token_ids.append(token)
@@ -354,12 +354,12 @@ def load_model(folder: Path, dtype: Any) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
-        model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except Exception as error:  # of many kinds; all but a lack of memory mean: these files are no such model
         if isinstance(error, ModelError) or is_out_of_memory(repr(error)):
             raise
         raise ModelError(f"{folder} cannot be loaded: {repr(error)[:500]}", fix=REFETCH_FIX) from None
-    if missing := sorted(told["missing_keys"]):  # transformers would serve random numbers in their place
+    if missing := sorted(loading["missing_keys"]):  # transformers would serve random numbers in their place
         raise ModelError(f"{folder} has no {missing[0]} ({len(missing)} weights are missing)", fix=REFETCH_FIX)
     return model
 
@@ -387,15 +387,7 @@ def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
     yield first, len(prompts)
 
 
-def _note_tops(sequences: list[Sequence], ids_SK: Tensor, logprobs_SK: Tensor) -> None:
-    for s, tops in zip(sequences, _paired(ids_SK, logprobs_SK), strict=True):
+def _note_tops(sequences: list[Sequence], tops: list[dict[int, float]]) -> None:
+    for s, likeliest in zip(sequences, tops, strict=True):
         if s.finish_reason is None and s.request.num_top:
-            s.tops.append(dict(islice(tops.items(), s.request.num_top)))
-
-
-def _paired(ids_BK: Tensor, logprobs_BK: Tensor) -> list[dict[int, float]]:
-    """Per row {token id: logprob}, the likeliest first; tokens that truncation rules out are left out."""
-    return [
-        {token: logprob for token, logprob in zip(ids, logprobs, strict=True) if logprob > -np.inf}
-        for ids, logprobs in zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
-    ]
+            s.tops.append(dict(islice(likeliest.items(), s.request.num_top)))

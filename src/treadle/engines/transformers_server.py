@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import transformers
 
 from treadle.config import EngineConfig
-from treadle.engines.arrival import MEND_FIX, Arrival
+from treadle.engines.arrival import REPUBLISH_FIX, Arrival
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.port import (
     Adapter,
@@ -192,7 +192,7 @@ class TransformersServer:
             except Exception as error:
                 self._arrival.broke_off(f"weights of {folder} were taken over in part: {error}")
                 self._scheduler.stay_still()
-                raise EngineError(f"weights of {folder} were taken over in part: {error}", fix=MEND_FIX) from error
+                raise EngineError(f"weights of {folder} were taken over in part: {error}", fix=REPUBLISH_FIX) from error
             following = self._scheduler.policy_version + 1
             self._scheduler.weights_changed(following if policy_version is None else policy_version)
             self._arrival.named()
@@ -235,25 +235,25 @@ class TransformersServer:
             files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
             try:
                 await asyncio.to_thread(check_model_folder, folder)
-                await self._between_tokens(lambda: self._begin_anew(folder, files, policy_version))
+                await self._between_tokens(lambda: self._replace_engine(folder, files, policy_version))
             except ModelError as error:
                 raise RequestError(error.message, fix=error.fix) from None
             self._receiver.leave()
             self._receiver, self._arrival = Receiver(), Arrival()
             await asyncio.to_thread(self._scheduler.release, None)  # what a publish that failed had held
 
-    def _begin_anew(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
+    def _replace_engine(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
         """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""
-        anew = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
+        engine = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
         if files is None:
-            self._scheduler.replace_engine(anew, policy_version)
+            self._scheduler.replace_engine(engine, policy_version)
             return
         from treadle.engines.lora import check_adapter
 
-        check_adapter(files, anew.model, folder, self._config.max_lora_rank)
+        check_adapter(files, engine.model, folder, self._config.max_lora_rank)
         name = files.path.name
-        anew.adapters.add(name, files)
-        self._scheduler.replace_engine(anew, policy_version)
+        engine.adapters.add(name, files)
+        self._scheduler.replace_engine(engine, policy_version)
         self._scheduler.add_adapter(Adapter(name, files.path, files.rank, policy_version))
         self._scheduler.go_on_with(name)
 

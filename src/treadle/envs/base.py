@@ -162,7 +162,7 @@ class Environment(ABC):
 
     @property
     def waits_for_agents(self) -> bool:
-        """Whether nothing happens before programs that somebody else starts ask for work."""
+        """Whether rollouts wait for agents that are started outside of this environment."""
         return False
 
     @property
@@ -180,7 +180,7 @@ def prepare_task(environment: Environment) -> None:
     except (Exception, SystemExit) as error:  # the border to code that a user writes
         if not place_of(error):
             raise  # none of theirs: a mistake of ours, and all of it is to be seen
-        known = as_user_error(error) if isinstance(error, OSError) else None
+        known = as_user_error(error)
         name = environment.config.name
         raise known or ConfigError(
             f"prepare() of the environment '{name}' raised {describe(error)}",

@@ -27,6 +27,7 @@ from treadle.envs.seeds import stable_seed
 from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, Tell, groups_at_once, in_order
 from treadle.envs.stats import pass_at_k, pass_interval
 from treadle.errors import ConfigError
+from treadle.wire.generate import MIN_TEMPERATURE
 
 
 class EvalSample(msgspec.Struct, kw_only=True):
@@ -70,9 +71,9 @@ def eval_temperature(config: EnvConfig) -> float:
         chosen = 0.0 if config.eval_samples == 1 else config.temperature
     else:
         chosen = config.eval_temperature
-    if chosen == 0 and config.eval_samples > 1:
+    if chosen < MIN_TEMPERATURE and config.eval_samples > 1:
         raise ConfigError(
-            f"at temperature 0 all {config.eval_samples} answers to a prompt are the same",
+            f"at temperature {chosen:g} all {config.eval_samples} answers to a prompt are the same",
             fix="pass --env.eval-temperature 1, or --env.eval-samples 1",
         )
     return chosen
@@ -147,7 +148,7 @@ async def _ask_in_turns(
 
 def _seeds(config: EnvConfig, sampling: Sampling, places: Iterable[int]) -> list[int] | None:
     """Each prompt's own, the same in every evaluation. Greedy answers need none."""
-    if sampling.temperature == 0:
+    if sampling.temperature < MIN_TEMPERATURE:
         return None
     return [stable_seed(config.seed, "eval", place) for place in places]
 

@@ -160,10 +160,10 @@ class AtroposRoutes:
         hub = self._hub
         env = await read_message(request, ENV_DECODER)
         await hub.settled()
-        run = hub.store.run_state()
+        run, num_envs, _ = hub.store.door_facts()
         if run.trainer is None or not run.started:
             return json_answer({"status": "wait for trainer to start"})
-        if hub.rules().num_envs >= MAX_ENVS:
+        if num_envs >= MAX_ENVS:
             detail = f"{MAX_ENVS} environments have registered, and no more are taken: reset the hub"
             raise Refused(503, detail, {"Retry-After": RETRY_AFTER_S}, reason="too_many_envs")
         resume = request.headers.get("treadle-resume") == "1"

@@ -165,7 +165,7 @@ class _Porter:
         return await answer
 
     async def exit_code(self) -> int:
-        """Of a process that died, or that is of no more use."""
+        """Kill the process if it still runs, and return its exit code."""
         return await _end(self._process)
 
     async def ended(self) -> None:

@@ -19,8 +19,8 @@ WIDTH, HEIGHT = 460.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 10.0, 28.0
 MOST_POINTS = 300  # more than a chart has pixels for; their means are drawn
 MOST_HINTS = 150  # points that tell their value when pointed at
-LEAST_SPREAD = 1e-9  # of the values themselves: smaller differences are rounding, and no axis can show them
-LEAST_NUMBER = 1e-300  # smaller ones are as good as 0
+LEAST_SPREAD = 1e-9  # relative to the values: smaller differences are rounding errors
+LEAST_NUMBER = 1e-300  # smaller ones count as 0
 TALL = 2.5  # times what 98 of 100 stay below: an axis for that would leave nothing to see of the others
 
 
@@ -131,7 +131,7 @@ def pieces(points: Sequence[Point], gaps: Sequence[float]) -> list[tuple[Point, 
 
 
 def ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:
-    """Round numbers that reach from below `low` to above `high`; at least two, whatever the values are.
+    """Round numbers that reach from below `low` to above `high`; at least two.
 
     >>> ticks(0.0, 0.93)
     (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

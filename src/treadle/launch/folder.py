@@ -79,7 +79,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def check_queue_exists(config: RunConfig, last_step: int) -> None:
-    """A run that has begun goes on with the batches and rollouts of its queue, or not at all."""
+    """Refuse to resume a run that has begun and whose queue, with its batches and rollouts, was deleted."""
     has_begun = last_step > 0 or newest_checkpoint(config.train.save_path) > 0 or config.env.state_dir.exists()
     if has_begun and not config.hub.database.is_file():
         raise ConfigError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from treadle.config.schema import RunConfig
 from treadle.track.health_log import HealthLine, HealthLog
@@ -22,6 +21,8 @@ SECONDS_PER_STEP = {
     "training": ("perf/fwd_bwd_s", "perf/optimizer_s"),
     "waiting": ("perf/rollout_wait_s",),
 }
+
+LARGEST_NUMBER = 1e300  # sums of larger ones are infinite
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,15 @@ def read_evaluation(path: Path) -> Evaluation | None:
         return None
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """False for NaN, infinity and 10**400, which a damaged file may hold and no chart can show."""
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST_NUMBER
+
+
 def _sum(step: Step, keys: Sequence[str]) -> float | None:
     """None when one of them was not measured."""
     values = [step.get(key) for key in keys]
-    numbers = [float(value) for value in values if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max]
+    numbers = [float(value) for value in values if is_number(value)]
     return sum(numbers) if len(numbers) == len(values) else None
 
 

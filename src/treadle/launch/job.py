@@ -91,8 +91,9 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
     if environment.waits_for_agents:
         raise ConfigError(
             f"the environment '{config.own_name}' has no command, so nothing in this run would start its agents",
-            fix="""--env.args '{"command": "python examples/agent.py"}'; agents that come by themselves have an """
-            f"environment of their own: treadle env {config.own_name} serve, beside treadle hub, engine and train",
+            fix="""--env.args '{"command": "python examples/agent.py"}'; for agents that are started """
+            "elsewhere, start the processes one by one: treadle hub, treadle engine, treadle train, and "
+            f"treadle env {config.own_name} serve",
         )
     prepare_task(environment)
     paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
@@ -142,7 +143,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     if steps is not None:
         overrides = {"steps": steps, "train.steps": steps, **overrides}
     with run_folders.locked(folder):
-        # The queue was to be empty when the run began: now it holds the run.
+        # --hub.fresh was for the start of the run: now the queue holds its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
         config.check_together()
         run_folders.check_disk_space(folder)
@@ -295,7 +296,7 @@ class Life:
                 _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
 
     def _check_hub(self) -> None:
-        """A run whose queue was deleted meanwhile has not ended well: its record is gone, and it cannot be resumed."""
+        """A run whose queue was deleted meanwhile has failed: its groups are lost, and it cannot be resumed."""
         if not answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
             raise ProcessDied(
                 f"all steps are taken, but the hub cannot answer for its queue {self._plan.config.hub.database}",

@@ -19,8 +19,8 @@ def is_local(model: str) -> bool:
 
 
 def prepare_model(model: str, verb: str = "run") -> str:
-    """The folder of a model, fetched and converted where needed. Its progress goes to the terminal, and what is wrong,
-    with the flags of `verb`.
+    """The folder of a model, fetched and converted where needed. Progress goes to the terminal, and errors, which name
+    the flags of `verb`.
 
     A process of its own does it, because it needs torch and the launcher must stay small. When it fails it
     has already said why, so this ends with its exit code and says nothing more.

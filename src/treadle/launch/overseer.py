@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from treadle.config.advice import SECTION_OF_PROCESS, as_flags_of
+from treadle.config.advice import as_flags_of
+from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
 from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
@@ -168,11 +169,12 @@ def _read(answer: bytes | None) -> list[ProcessStanding]:
 
 
 def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:
-    """A process names its own flags; who looks at the run gave those of `treadle run`."""
+    """A process names its own flags; the user of the run gave those of `treadle run`."""
     report = standing.report
+    section = SECTIONS_OF_PROCESS.get(report.kind, ("",))[0]
 
     def spelled(fix: str) -> str:
-        return as_flags_of("run", fix, SECTION_OF_PROCESS.get(report.kind, ""))
+        return as_flags_of("run", fix, section)
 
     waits = [msgspec.structs.replace(wait, fix=spelled(wait.fix)) for wait in report.waits]
     own = msgspec.structs.replace(report, fix=spelled(report.fix), waits=waits)

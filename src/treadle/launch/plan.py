@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from treadle.config.schema import RunConfig
+from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
 from treadle.config.sync import LORA_MODES
@@ -36,11 +36,10 @@ _CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# What each process is to the hub and to the engine: it gets the token of this role, and no other.
+# The role of each process at the hub and at the engine: it gets only the token of this role.
 _HUB_ROLES: Mapping[str, ClientRole] = {"engine": "engine", "env": "environment", "trainer": "trainer"}
 _ENGINE_ROLES: Mapping[str, ClientRole] = {"hub": "observer", "env": "environment", "trainer": "trainer"}
-_SECRETS = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)
-_SECTIONS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "openai"), "trainer": ("train",)}
+_TOKEN_VARIABLES = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,16 @@ class RunTokens:
     engine: str | None = field(default=None, repr=False)
 
     def variables_of(self, process: str) -> dict[str, str]:
-        """Environment variables: command lines and files can be read by others."""
+        """The environment variables of a process, which other users cannot read, unlike its command line."""
         admin = self.hub_admin if process == "hub" else None
-        hub, engine = _for(self.hub, _HUB_ROLES.get(process)), _for(self.engine, _ENGINE_ROLES.get(process))
-        given = zip(_SECRETS, (hub, admin, engine), strict=True)
+        hub = _token_for(self.hub, _HUB_ROLES.get(process))
+        engine = _token_for(self.engine, _ENGINE_ROLES.get(process))
+        given = zip(_TOKEN_VARIABLES, (hub, admin, engine), strict=True)
         return {variable: token for variable, token in given if token is not None}
 
 
-def _for(secret: str | None, role: ClientRole | None) -> str | None:
-    """The server itself has no role: it gets the token that those of the roles are derived from."""
+def _token_for(secret: str | None, role: ClientRole | None) -> str | None:
+    """The server itself has no role: it gets the secret, from which the tokens of the roles are derived."""
     return secret if secret is None or role is None else role_token(secret, role)
 
 
@@ -201,7 +201,7 @@ def engine_of_mode(
         # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
         saved = train.save_path if "train.save_path" in explicit else run_folder
-        settings["engine.adapter_root"] = train.live_path or saved  # the trainer's, and nobody else's
+        settings["engine.adapter_root"] = train.live_path or saved  # only adapters of this run's trainer
     return settings
 
 
@@ -257,7 +257,7 @@ def _processes(
         environment = {
             **child_environment(facts, threads=threads, is_offline=is_offline),
             **tokens.variables_of(name),
-            **secret_variable(settings, *_SECTIONS[name]),
+            **secret_variable(settings, *SECTIONS_OF_PROCESS[name]),
         }
         return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
 
@@ -273,7 +273,7 @@ def _processes(
 
 
 def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:
-    left_out = ("PYTHONDONTWRITEBYTECODE", SETTINGS_VARIABLE, *_SECRETS)
+    left_out = ("PYTHONDONTWRITEBYTECODE", SETTINGS_VARIABLE, *_TOKEN_VARIABLES)
     inherited = {k: v for k, v in facts.environment.items() if k not in left_out}
     return {
         **inherited,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from treadle.launch.charts import Chart, Point, Series
-from treadle.launch.history import History
+from treadle.launch.history import History, is_number
 
 # Where the time of a step goes; the rest of it is "other".
 PARTS_OF_A_STEP = {
@@ -16,7 +16,6 @@ PARTS_OF_A_STEP = {
 }
 MAX_HEALTHY_KL = 0.1
 MAX_HEALTHY_CLIPPED = 0.3
-LARGEST_NUMBER = 1e300
 HEALTHY_RATIO = (0.8, 1.2)
 # A step whose groups all scored the same trains no token: earlier releases wrote a 0 for these, which is no figure.
 OF_TRAINED_TOKENS = frozenset({"entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction"})
@@ -73,7 +72,7 @@ def charts_of(history: History) -> list[Chart]:
 def time_of_a_step(history: History) -> Chart:
     """Stacked; only steps in which every part was measured, so that all parts have the same steps."""
     keys = ("perf/step_s", *PARTS_OF_A_STEP.values())
-    measured = [step for step in history.steps if all(_is_number(step.get(key)) for key in keys)]
+    measured = [step for step in history.steps if all(is_number(step.get(key)) for key in keys)]
     parts = [
         Series(name, tuple((float(step["step"]), float(step[key])) for step in measured), colour)
         for colour, (name, key) in enumerate(PARTS_OF_A_STEP.items(), start=1)
@@ -88,7 +87,7 @@ def time_of_a_step(history: History) -> Chart:
 def points_of(history: History, key: str) -> tuple[Point, ...]:
     trained = [step for step in history.steps if step.get("batch/forwarded_tokens_per_step") != 0]
     steps = trained if key in OF_TRAINED_TOKENS else history.steps
-    return tuple((float(step["step"]), float(step[key])) for step in steps if _is_number(step.get(key)))
+    return tuple((float(step["step"]), float(step[key])) for step in steps if is_number(step.get(key)))
 
 
 def gaps_between(history: History, points: tuple[Point, ...]) -> tuple[float, ...]:
@@ -107,8 +106,3 @@ def distinct(*series: Series) -> tuple[Series, ...]:
         else:
             kept[same] = replace(kept[same], name=f"{kept[same].name} = {one.name}")
     return tuple(kept)
-
-
-def _is_number(value: object) -> bool:
-    """Also of a damaged file: a number that no axis can hold (NaN, infinite, 10**400) is not one."""
-    return isinstance(value, (int, float)) and abs(value) <= LARGEST_NUMBER

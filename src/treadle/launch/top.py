@@ -61,7 +61,7 @@ def _watch_url(config: RunConfig) -> str:
     token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
     file = config.hub.token_file
     if not token and file is not None:
-        with contextlib.suppress(OSError):  # then the hub refuses, and the view says that it does not answer
+        with contextlib.suppress(OSError, ValueError):  # then the hub refuses, and the view says it does not answer
             token = file.expanduser().read_text().strip()
     return f"{config.train.atropos_url}/t/{quote(token, safe='')}" if token else config.train.atropos_url
 

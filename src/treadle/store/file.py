@@ -117,7 +117,8 @@ class QueueFile:
     def keep_log(self) -> None:
         """Let the last connection leave the log as it is, even a damaged one.
 
-        SQLite folds the log into the file and deletes it when nobody else has the file open: so look like one more.
+        SQLite folds the log into the file and deletes it unless another process has the file open. The read lock makes
+        it believe that.
         """
         with contextlib.suppress(OSError):
             _set_lock(self._fd, fcntl.F_RDLCK, _SHARED_LOCK_AT, _SHARED_LOCK_BYTES)
@@ -216,7 +217,7 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _refuse_foreign(path: Path, fd: int) -> None:
-    """By the file's header, which a hub writes before it turns the log on: SQLite need not open what is not ours."""
+    """Check the header, which a hub writes before it turns the log on: SQLite never opens a foreign file."""
     header = os.pread(fd, _HEADER.size, 0)
     if header and (len(header) < _HEADER.size or not header.startswith(_MAGIC)):
         fix = f"restore it, or {_ANOTHER}"

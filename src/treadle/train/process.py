@@ -23,8 +23,8 @@ from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
 from treadle.train.loop import Sync, train
 from treadle.train.optim import build_optimizer
-from treadle.train.policy import Policy, build_policy
-from treadle.train.rank_ports import FollowingSync, FollowingTracker, HubPort, open_feed
+from treadle.train.policy import build_policy
+from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.train.token_record import open_token_record
@@ -104,19 +104,18 @@ def _train(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
     )
     registration = _registration(config, restored.step, policy.vocab_size)
-    is_done = restored.step >= config.steps
+    is_done = restored.step >= config.steps  # killed between its last checkpoint and its final model
     if not is_done:
         feed.register(registration)
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
-        if is_done:
-            _finish(restored.step, policy, sync, feed, checkpoints, registration)
-            return
         train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=progress.check,
             tokens=open_token_record(config, metrics_file, ranks.rank),
         )  # fmt: skip
+        if is_done:
+            feed.register(registration)  # not before the weights are published: environments now evaluate them
     except StopRequested:
         feed.give_back("the trainer was stopped", counts=False)
         log.info("stopped", reason="asked to")
@@ -127,18 +126,6 @@ def _train(
         raise
     finally:
         tracker.close()
-
-
-def _finish(
-    step: int, policy: Policy, sync: Sync, feed: HubPort, checkpoints: Checkpoints, registration: RegisterTrainer
-) -> None:
-    """Do what a trainer that was killed after its last checkpoint left undone.
-
-    It publishes before it registers: with its registration the hub lets environments in, to evaluate these weights.
-    """
-    sync.publish(policy, version=step)
-    feed.register(registration)
-    checkpoints.save_final(policy)
 
 
 def _open_tracker(config: TrainConfig, metrics_file: Path) -> Tracker:

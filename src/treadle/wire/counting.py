@@ -62,7 +62,7 @@ def check_msgpack(body: bytes) -> None:
 
 
 def _msgpack_runs(body: bytes) -> Iterator[tuple[Kind, int]]:
-    """How many values of one kind and size follow each other, again and again. Ends where it is no msgpack."""
+    """Yields (kind, number) for each run of values of one kind and size. Stops at bytes that are no msgpack."""
     at = 0
     while at < len(body):
         if run := _RUN.match(body, at):
@@ -94,7 +94,7 @@ _FIXED: list[tuple[Kind, int, Iterable[int]]] = [
     *(("values", 1 + length, [0xA0 + length]) for length in range(32)),  # short strings
     *(("values", 2 + length, [code]) for code, length in zip(range(0xD4, 0xD9), (1, 2, 4, 8, 16), strict=True)),
 ]
-# Possessive (a second plus): to go back would be of no use, and takes memory for each value.
+# Possessive (a second plus): backtracking would find nothing else, and takes memory for each value.
 _RUN = re.compile(
     b"|".join(
         (b"([%s]++)" if size == 1 else b"((?:[%s]" + b"." * (size - 1) + b")++)") % re.escape(bytes(codes))

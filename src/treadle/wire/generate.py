@@ -7,8 +7,6 @@ from typing import Annotated, Any
 import msgspec
 
 MIN_TEMPERATURE = 0.01  # an engine takes the likeliest token below: logits divided by less leave the range of float32
-
-
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 

@@ -31,7 +31,7 @@ CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)
 ADMIN: frozenset[Role] = frozenset({"admin"})
 EVERYBODY: frozenset[Role] = CLIENTS | ADMIN
 
-_CALLER = "treadle.caller"
+_ROLES = "treadle.roles"  # in a request's scope: the roles of its sender, a frozenset
 _PREFIX = b"/t/"
 _PROXY_HEADERS = frozenset(
     (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip", b"via")
@@ -56,27 +56,20 @@ class Rules:
     open_to_all: Set[tuple[str, str]] = frozenset()  # (method, path) of what needs no token: health checks know none
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The roles that the sender of a request has."""
-
-    roles: frozenset[Role]
-
-
 def why_refused(scope: Scope, roles: Set[Role]) -> str | None:
     """Why the sender may not use a route that is for `roles`, in a sentence; None: it may.
 
     A GET that observers may not use has effects. A web page needs only an <img> to make a browser send it, and to some
     names of this machine it is sent without Origin and Sec-Fetch-Site. So no browser may send it at all.
     """
-    caller = scope.get(_CALLER)
-    held = caller.roles if isinstance(caller, Caller) else frozenset[Role]()
+    found = scope.get(_ROLES)  # missing where no guard has seen the request
+    held: frozenset[Role] = found if isinstance(found, frozenset) else frozenset()
     call = f"{scope['method']} {scope['path']}"
     if not held & roles:
         if roles == ADMIN:
             return f"only this machine or the admin token may use {call}; the token of a single role may not"
-        told = f"this token is for: {', '.join(sorted(held))}" if held else "there is none"
-        return f"{call} needs a token for: {', '.join(sorted(roles))}; {told} (`treadle token ROLE` prints others)"
+        own = f"this token is for: {', '.join(sorted(held))}" if held else "there is none"
+        return f"{call} needs a token for: {', '.join(sorted(roles))}; {own} (`treadle token ROLE` prints others)"
     if scope["method"] == "GET" and "observer" not in roles:
         header = _browser_header(scope["headers"])
         if header is not None:
@@ -208,7 +201,7 @@ class Guard:
             way = "send it as `Authorization: Bearer TOKEN` or start every path with /t/TOKEN"
             where = f"it is in the {process}'s --token-file"
             return _refusal(401, f"{problem}: {way}; {where}", {"WWW-Authenticate": "Bearer"})
-        scope[_CALLER] = Caller(roles)
+        scope[_ROLES] = roles
         return None
 
 
@@ -217,7 +210,7 @@ def _refusal(status: int, detail: str, headers: Mapping[str, str] | None = None)
 
 
 def _from_foreign_page(scope: Scope) -> JSONResponse | None:
-    """Whoever opens a foreign web page must not be able to read, wipe or pause a run by it.
+    """Refuse what a foreign web page sends: opening one must not read, wipe or pause a run.
 
     Browsers mark the requests of pages with Sec-Fetch-Site, Origin or Referer; our clients, curl and Atropos' send none
     of them. A page that a person typed the address of comes with "none". A page of our own may read (its scripts come
@@ -239,8 +232,8 @@ def _from_foreign_page(scope: Scope) -> JSONResponse | None:
 def _browser_header(headers: list[tuple[bytes, bytes]]) -> str | None:
     """A header that only browsers send, and that no page can keep them from sending."""
     for name, value in headers:
-        is_told = name in (b"origin", b"referer", b"accept-language") or name.startswith(b"sec-fetch-")
-        if is_told or (name == b"user-agent" and value.startswith(b"Mozilla/")):
+        is_mark = name in (b"origin", b"referer", b"accept-language") or name.startswith(b"sec-fetch-")
+        if is_mark or (name == b"user-agent" and value.startswith(b"Mozilla/")):
             return name.decode("latin-1")
     return None
 

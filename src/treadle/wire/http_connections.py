@@ -13,7 +13,7 @@ from treadle.log import get_logger
 from treadle.wire.http_limits import HttpLimits, connections_that_fit
 
 RETRY_AFTER_S = "2"
-TELL_EVERY_S = 10.0  # a flood of connections must not become a flood of log lines
+LOG_EVERY_S = 10.0  # a flood of connections must not become a flood of log lines
 SMALL_BODY_BYTES = 16 * 1024  # never refused for lack of room: leases and reports get through whatever else is sent
 
 log = get_logger("http")
@@ -51,7 +51,7 @@ class Connections:
         self._parting: set[Connection] = set()  # refused or closing ones: they take no room from those that work
         self._num_refused = 0
         self._num_bodies_refused = 0
-        self._told_at = -TELL_EVERY_S
+        self._logged_at = -LOG_EVERY_S
         self._body_bytes = 0  # of all requests that are not answered yet
         self.is_crowded = False  # a body found no room since the last sweep
 
@@ -100,11 +100,11 @@ class Connections:
                 log.error("sweep_failed", exc_info=True)
                 self.forget(connection)
         self.is_crowded = False
-        if (self._num_refused or self._num_bodies_refused) and time.monotonic() - self._told_at >= TELL_EVERY_S:
+        if (self._num_refused or self._num_bodies_refused) and time.monotonic() - self._logged_at >= LOG_EVERY_S:
             if self._num_refused:
                 log.warning("connections_refused", refused=self._num_refused, limit=self.max_open)
             if self._num_bodies_refused:
                 limit = self.limits.max_body_bytes_in_flight
                 log.warning("bodies_refused", refused=self._num_bodies_refused, limit_bytes=limit)
             self._num_refused = self._num_bodies_refused = 0
-            self._told_at = time.monotonic()
+            self._logged_at = time.monotonic()

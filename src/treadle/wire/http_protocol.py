@@ -68,9 +68,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._body_bytes = 0
         self._framing_bytes = 0
         self._body_began = self._window_began = 0.0  # the rate of a body is looked at in windows of read_timeout_s
-        self._window_from = 0  # how much of the body came before
+        self._window_from = 0  # bytes of the body that came before the window
         self._has_begun_another = False  # a request began within the bytes that are being read
-        self._refusal: Refusal | None = None  # raised inside the parser, which knows only its own errors
         self._drained = asyncio.Event()  # the system has everything that was written
         self._drained.set()
         self._is_lost_unsent = False
@@ -100,7 +99,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._drained.set()
         self._all.forget(self)
         for cycle, _ in self.pipeline:  # they are never run
-            self._all.release(cast(dict[str, Any], cycle.scope).pop(HELD_BYTES))
+            self._release_body(cycle.scope)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -118,7 +117,9 @@ class LimitedHttp(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._is_deaf = True  # served as plain HTTP, and closed after the answer; what follows is not HTTP
         except httptools.HttpParserError as error:
-            self._refuse(self._refusal or Refusal(400, f"this is not a valid HTTP/1.1 request: {error}"))
+            raised = error.__context__  # by a callback: the parser raises its own error in its place
+            invalid = Refusal(400, f"this is not a valid HTTP/1.1 request: {error}")
+            self._refuse(raised if isinstance(raised, Refusal) else invalid)
         except Refusal as refusal:
             self._refuse(refusal)
 
@@ -149,12 +150,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value) + len(": \r\n")
-        self._inside_parser(self._check_header)
+        self._check_head_size(self._head_bytes)
+        if len(self.headers) >= self._limits.max_headers:
+            raise Refusal(431, f"the request has more than {self._limits.max_headers} headers")
         if self._arriving is Arriving.HEAD:  # trailers are dropped: they come when the headers were checked already
             super().on_header(name, value.strip())
 
     def on_headers_complete(self) -> None:
-        self._inside_parser(self._check_head)
+        self._check_head()
         self._arriving = Arriving.BODY
         super().on_headers_complete()
         outlet = _Outlet(self)
@@ -173,7 +176,7 @@ class LimitedHttp(HttpToolsProtocol):
         if self.parser.should_upgrade() or self.cycle.response_complete:
             return
         scope = cast(dict[str, Any], self.scope)
-        self._inside_parser(partial(self._all.hold, len(body), scope[HELD_BYTES]))
+        self._all.hold(len(body), scope[HELD_BYTES])
         scope[HELD_BYTES] += len(body)
         self.cycle.body += body
         if len(self.cycle.body) > READ_AHEAD_BYTES:
@@ -184,18 +187,6 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_complete()
         self._arriving = Arriving.NOTHING
         self._deadline = self._now() + self._limits.idle_s
-
-    def _inside_parser(self, check: Callable[[], None]) -> None:
-        try:
-            check()
-        except Refusal as refusal:
-            self._refusal = refusal
-            raise
-
-    def _check_header(self) -> None:
-        self._check_head_size(self._head_bytes)
-        if len(self.headers) >= self._limits.max_headers:
-            raise Refusal(431, f"the request has more than {self._limits.max_headers} headers")
 
     def _check_head_size(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_head_bytes:
@@ -244,7 +235,10 @@ class LimitedHttp(HttpToolsProtocol):
         try:
             await self._application(scope, receive, send)
         finally:
-            self._all.release(scope.pop(HELD_BYTES))
+            self._release_body(scope)
+
+    def _release_body(self, scope: Any) -> None:
+        self._all.release(scope.pop(HELD_BYTES))
 
     async def _flushed(self, cycle: Any, outlet: _Outlet) -> bool:
         """Whether this answer left: True once the system has all of it, False when the client went away before."""
@@ -280,7 +274,7 @@ class LimitedHttp(HttpToolsProtocol):
             # Earlier requests of this connection get their answers first; this one gets none.
             if is_in_body:
                 cycle, _ = self.pipeline.popleft()
-                self._all.release(cast(dict[str, Any], cycle.scope).pop(HELD_BYTES))
+                self._release_body(cycle.scope)
             self._ends_after_answers = True
             return
         if self._is_answering():
@@ -340,8 +334,10 @@ class LimitedHttp(HttpToolsProtocol):
         self._window_began, self._window_from = now, self._body_bytes
 
     def _end_if_body_is_slow(self, now: float) -> None:
-        """In every window a body must end, or bring enough: a byte now and then does not keep it open. While others
-        find no room, a large one has the time of one window."""
+        """A body must end or keep the lowest rate in every window: a byte now and then does not keep it open.
+
+        While others find no room, a large one must end within read_timeout_s.
+        """
         if self._arriving is not Arriving.BODY or self._is_deaf:
             return
         patience_s, slowest = self._limits.read_timeout_s, self._limits.min_body_bytes_per_s

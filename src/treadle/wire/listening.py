@@ -46,7 +46,7 @@ def take_port(host: str, port: int) -> socket.socket:
 
 
 def _refuse_wider(listener: socket.socket, host: str) -> None:
-    """Whether a token is needed was decided by `host`: a socket that others can reach must not be served without."""
+    """Refuse a socket that other machines can reach when `host` is loopback: no token was required then."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6) or not is_loopback_host(host):
         return
     address = listener.getsockname()[0]

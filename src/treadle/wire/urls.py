@@ -38,7 +38,7 @@ def is_loopback_address(address: Address) -> bool:
 
 
 def plain_address(address: Address) -> Address:
-    """Without a zone, and ::ffff:10.0.0.5 as 10.0.0.5: a socket for both kinds of addresses shows the old one so."""
+    """Without a zone, and ::ffff:10.0.0.5, which is how a dual-stack socket shows an IPv4 peer, as 10.0.0.5."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     return address.ipv4_mapped or ipaddress.IPv6Address(int(address))

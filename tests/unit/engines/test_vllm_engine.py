@@ -8,6 +8,7 @@ import errno
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from treadle.engines.vllm.start import begin_server, start_vllm
 from treadle.errors import ConfigError, EngineError, RequestError
 
 SOON_S = 10.0
-NO_TEXT = None  # the double writes it
+NO_TEXT = SimpleNamespace(decode_after=None)  # the double writes it
 
 
 def facts(folder=Path("/model")):

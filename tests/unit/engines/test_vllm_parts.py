@@ -257,6 +257,12 @@ def test_the_token_that_ends_a_completion_is_not_in_its_text():
     assert [c.token_ids for c in generation.completions] == [[7, 8]] * 2
 
 
+def test_a_character_that_was_cut_off_is_not_in_the_text():
+    cut_off = Choice(0, [7, 8], finish_reason="length")
+    generation = as_generation(Answer([cut_off]), request(n=1), [0], 0.1, lambda *_: "a\ufffd")
+    assert [c.text for c in generation.completions] == ["a"]
+
+
 def adapter(name, version):
     return Adapter(name=name, path=Path("/a") / name, rank=4, policy_version=version)
 

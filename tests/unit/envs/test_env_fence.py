@@ -32,7 +32,7 @@ HARM = {
     "signals to a thread by a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 15, bytes(8))",
     "signals by a pair of sockets": "import fcntl, socket, struct\n"
     "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",
-    "signals by a pair of sockets, as of old": "import fcntl, socket, struct\n"
+    "signals by a pair of sockets, by the older call": "import fcntl, socket, struct\n"
     "fcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', 1))",
     "attributes of files": "import fcntl, os\nfcntl.ioctl(open(os.__file__), 0x80086601, bytes(8))",  # only asked for
     "locks on files, as of BSD": "import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)",
@@ -141,14 +141,14 @@ def judge(column, number, *arguments, architecture=None):
 
 @pytest.mark.parametrize("column", [0, 1], ids=fence._MACHINES)
 def test_the_filter_of_either_machine_allows_what_is_listed_and_no_more(column):
-    unheard, refused = fence._REFUSE | errno.ENOSYS, fence._REFUSE | errno.EPERM
+    unknown, refused = fence._REFUSE | errno.ENOSYS, fence._REFUSE | errno.EPERM
     listed = {both[column] for both in fence._ALLOWED.values()}
     judged = {both[column] for both in JUDGED.values()}
     for number in range(600):
         if number not in judged:
             allowed = judge(column, number) == fence._ALLOW
             assert allowed == (number in listed), number
-        assert judge(column, number | 0x40000000) == unheard  # as x32 has it
+        assert judge(column, number | 0x40000000) == unknown  # as x32 has it
         assert judge(column, number, architecture=0x40000003) == fence._KILL  # 32 bits: i386
     for call, place in (("open", 1), ("openat", 2)):
         number = JUDGED[call][column]
@@ -237,7 +237,7 @@ for path in (readable, other):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_older_versions_of_landlock_let_no_file_be_truncated(version, tmp_path):
-    """They know nothing of truncation; the fence asks for the version and is told an older one than this system's."""
+    """They know nothing of truncation; the fence sees an older version than this system has."""
     files = [tmp_path / "readable", tmp_path / "other"]
     for file in files:
         file.write_text("kept")

@@ -258,7 +258,7 @@ def test_an_agent_without_a_command_is_refused_before_anything_starts(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_deleted_while_its_run_goes_on_is_told_in_a_sentence(tmp_path, monkeypatch) -> None:
+def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Life, "live", lambda life, **_: shutil.rmtree(life._plan.run_folder))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="folder was deleted while the run went on"):

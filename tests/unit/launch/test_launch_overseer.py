@@ -206,7 +206,7 @@ def test_a_hang_that_comes_back_is_told_again(hub: HubDouble) -> None:
     assert len(overseer.sight.alarms) == 2
 
 
-def test_the_advice_of_a_process_is_told_with_the_flags_of_the_run(hub: HubDouble) -> None:
+def test_the_advice_of_a_process_names_the_flags_of_the_run(hub: HubDouble) -> None:
     overseer = overseer_of(hub.url, FakeClock())
     late = WaitReport(what="version 3", seconds=90.0, deadline_s=60.0, is_late=True, fix="--publish-timeout-s ends it")
     hub.report(waits=[late], problem="clips much", fix="lower --lr")

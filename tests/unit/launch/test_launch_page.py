@@ -17,7 +17,7 @@ def test_without_a_token_the_address_is_the_hubs():
     assert page.shown_url == page.address() == f"{URL}/dash/"
 
 
-def test_a_token_is_opened_and_not_told():
+def test_a_token_is_opened_and_not_shown():
     page = RunPage(URL, f"{URL}/t/{TOKEN}", {})
     assert TOKEN not in page.shown_url + repr(page)
     assert page.address() == f"{URL}/t/{TOKEN}/dash/"

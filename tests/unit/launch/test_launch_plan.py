@@ -212,9 +212,9 @@ def test_each_process_gets_the_tokens_of_its_role_and_no_other() -> None:
         "trainer": (role_token(hub, "trainer"), None, role_token(engine, "trainer")),
     }
     assert plan.watch_url == f"{plan.hub_url}/t/{role_token(hub, 'observer')}"
-    told = repr(plan) + plan.config.model_dump_json() + "".join(word for spec in plan.processes for word in spec.argv)
+    shown = repr(plan) + plan.config.model_dump_json() + "".join(word for spec in plan.processes for word in spec.argv)
     derived = [role_token(secret, role) for secret in SECRETS for role in CLIENT_ROLES]
-    assert not any(token in told for token in (*SECRETS, *derived))
+    assert not any(token in shown for token in (*SECRETS, *derived))
 
 
 def test_without_tokens_no_process_gets_one() -> None:

@@ -89,9 +89,9 @@ def test_a_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
 def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
     a_run(tmp_path)
     for step in (0, 50):
-        told = evaluation(step, {HOSTILE: step > 0}, 0.5)
-        told["samples"][0] |= {"completion": HOSTILE, "gold": HOSTILE}
-        (tmp_path / "evals" / f"step-{step}.json").write_text(json.dumps(told))
+        values = evaluation(step, {HOSTILE: step > 0}, 0.5)
+        values["samples"][0] |= {"completion": HOSTILE, "gold": HOSTILE}
+        (tmp_path / "evals" / f"step-{step}.json").write_text(json.dumps(values))
     write_health(tmp_path, (3, HOSTILE))
     config = json.loads((tmp_path / "config.json").read_text())
     config["env"]["system_prompt"] = HOSTILE
@@ -226,9 +226,9 @@ def test_a_run_of_two_steps_with_tiny_figures_has_a_page(tmp_path: Path) -> None
 def test_answers_that_were_cut_off_are_marked(tmp_path: Path) -> None:
     a_run(tmp_path)
     for step, ended in ((0, False), (50, True)):
-        told = evaluation(step, {"a": step > 0}, 0.5) | {"generation_params": {"max_tokens": 16}}
-        told["samples"][0]["ended"] = ended
-        (tmp_path / "evals" / f"step-{step}.json").write_text(json.dumps(told))
+        values = evaluation(step, {"a": step > 0}, 0.5) | {"generation_params": {"max_tokens": 16}}
+        values["samples"][0]["ended"] = ended
+        (tmp_path / "evals" / f"step-{step}.json").write_text(json.dumps(values))
     text = text_of(render(gather(tmp_path)))
     assert "before: wrong (cut off at 16 tokens)" in text
     assert text.count("cut off") == 1

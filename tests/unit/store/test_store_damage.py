@@ -184,7 +184,7 @@ def test_a_log_that_rots_is_refused_and_not_quietly_left_out(tmp_path, trainer, 
         Store.open(path)
     assert (path.read_bytes(), Path(f"{path}-wal").read_bytes()) == found, "left as it is, for whoever can repair it"
     assert f"delete {path}.progress" in refused.value.fix
-    Path(f"{path}.progress").unlink()  # the remedy that was told
+    Path(f"{path}.progress").unlink()  # the fix that the error names
     with Store.open(path) as store:
         assert store.counts().accepted_groups < 6
 

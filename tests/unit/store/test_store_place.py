@@ -111,21 +111,23 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "-wal"])
-@pytest.mark.parametrize(("harm", "told"), [(Path.unlink, "was deleted"), (move_away, "moved"), (replace, "replaced")])
+@pytest.mark.parametrize(
+    ("harm", "problem"), [(Path.unlink, "was deleted"), (move_away, "moved"), (replace, "replaced")]
+)
 def test_nothing_is_promised_once_a_file_is_not_in_its_place(
-    path: Path, part: str, harm: Callable[[Path], object], told: str
+    path: Path, part: str, harm: Callable[[Path], object], problem: str
 ):
     failures: list[str] = []
     with Store.open(path, on_failure=lambda: failures.append("failed")) as store:
         post(store)
         harm(Path(f"{path}{part}"))
-        with pytest.raises(StorageFailed, match=told):
+        with pytest.raises(StorageFailed, match=problem):
             post(store)
-        with pytest.raises(StorageFailed, match=told):
+        with pytest.raises(StorageFailed, match=problem):
             post(store)
-        assert told in store.failure
+        assert problem in store.failure
     assert failures == ["failed"]
-    assert told in store.failure, "also once it is closed"
+    assert problem in store.failure, "also once it is closed"
 
 
 def test_a_deleted_file_is_noticed_while_nobody_writes(path: Path):

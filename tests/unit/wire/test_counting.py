@@ -37,7 +37,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[{"content": ""}] * 21], "20 objects"),
     ],
 )
-def test_too_many_values_are_told_by_their_kind(body, what):
+def test_too_many_values_are_named_by_their_kind(body, what):
     for text in (json.dumps(body).encode(), bytearray(json.dumps(body, indent=1), "utf-8")):
         with pytest.raises(TooMany, match=f"at most {what} in one request"):
             check_json(text)
@@ -62,7 +62,7 @@ def test_what_stands_in_strings_does_not_count(text):
         ({"x": [{"a": 1, "b": [1.5, -70000, 2**40]}] * 21}, "20 objects"),
     ],
 )
-def test_too_many_packed_values_are_told_by_their_kind(body, what):
+def test_too_many_packed_values_are_named_by_their_kind(body, what):
     with pytest.raises(TooMany, match=f"at most {what} in one request"):
         check_msgpack(msgspec.msgpack.encode(body))
 

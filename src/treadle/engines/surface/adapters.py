@@ -85,7 +85,7 @@ class AdapterRoutes:
                 adapter_name=name,
                 adapter_id=number,
                 load_count=self._served.ledger.num_adapter_loads,
-                adapter_config=_told(settings),
+                adapter_config=_config_answer(settings),
                 policy_version=(await self._engine.state()).policy_version,
                 seconds=time.monotonic() - started,
             )
@@ -146,7 +146,7 @@ class AdapterRoutes:
         return name
 
 
-def _told(settings: AdapterSettings) -> dict[str, object]:
+def _config_answer(settings: AdapterSettings) -> dict[str, object]:
     return {
         "r": settings.rank,
         "lora_alpha": settings.alpha,

@@ -109,8 +109,8 @@ def adapter_here(path: str, root: Path) -> Path:
 def _resolved(path: str, base: Path = Path()) -> Path:
     """os.path instead of Path: what is too long, or not allowed, is no folder, and no error of another kind."""
     try:
-        return Path(os.path.realpath(base / Path(path).expanduser()))
-    except (RuntimeError, ValueError):  # the home of a user that does not exist; a NUL
+        return Path(os.path.realpath(base / os.path.expanduser(path)))
+    except ValueError:  # a NUL
         raise _no_folder(path) from None
 
 

@@ -91,7 +91,7 @@ class Served:
         return self.text.encode(prompt)
 
     def _refuse_longer(self, prompt: str) -> None:
-        """Of megabytes the tokenizer would make ids for seconds, while nothing else is answered."""
+        """Encoding megabytes of text takes seconds, in which no other request is answered."""
         max_tokens = self.engine.facts.max_model_len
         if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.text.longest_token:
             raise RequestError(f"a prompt of {len(prompt):,} characters is longer than --max-model-len {max_tokens}")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from treadle.engines.port import Delta, Generation, Request, Sampled
+from treadle.engines.text import UNFINISHED
 
 GENERATE = "/treadle/generate"
 _LARGEST_SEED = 2**63 - 1
@@ -122,6 +123,9 @@ def _sampled(choice: Choice, request: Request, policy_versions: list[int], decod
 
 
 def _decoded(choice: Choice, request: Request, decode: Decode) -> str:
-    """Without the token that ended it. (Stop strings are none here: those make vLLM write the text itself.)"""
-    told = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
-    return decode(request.prompt_ids, told)
+    """Without the token that ended it, and without a last character that is not whole, as in a stream of vLLM.
+
+    No stop string was set: with one, vLLM writes the text itself.
+    """
+    token_ids = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
+    return decode(request.prompt_ids, token_ids).rstrip(UNFINISHED)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from treadle.engines.port import (
     HoldMode,
     Request,
 )
-from treadle.engines.text import UNFINISHED, Text
+from treadle.engines.text import Text
 from treadle.engines.vllm.adapter_loading import AdapterLoading
 from treadle.engines.vllm.adapters import CheckAdapter, check_for
 from treadle.engines.vllm.arrivals import Arrivals
@@ -41,7 +41,7 @@ from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import Order, as_deltas, as_generation, num_asked, order_of
 from treadle.engines.vllm.door import Door, Pass
 from treadle.engines.vllm.meter import Meter
-from treadle.engines.vllm.model_facts import folder_of_model, folder_of_weights
+from treadle.engines.vllm.model_facts import absolute, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
@@ -119,7 +119,7 @@ class VllmEngine:
             answer = await self._client.generate(self._order(request, way, stream=False))
             self._meter.tokens += sum(len(choice.token_ids) for choice in answer.choices)
             versions, seconds = way.versions(self._base_versions), time.monotonic() - started
-            return as_generation(answer, request, versions, seconds, self._decode)
+            return as_generation(answer, request, versions, seconds, self.text.decode_after)
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         if request.num_prompt_top is not None:
@@ -151,9 +151,7 @@ class VllmEngine:
 
     async def layout(self) -> Layout | None:
         plain = await self._client.rpc("treadle_layout")
-        if plain is None:
-            return None
-        return msgspec.convert(plain, Layout)
+        return None if plain is None else msgspec.convert(plain, Layout)
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
         if adapter is not None:
@@ -182,7 +180,7 @@ class VllmEngine:
         return await self._changes.make(receive_when_held())
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
-        model = folder_of_model(folder)
+        model = absolute(folder)
         try:
             begin = await asyncio.to_thread(self._prepare_server, model)
         except UserError as error:
@@ -255,10 +253,6 @@ class VllmEngine:
 
     def _order(self, request: Request, way: Pass, *, stream: bool) -> Order:
         return order_of(request, model=way.model, eos_ids=self._facts.eos_ids, cache_salt=way.cache_salt, stream=stream)
-
-    def _decode(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        """A last character that is not whole is left out, as vLLM leaves it out of a stream."""
-        return self.text.decode_after(prompt_ids, token_ids).rstrip(UNFINISHED)
 
     async def _hold(self, mode: HoldMode, timeout_s: float) -> None:
         was_open = self._door.is_open

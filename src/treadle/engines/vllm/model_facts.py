@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.engines.model_folder import REFETCH_FIX, check_model_folder, read_header, read_settings
+from treadle.engines.model_folder import REFETCH_FIX, read_header, read_settings
 from treadle.errors import ModelError, RequestError
 from treadle.sync.layout import BYTES_PER_ELEMENT
 
@@ -58,15 +58,6 @@ def folder_of_weights(folder: Path) -> Path:
     return folder
 
 
-def folder_of_model(folder: Path) -> Path:
-    folder = absolute(folder)
-    try:
-        check_model_folder(folder)
-    except ModelError as error:
-        raise RequestError(error.message, fix=error.fix) from None
-    return folder
-
-
 @functools.cache
 def empty_model(folder: Path) -> Any:
     """The model as transformers builds it, its names and shapes without weights."""
@@ -81,9 +72,9 @@ def _linear_modules(folder: Path) -> tuple[str, ...]:
     """By the headers of its weights; a layer has a number in its name, an embedding or an output has none."""
     found = set()
     for file in sorted(folder.glob("*.safetensors")):
-        for name, told in read_header(file).items():
+        for name, tensor in read_header(file).items():
             *path, module, leaf = name.split(".")
-            if leaf == "weight" and len(told["shape"]) == 2 and any(part.isdigit() for part in path):
+            if leaf == "weight" and len(tensor["shape"]) == 2 and any(part.isdigit() for part in path):
                 found.add(module)
     return tuple(sorted(found))
 

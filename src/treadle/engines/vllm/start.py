@@ -13,6 +13,7 @@ from pathlib import Path
 import treadle
 from treadle.config import EngineConfig
 from treadle.engines.default_model import cache_folder
+from treadle.engines.model_folder import check_model_folder
 from treadle.engines.port import Engine, EngineFacts
 from treadle.engines.text import Text
 from treadle.engines.vllm.adapter_places import lora_rank
@@ -50,6 +51,7 @@ def start_vllm(config: EngineConfig, folder: Path, tell: Tell = tell_nobody) -> 
 
 def prepare_server(config: EngineConfig, vllm: Installation, folder: Path) -> BeginServer:
     """What can be refused is refused here, while an earlier server still serves."""
+    check_model_folder(folder)
     refuse_impossible(config, read_model_facts(folder), vllm)
     return partial(begin_server, config, vllm, folder)
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.args import parse_args
 from treadle.envs.base import Item, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
@@ -52,15 +51,15 @@ class Agent(Jsonl):
 
     defaults: ClassVar = {"max_token_length": 512, "num_eval": 32}
     args_type: ClassVar = Args
+    _args: Args
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)  # with all of its args: `treadle run` starts this environment from `self.config`
-        self._agent = parse_args(config, Args)
-        self._command = words_of(self._agent.command)
-        self._time_limit_s = self._agent.time_limit_s or 0.9 * config.worker_timeout
+        self._command = words_of(self._args.command)
+        self._time_limit_s = self._args.time_limit_s or 0.9 * config.worker_timeout
         self._has_rewards = "rewards" in config.args
         self._sessions = Sessions()
-        self._places = asyncio.Semaphore(self._agent.at_once or 4 * (os.cpu_count() or 1))
+        self._places = asyncio.Semaphore(self._args.at_once or 4 * (os.cpu_count() or 1))
         self._open = AsyncExitStack()
         self.url = ""
 
@@ -76,8 +75,8 @@ class Agent(Jsonl):
     async def open(self) -> None:
         await super().open()
         recorder = Recorder(self._sessions, hands_out=not self._command)
-        port = self._agent.port if self._agent.port is not None else 0 if self._command else ATROPOS_PORT
-        self.url = await self._open.enter_async_context(serving(recorder.app, self._agent.host, port))
+        port = self._args.port if self._args.port is not None else 0 if self._command else ATROPOS_PORT
+        self.url = await self._open.enter_async_context(serving(recorder.app, self._args.host, port))
         if not self._command:
             self._say_where_to_come()
 

@@ -172,7 +172,9 @@ def read_shape(path: Path) -> ModelShape:
     except KeyError as missing:
         raise ModelError(f"{path} does not say {missing}", fix="save the model again with save_pretrained") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"{path} has a size that is none: {error}", fix="fetch or save the model again") from None
+        raise ModelError(
+            f"{path} has a size that cannot be used: {error}", fix="fetch or save the model again"
+        ) from None
 
 
 def shape_of_size(num_params: float) -> ModelShape:
