@@ -28,7 +28,7 @@ from treadle.config import EngineConfig
 from treadle.sync.weights_file import map_weights
 
 # Four heads of a size that vLLM has CPU kernels for; and completions that take long enough to do something meanwhile.
-SIZES = {"hidden_size": 256, "num_layers": 16}
+SIZES = {"hidden_size": 256, "num_layers": 8}
 START_S = 900.0  # for a start of vLLM where another starts as well, and both must compile first
 HERE = Path(__file__).parent
 COMES_LAST = HERE / "test_life.py"

@@ -90,6 +90,12 @@ def test_eager_is_the_default_on_a_cpu_only_and_vllms_own_flags_win():
     assert own[-3:] == ("-O3", "--block-size", "32")
 
 
+def test_an_eager_vllm_on_a_cpu_compiles_nothing_at_all():
+    assert command().env["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in command(vllm_args="-O3").env
+    assert "TORCHDYNAMO_DISABLE" not in command(vllm=GPU, enforce_eager=True).env
+
+
 def test_memory_is_a_share_of_a_gpu_and_gibibytes_of_a_cpu():
     assert flag(command(vllm=GPU, gpu_memory_utilization=0.3).argv, "--gpu-memory-utilization") == "0.3"
     assert "--gpu-memory-utilization" not in command().argv

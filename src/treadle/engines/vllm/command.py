@@ -79,7 +79,10 @@ def server_command(
         *_hardware_flags(config, vllm, own, max_model_len(config, model)),
         *own,
     ]
-    return ServerCommand(tuple(argv), _environment(config, vllm, place, inherited))
+    environment = _environment(config, vllm, place, inherited)
+    if vllm.is_cpu and "--enforce-eager" in argv:
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # it would still compile its sampler: 7 s of every start
+    return ServerCommand(tuple(argv), environment)
 
 
 def dtype_of(config: EngineConfig, model: ModelFacts, vllm: Installation) -> str:
