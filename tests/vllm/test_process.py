@@ -71,7 +71,7 @@ def test_a_real_model_answers_and_ends_by_itself(engine, prompt_ids):
 
 
 def test_raw_logprobs_are_the_models_at_temperature_1(engine, prompt_ids):
-    answer = engine.generate(prompt_ids, n=8, max_tokens=24, temperature=0.5, top_p=0.9, ignore_eos=True)
+    answer = engine.generate(prompt_ids, n=4, max_tokens=24, temperature=0.5, top_p=0.9, ignore_eos=True)
     completions = [
         Sampled(token_ids, [next(iter(position[0].values())) for position in logprobs])
         for token_ids, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True)
