@@ -258,6 +258,18 @@ class TrackOptions(Section):
         (), "also write metrics under the names of: trl, verl, atropos"
     )
 
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """What `track` and `use_wandb` ask for, each once."""
+        return tuple(dict.fromkeys([*self.track, *(["wandb"] if self.use_wandb else [])]))
+
+    @model_validator(mode="after")
+    def _names_are_of_a_tracker(self) -> TrackOptions:
+        named = [name for name in ("wandb_project", "wandb_group", "wandb_run_name") if getattr(self, name)]
+        if named and not {"wandb", "trackio"} & set(self.sinks):
+            raise ValueError(f"{named[0]} has no effect without a tracker: add use_wandb, or set track to trackio")
+        return self
+
 
 class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):
     """The trainer process."""

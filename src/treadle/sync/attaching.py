@@ -8,6 +8,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.live_folder import LiveFolder
+from treadle.sync.model_identity import is_same_model, local_folder
 from treadle.sync.receipt import Attached
 from treadle.wire.bridge import BridgeInfo
 
@@ -23,10 +24,14 @@ def attach_from_afar(config: TrainConfig, info: BridgeInfo) -> Attached:
     """The same where the engine may be on another machine, whose paths say nothing here: names, shapes and number
     format of the weights are compared when it joins a group with the trainer."""
     refuse_other_dtype(config, info.dtype)
-    wished, served = Path(config.model), Path(info.model_name)
-    if not wished.is_dir() and not served.is_dir():
+    served = Path(info.model_name)
+    folder = local_folder(config.model) if "model" in config.model_fields_set else None
+    if folder is None:
+        _refuse_other_model(config, served)
+        folder = served
+    if not folder.is_dir():
         raise ConfigError(f"there is no folder {served} here, which the engine serves", fix="give --model a folder")
-    return Attached(folder=wished if wished.is_dir() else served, dtype=info.dtype)
+    return Attached(folder=folder, dtype=info.dtype)
 
 
 def attach_adapters(config: TrainConfig, engine: EngineLink) -> Attached:
@@ -48,22 +53,31 @@ def attach_adapters(config: TrainConfig, engine: EngineLink) -> Attached:
 
 
 def choose_folder(config: TrainConfig, served: Path) -> Path:
-    """The model that training begins with. The engine decides; a different wish is a mistake, except that an engine
-    which a run of this save_path restarted serves what that run trained."""
-    wished = Path(config.model)
-    was_restarted = LiveFolder(config).holds(served)
-    if wished.is_dir():
-        if not was_restarted and wished.resolve() != served.resolve():
-            raise ConfigError(f"the engine serves {served}, not {wished}", fix="give both the same --model")
+    """The model that training begins with: the one that the engine serves.
+
+    After an earlier run with this save_path restarted the engine, it serves what that run trained.
+    """
+    if LiveFolder(config).holds(served):
+        wished = local_folder(config.model)
+        if wished is None:
+            raise ConfigError(
+                f"the engine serves {served}, which is trained already",
+                fix="give --model the folder that training began with",
+            )
         return wished
-    if was_restarted:
-        raise ConfigError(
-            f"the engine serves {served}, which is trained already",
-            fix="give --model the folder that training began with",
-        )
+    _refuse_other_model(config, served)
     if not served.is_dir():
         raise ConfigError(f"there is no folder {served}, which the engine serves", fix="give --model a folder")
     return served
+
+
+def _refuse_other_model(config: TrainConfig, served: Path) -> None:
+    """A trainer that was given no model takes the engine's."""
+    if "model" in config.model_fields_set and not is_same_model(config.model, served):
+        raise ConfigError(
+            f"the engine serves the model {served}, and the trainer is to train {config.model}",
+            fix="give both the same --model, or leave the trainer's out",
+        )
 
 
 def refuse_other_dtype(config: TrainConfig, served: str) -> None:

@@ -25,11 +25,10 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     `build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})` writes
     runs/one/metrics.jsonl and runs/one/tensorboard/.
     """
-    wanted = list(dict.fromkeys([*config.track, *(["wandb"] if config.use_wandb else [])]))
     last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=0)
     folder = metrics_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
-    opened = {name: _open(name, config, folder, resolved, last_step) for name in wanted}
+    opened = {name: _open(name, config, folder, resolved, last_step) for name in config.sinks}
     sinks = {name: sink for name, sink in opened.items() if sink is not None}
     return FanTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
 

@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 
 from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
+from treadle.sync.model_identity import ModelOrigin, origin_of
 from treadle.train.durable import clear_leftovers, remove_folder, room_for, seal, staging_folder, write_folder
 from treadle.train.manifest import FORMAT, Damaged, Manifest, read_manifest, verify, write_manifest
 from treadle.train.model_files import ADAPTER, FULL, Kind, write_adapter, write_model
 from treadle.train.optim import Optimizer
-from treadle.train.origin import ADAPTER_CONFIG, ModelOrigin, origin_of, refuse_other_adapters, refuse_other_model
+from treadle.train.origin import ADAPTER_CONFIG, refuse_other_adapters, refuse_other_model
 from treadle.train.policy import Policy
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.state_files import PREFIX as STATE_PREFIX

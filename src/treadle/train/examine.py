@@ -15,6 +15,9 @@ TEMPERATURES = (1e-3, 1e3)  # beyond these, logits over temperature leave what n
 # Nobody samples a token of probability 1e-11. An engine that says so, or that a logprob is positive, does not know it;
 # taken at its word, one such token would outweigh a whole step.
 LOGPROBS = (-25.0, 0.1)
+NOT_SAMPLED = 1.0  # what clients send in place of a logprob that they do not know
+REPEATED_TOKENS = 4  # a run of tokens that occurs again in the same completion is a repetition
+MIN_REPEATING = 32  # tokens of a completion: in shorter ones repetition says nothing
 
 
 class Examined:
@@ -27,6 +30,12 @@ class Examined:
         self.is_cut_off = np.array([was_cut_off(group, i, config.seq_len) for i in range(group.size)])
         trainable = [np.array(mask, dtype=np.int64) != IGNORED for mask in group.masks]
         self.completion_lengths = [int(flags.sum()) for flags in trainable]
+        self.num_positive = sum(num_positive_logprobs(group, i, flags) for i, flags in enumerate(trainable))
+        self.repetitions = [
+            repetition(tokens[flags])
+            for tokens, flags in zip(self.tokens, trainable, strict=True)
+            if flags.sum() >= MIN_REPEATING
+        ]
         self.prefix = shared_prefix(self.tokens, trainable)
         for flags in trainable:
             flags[:1] = False  # nothing stands before the first token that could predict it
@@ -137,9 +146,32 @@ def is_all_good(group: ScoredGroup) -> bool:
 
 
 def rollout_logprobs(group: ScoredGroup, rollout: int, places: np.ndarray) -> np.ndarray:
-    """The engine's logprobs of trained tokens; NaN where none is known (1.0 stands for "not sampled")."""
+    """The engine's logprobs of trained tokens; NaN where none is known."""
     if group.inference_logprobs is None:
         return np.full(len(places), np.nan)
     values = np.array(group.inference_logprobs[rollout], dtype=np.float64)[places]
     low, high = LOGPROBS
     return np.where((values < low) | (values > high), np.nan, values)
+
+
+def num_positive_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> int:
+    """How many trained tokens have a logprob that no probability has: the values are wrong, or belong elsewhere."""
+    if group.inference_logprobs is None:
+        return 0
+    values = np.array(group.inference_logprobs[rollout], dtype=np.float64)[trained]
+    return int(np.count_nonzero((values > LOGPROBS[1]) & (values != NOT_SAMPLED)))
+
+
+def repetition(tokens: np.ndarray) -> float:
+    """The share of runs of four tokens that occurred before in the same completion.
+
+    >>> repetition(np.array([1, 2, 3, 4, 5, 6, 7]))
+    0.0
+    >>> repetition(np.array([1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1]))
+    0.75
+    """
+    num_runs = len(tokens) - REPEATED_TOKENS + 1
+    runs = np.zeros(num_runs, dtype=np.uint64)
+    for place in range(REPEATED_TOKENS):  # a hash of each run; the multiplication wraps around
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[place : place + num_runs].astype(np.uint64)
+    return 1 - len(np.unique(runs)) / num_runs

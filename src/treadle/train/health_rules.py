@@ -13,6 +13,7 @@ NUM_KEPT = 20
 NUM_SMOOTHED = 10  # a batch is a small sample: fractions of it are judged by the mean of so many steps
 LOGPROB_GAP = 0.05  # bf16 rounding between two implementations gives 0.01 to 0.04
 MEAN_LOGPROB_GAP = 2.0
+LOSS_FLOOR = 0.1  # a loss this small is usual, whatever it was before
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Observations:
     last: Mapping[str, float] = field(default_factory=dict)
     _recent: dict[str, deque[float]] = field(default_factory=dict)
     _first: dict[str, list[float]] = field(default_factory=dict)
+    _best: dict[str, float] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """What has no value is absent: a step that trained no token says nothing about the policy."""
@@ -42,6 +44,9 @@ class Observations:
             first = self._first.setdefault(name, [])
             if len(first) < NUM_SMOOTHED:
                 first.append(value)
+            smooth = self.smooth(name)
+            if smooth is not None:
+                self._best[name] = max(smooth, self._best.get(name, smooth))
 
     def earlier(self, name: str) -> list[float]:
         """The values before the last step's."""
@@ -61,6 +66,14 @@ class Observations:
         """The mean of the first ten values."""
         return statistics.fmean(self._first[name])
 
+    def best(self, name: str) -> float | None:
+        """The highest mean of ten steps so far; None before there are ten."""
+        return self._best.get(name)
+
+    def spread(self, name: str) -> float:
+        """The standard deviation of the last twenty values, with which single steps vary."""
+        return statistics.pstdev(self._recent[name])
+
     @property
     def on_policy_gap(self) -> float | None:
         """Trainer's against engine's logprobs where the weights should be the same; None where that cannot be told."""
@@ -74,13 +87,14 @@ Rule = Callable[[Observations], Finding | None]
 
 def alignment(seen: Observations) -> Finding | None:
     """Is the engine sampling from the weights that we train? If not, nothing that is learned means anything."""
-    rollout_ppl = seen.last.get("rollout_corr/rollout_ppl", 0.0)
-    if 0 < rollout_ppl < 0.99:  # a mean logprob above 0: no probability is
+    positive = seen.last.get("batch/positive_logprobs_frac", 0.0)
+    if positive > 0:
         return Finding(
             ALIGNMENT, 100.0,
-            f"{ALIGNMENT}: MISMATCH! The engine's logprobs are positive (mean {-math.log(rollout_ppl):.2f}): "
-            "placeholders, or shifted against the tokens; post the engine's own (server_type vllm)",
+            f"{ALIGNMENT}: MISMATCH! The engine's logprobs are positive at {_percent(positive)} of the tokens: "
+            "probabilities, or shifted against the tokens; post the engine's own (server_type vllm)",
         )  # fmt: skip
+    rollout_ppl = seen.last.get("rollout_corr/rollout_ppl", 0.0)
     gap = seen.on_policy_gap
     if gap is None or gap <= LOGPROB_GAP:
         return None
@@ -173,6 +187,50 @@ def grad_norm(seen: Observations) -> Finding | None:
     )  # fmt: skip
 
 
+def loss(seen: Observations) -> Finding | None:
+    """It is near 0 in a healthy run and need not fall; one that jumps has met a batch that it cannot learn from."""
+    size, earlier = abs(seen.last.get("loss", 0.0)), [abs(value) for value in seen.earlier("loss")]
+    if len(earlier) < NUM_SMOOTHED:
+        return None
+    usual = max(statistics.median(earlier), LOSS_FLOOR)
+    if size <= 10 * usual:
+        return None
+    return Finding(
+        "loss", size / usual / 10,
+        f"loss {seen.last['loss']:.3g} is {size / usual:.0f} times its usual size; if this goes on, lower --lr, or "
+        "look at the rollouts of this step: a few tokens with large ratios or advantages make it",
+    )  # fmt: skip
+
+
+def reward(seen: Observations) -> Finding | None:
+    """What was learned is lost again: the collapse of a policy that nothing holds near its beginning."""
+    now, best = seen.smooth("reward"), seen.best("reward")
+    if now is None or best is None:
+        return None
+    lost = best - now
+    learned = best - min(0.0, seen.beginning("reward"))
+    if learned <= 0 or lost <= max(0.5 * learned, 2 * seen.spread("reward")):
+        return None
+    return Finding(
+        "reward", lost / learned / 0.5,
+        f"reward fell from {best:.2f} to {now:.2f} (means of {NUM_SMOOTHED} steps): the policy has collapsed; resume "
+        "from an earlier checkpoint with a lower --lr or a --kl-coef of 0.01 to 0.1",
+    )  # fmt: skip
+
+
+def repetition(seen: Observations) -> Finding | None:
+    share = seen.smooth("completions/repetition")
+    if share is None or share < 0.5 or share < 1.5 * seen.beginning("completions/repetition"):
+        return None
+    return Finding(
+        "completions/repetition", share / 0.5,
+        f"{_percent(share)} of the text of the last {NUM_SMOOTHED} steps repeats itself (at the beginning "
+        f"{_percent(seen.beginning('completions/repetition'))}): the policy runs in loops; lower --lr, raise "
+        "--kl-coef, or let repetition cost reward",
+        seen.is_easing("completions/repetition"),
+    )  # fmt: skip
+
+
 def skipped_steps(seen: Observations) -> Finding | None:
     in_a_row = seen.last.get("skipped_in_a_row", 0.0)
     if in_a_row < 1:
@@ -246,8 +304,8 @@ def _percent(share: float) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    alignment, mean_ratio, mean_kl, clipped_fraction, dead_groups, entropy, grad_norm, skipped_steps, cut_off,
-    staleness, sample_size, masked_tokens, missing_logprobs,
+    alignment, mean_ratio, mean_kl, clipped_fraction, dead_groups, entropy, grad_norm, loss, reward, repetition,
+    skipped_steps, cut_off, staleness, sample_size, masked_tokens, missing_logprobs,
 )  # fmt: skip
 # A spike is an event: that the next step had none is no news. The others have a state that ends.
-CLOSED_WITHOUT_WORDS = frozenset({"grad_norm"})
+CLOSED_WITHOUT_WORDS = frozenset({"grad_norm", "loss"})

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from treadle.sync.model_identity import ModelOrigin
 from treadle.train.durable import hash_all
-from treadle.train.origin import ModelOrigin
 
 FORMAT = 1
 MANIFEST = "trainer.json"

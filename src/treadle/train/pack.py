@@ -81,7 +81,9 @@ class PackedBatch:
     num_masked_tokens: int  # completion tokens of rollouts that were cut off and therefore carry no loss
     num_rejected: int  # rollouts whose numbers cannot be used
     num_cut_off: int
+    num_positive_logprobs: int  # sampled tokens whose logprob cannot be one
     completion_lengths: Sequence[int]  # sampled tokens of each rollout
+    repetitions: Sequence[float]  # of each completion that is long enough to tell
     groups: Sequence[ScoredGroup]
 
     @property
@@ -118,6 +120,7 @@ class PackedBatch:
             "completions/min_length": float(np.min(lengths)),
             "completions/max_length": float(np.max(lengths)),
             "completions/clipped_ratio": self.num_cut_off / len(lengths),
+            **({"completions/repetition": float(np.mean(self.repetitions))} if self.repetitions else {}),
             "sample/staleness_mean": float(np.mean(ages)) if ages else math.nan,  # nobody said
             "sample/staleness_max": float(np.max(ages)) if ages else math.nan,
             "batch/groups_per_step": len(self.groups),
@@ -130,6 +133,7 @@ class PackedBatch:
             "batch/row_imbalance": max(costs) / (sum(costs) / len(costs)) if costs else 1.0,
             "batch/masked_token_frac": self.num_masked_tokens / max(1, sum(lengths)),
             "batch/rejected_rollouts": self.num_rejected,
+            "batch/positive_logprobs_frac": self.num_positive_logprobs / max(1, sum(lengths)),
             **own,
         }
 
@@ -156,7 +160,9 @@ def pack(
         num_masked_tokens=sum(e.num_masked for e in examined),
         num_rejected=sum(sum(e.is_rejected) for e in examined),
         num_cut_off=sum(int(e.is_cut_off.sum()) for e in examined),
+        num_positive_logprobs=sum(e.num_positive for e in examined),
         completion_lengths=[length for e in examined for length in e.completion_lengths],
+        repetitions=[share for e in examined for share in e.repetitions],
         groups=groups,
     )
 

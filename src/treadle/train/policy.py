@@ -68,6 +68,7 @@ class Policy:
         self._folder = folder or Path(model.name_or_path)  # of the model that training began with
         self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
         self._write: Callable[[], None] = lambda: None
+        self.computing: Callable[[], AbstractContextManager[None]] = nullcontext  # around long computations
         self.device: torch.device = next(model.parameters()).device
         self._chunk = config.on_device(gpu=self.device.type == "cuda").logprob_chunk
         self._attention = choose_kind(
@@ -193,7 +194,7 @@ class Policy:
         """
         ids_T = torch.tensor(token_ids, device=self.device)
         text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
-        with self._without_dropout():
+        with self.computing(), self._without_dropout():
             hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
         weight_VE = self.model.get_output_embeddings().weight.detach()
         ones_T = torch.ones(len(ids_T) - 1, device=self.device)

@@ -18,6 +18,7 @@ from treadle.sync.loading import telling_of_weights
 from treadle.sync.modes import choose_sync
 from treadle.sync.saved_weights import refuse_misplaced
 from treadle.track import Tracker, build_tracker
+from treadle.track.fan import DEFAULT_PROJECT
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
@@ -82,7 +83,6 @@ def _train(
     config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch, progress: Progress
 ) -> None:
     engine = mode.attach()
-    stop.install()  # from here on there is something to end in order; before, a signal simply ends the process
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with telling_of_weights(progress.loads):
         policy = build_policy(engine, config, ranks)
@@ -103,6 +103,8 @@ def _train(
     feed = open_feed(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
     )
+    policy.computing = stop.computing
+    stop.install()  # from here on there is something to end in order; before, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
     is_done = restored.step >= config.steps  # killed between its last checkpoint and its final model
     if not is_done:
@@ -150,9 +152,10 @@ def _refuse_trained_weights(layout: Layout) -> None:
 
 
 def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTrainer:
-    return RegisterTrainer(
-        wandb_group="",
-        wandb_project="",
+    uses_wandb = "wandb" in config.sinks
+    return RegisterTrainer(  # environments of Atropos log to this project and group
+        wandb_group=(config.wandb_group or "") if uses_wandb else "",
+        wandb_project=(config.wandb_project or DEFAULT_PROJECT) if uses_wandb else "",
         batch_size=config.sequences_per_step,
         max_token_len=config.seq_len,
         checkpoint_dir=str(config.save_path),

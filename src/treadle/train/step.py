@@ -57,7 +57,7 @@ def accumulate_gradients(
     """
     frozen = frozen or FrozenLogprobs()
     stats = Stats()
-    with undone_by_a_stop(), policy.ranks.agreeing(check_stop):
+    with undone_by_a_stop(), policy.ranks.agreeing(check_stop), policy.computing():
         for place in policy.ranks.own([micro.cost for micro in batch.micros]):
             check_stop()
             micro = batch.micros[place]

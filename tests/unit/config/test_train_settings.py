@@ -68,6 +68,14 @@ def test_lists_booleans_and_ports_as_atropos_users_write_them():
     assert (train.clip_low, train.clip_high) == (0.1, 0.1)
 
 
+@pytest.mark.parametrize("flag", ["--wandb-project", "--wandb-group", "--wandb-run-name"])
+def test_names_for_a_tracker_that_is_not_used_are_refused(flag):
+    with pytest.raises(ConfigError, match="has no effect without a tracker: add use_wandb"):
+        parsed(flag, "mine")
+    parsed(flag, "mine", "--use-wandb")
+    parsed(flag, "mine", "--track", "trackio")
+
+
 def test_flags_without_effect_are_named_and_taken_with_their_values():
     words = ["--benchmark", "--vllm-gpu", "0", "--lr", "1e-5", "--log_dir=./logs"]
     kept, notes = drop_without_effect(words, WITHOUT_EFFECT)

@@ -189,7 +189,9 @@ def test_a_resumed_trainer_begins_with_the_model_it_began_with_not_with_what_the
 @pytest.mark.parametrize(
     ("settings", "engine", "words"),
     [
-        ({"model": "other"}, {}, "the engine serves .*, not .*other"),
+        ({"model": "other"}, {}, "the engine serves the model .*, and the trainer is to train .*other"),
+        ({"model": "owner/another-model"}, {}, "the engine serves the model .* is to train owner/another-model"),
+        ({"model": "smollm2-135m-instruct"}, {}, "the engine serves the model .* is to train smollm2-135m-instruct"),
         ({"dtype": "bfloat16"}, {}, "the engine's weights are float32, not bfloat16"),
         ({"dtype": "bfloat16", "weight_bridge_mode": "shared_vllm"}, {}, "are float32, not bfloat16"),
         ({"weight_bridge_mode": "lora_only"}, {"has_lora": False}, "takes no adapters"),
@@ -197,13 +199,19 @@ def test_a_resumed_trainer_begins_with_the_model_it_began_with_not_with_what_the
     ],
 )
 def test_an_engine_that_does_not_fit_is_refused_before_anything_is_loaded(folder, tmp_path, settings, engine, words):
-    (tmp_path / "other").mkdir()
-    if "model" in settings:
+    write_tiny_model(tmp_path / "other", seed=1)  # the same shapes
+    if settings.get("model") == "other":
         settings = settings | {"model": str(tmp_path / "other")}
     with serving(SmallEngine(folder, weights_file=tmp_path / "shared.weights", **engine)) as url:
         with pytest.raises(ConfigError, match=words) as error:
             Trainer(folder, tmp_path, url, **({"weight_bridge_mode": "reload"} | settings))
         assert error.value.fix
+
+
+def test_a_copy_of_the_served_model_is_the_same_model(folder, tmp_path):
+    with serving(SmallEngine(folder)) as url:
+        trainer = Trainer(shutil.copytree(folder, tmp_path / "copy"), tmp_path, url, weight_bridge_mode="reload")
+        trainer.publish(0)
 
 
 def test_an_engine_that_shares_no_memory_gets_a_broadcast_by_itself(folder, tmp_path):

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
+from treadle.sync.model_identity import origin_of
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optim import build_optimizer
-from treadle.train.origin import origin_of
 from treadle.train.policy import load_policy
 
 LORA = {"lora": True, "lora_r": 4, "lora_alpha": 8.0, "lora_layer_indices": "0"}
@@ -55,7 +55,11 @@ def restore(root, folder, **settings):
             "set --train.lora-target-modules q_proj,v_proj, ",
         ),
         ({"lora_layer_indices": "0-1"}, "lora-layer-indices 0, this run has 0,1", "set --train.lora-layer-indices 0, "),
-        ({"lora_layer_indices": None}, "lora-layer-indices 0, this run has unset", "--train.save-path to begin anew"),
+        (
+            {"lora_layer_indices": None},
+            "lora-layer-indices 0, this run has unset",
+            "--train.save-path to start",
+        ),
     ],
 )
 def test_other_adapters_are_refused_by_the_name_of_the_setting(model_folder, tmp_path, changed, message, fix):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -201,9 +202,55 @@ def test_rollouts_of_an_unknown_version_are_not_judged() -> None:
     assert HealthCheck().check(1, HEALTHY | unknown | {"sampling/sampling_logp_difference/mean": 0.31}) == []
 
 
-def test_placeholders_instead_of_logprobs_are_recognised_at_any_age() -> None:
-    [line] = HealthCheck(max_age=1).check(1, {**HEALTHY, "rollout_corr/rollout_ppl": 0.4})
-    assert line.startswith("LogProb Alignment: MISMATCH! The engine's logprobs are positive (mean 0.92)")
+def test_values_that_are_no_logprobs_are_recognised_at_any_age() -> None:
+    [line] = HealthCheck(max_age=1).check(1, {**HEALTHY, "batch/positive_logprobs_frac": 0.5})
+    assert line.startswith("LogProb Alignment: MISMATCH! The engine's logprobs are positive at 50 % of the tokens")
+
+
+def test_a_reward_that_collapses_is_said_once_it_is_no_noise() -> None:
+    health = HealthCheck(max_age=1)
+    assert said(health, range(1, 11), reward=0.2) == {}
+    assert said(health, range(11, 31), reward=0.8) == {}
+    lines = said(health, range(31, 51), reward=0.1)
+    [(step, [first]), *_] = lines.items()
+    assert step <= 45
+    assert first.startswith("reward fell from 0.80 to 0.")
+    assert "the policy has collapsed; resume from an earlier checkpoint with a lower --lr or a --kl-coef" in first
+
+
+@pytest.mark.parametrize("values", [(0.2, 0.8, 0.5), (-0.9, 0.1, -0.3), (0.0, 0.0, 0.0)])
+def test_a_reward_that_falls_a_little_is_no_alarm(values: tuple[float, ...]) -> None:
+    health = HealthCheck(max_age=1)
+    for number, value in enumerate(values):
+        assert said(health, range(20 * number + 1, 20 * number + 21), reward=value) == {}
+
+
+def test_rewards_that_vary_by_chance_are_no_collapse() -> None:
+    health = HealthCheck(max_age=1)
+    draw = random.Random(1)
+    for step in range(1, 300):  # batches of eight rollouts, of which a third are right
+        reward = sum(draw.random() < 1 / 3 for _ in range(8)) / 8
+        assert health.check(step, HEALTHY | {"reward": reward}) == []
+
+
+def test_a_loss_that_jumps_is_said() -> None:
+    health = HealthCheck(max_age=1)
+    assert said(health, range(1, 15), loss=-0.02) == {}
+    [lines] = said(health, range(15, 16), loss=7.0).values()
+    assert lines[0].startswith("loss 7 is 70 times its usual size; if this goes on, lower --lr")
+    assert said(health, range(16, 30), loss=0.05) == {}
+
+
+def test_completions_that_run_in_loops_are_said() -> None:
+    health = HealthCheck(max_age=1)
+    assert said(health, range(1, 11), completions__repetition=0.1) == {}
+    [first, *_] = said(health, range(11, 31), completions__repetition=0.9).values()
+    assert first[0].endswith("raise --kl-coef, or let repetition cost reward")
+    assert "(at the beginning 10 %)" in first[0]
+
+
+def test_text_that_repeated_itself_from_the_beginning_is_no_alarm() -> None:
+    assert said(HealthCheck(max_age=1), range(1, 40), completions__repetition=0.6) == {}
 
 
 def test_text_and_values_that_are_not_finite_are_passed_over() -> None:

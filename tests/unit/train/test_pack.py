@@ -187,6 +187,22 @@ def test_completions_that_were_cut_off_carry_no_loss_when_asked():
     assert pack([full], settings(mask_overlong=True, seq_len=3)).micros[0].targets_L.tolist() == [3]
 
 
+def test_positive_logprobs_are_counted_and_placeholders_are_not():
+    shifted = group([5], [[1, 2], [3]], [1.0, 0.0])
+    shifted.inference_logprobs = [[1.0, 0.9, 1.0], [1.0, -0.2]]
+    batch = pack([shifted], PLAIN)
+    assert batch.metrics(0)["batch/positive_logprobs_frac"] == pytest.approx(1 / 3)
+    assert batch.micros[0].loss_tokens.rollout_logprobs_L.isnan().tolist() == [True, True, False]
+    assert pack([group([5], [[1], [3]], [1.0, 0.0])], PLAIN).metrics(0)["batch/positive_logprobs_frac"] == 0
+
+
+def test_repetition_is_that_of_completions_long_enough_to_tell():
+    looping, fresh = [1, 2] * 20, list(range(40))
+    batch = pack([group([5], [looping, fresh, [1]], [1.0, 0.0, 0.0])], PLAIN)
+    assert batch.metrics(0)["completions/repetition"] == pytest.approx((1 - 2 / 37) / 2)
+    assert "completions/repetition" not in pack([group([5], [[1], [3]], [1.0, 0.0])], PLAIN).metrics(0)
+
+
 def test_shared_prefix_stops_where_rollouts_differ_and_before_the_first_trained_token():
     def prefix(tokens, masks):
         return shared_prefix([np.array(t) for t in tokens], [np.array(m) != IGNORED for m in masks])

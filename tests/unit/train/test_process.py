@@ -170,6 +170,17 @@ AROUND_IT = [
 PLACES = {"save_file": (durable, "save_file"), "fsync": (os, "fsync"), "backward": (torch.Tensor, "backward")}
 
 
+def test_the_hub_learns_the_project_and_group_at_wandb(folder, tmp_path):
+    def registered(**changes):
+        found = _registration(settings(folder, tmp_path, **changes), 0, vocab_size=80)
+        return found.wandb_project, found.wandb_group
+
+    assert registered() == ("", "")
+    assert registered(use_wandb=True) == ("treadle", "")
+    assert registered(track="wandb", wandb_project="mine", wandb_group="night") == ("mine", "night")
+    assert registered(track="trackio", wandb_project="mine") == ("", "")
+
+
 def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path, monkeypatch):
     def fail_once(place, error, raised):
         with monkeypatch.context() as broken:
