@@ -263,12 +263,14 @@ class TrackOptions(Section):
         """What `track` and `use_wandb` ask for, each once."""
         return tuple(dict.fromkeys([*self.track, *(["wandb"] if self.use_wandb else [])]))
 
-    @model_validator(mode="after")
-    def _names_are_of_a_tracker(self) -> TrackOptions:
+    @property
+    def unused_name(self) -> str:
+        """A name for a tracker where none is used, in a sentence; "" where all is well."""
         named = [name for name in ("wandb_project", "wandb_group", "wandb_run_name") if getattr(self, name)]
-        if named and not {"wandb", "trackio"} & set(self.sinks):
-            raise ValueError(f"{named[0]} has no effect without a tracker: add use_wandb, or set track to trackio")
-        return self
+        if not named or {"wandb", "trackio"} & set(self.sinks):
+            return ""
+        flag = "--" + named[0].replace("_", "-")
+        return f"{flag} has no effect without a tracker: add --use-wandb, or --track trackio"
 
 
 class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):

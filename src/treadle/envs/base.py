@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from treadle.config.env import EnvConfig
 from treadle.envs.engine_client import Completion
-from treadle.envs.rewards import Outcome, RewardLike, RewardResult
+from treadle.envs.rewards import Outcome, RewardLike, RewardResult, registry
 from treadle.envs.rewards.calls import describe
 from treadle.envs.rewards.source import place_of
 from treadle.envs.seeds import stable_shuffle
@@ -172,8 +172,11 @@ class Environment(ABC):
 
 
 def prepare_task(environment: Environment) -> None:
-    """`environment.prepare()`; what a user's code raises there becomes an error that says where, and what to do."""
+    """`environment.prepare()`, and a look whether its rewards have what they need; what a user's code raises there
+    becomes an error that says where, and what to do."""
     try:
+        if environment.rewards:
+            registry.create(environment.rewards).check_installed()
         environment.prepare()
     except TreadleError:
         raise

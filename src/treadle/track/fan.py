@@ -25,6 +25,8 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     `build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})` writes
     runs/one/metrics.jsonl and runs/one/tensorboard/.
     """
+    if config.unused_name:
+        log.warning("no_tracker", note=config.unused_name)
     last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=0)
     folder = metrics_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,11 +69,13 @@ def test_lists_booleans_and_ports_as_atropos_users_write_them():
 
 
 @pytest.mark.parametrize("flag", ["--wandb-project", "--wandb-group", "--wandb-run-name"])
-def test_names_for_a_tracker_that_is_not_used_are_refused(flag):
-    with pytest.raises(ConfigError, match="has no effect without a tracker: add use_wandb"):
-        parsed(flag, "mine")
-    parsed(flag, "mine", "--use-wandb")
-    parsed(flag, "mine", "--track", "trackio")
+def test_names_for_a_tracker_that_is_not_used_are_named(flag):
+    assert parsed(flag, "mine").unused_name == (
+        f"{flag} has no effect without a tracker: add --use-wandb, or --track trackio"
+    )
+    assert parsed(flag, "mine", "--use-wandb").unused_name == ""
+    assert parsed(flag, "mine", "--track", "trackio").unused_name == ""
+    assert parsed().unused_name == ""
 
 
 def test_flags_without_effect_are_named_and_taken_with_their_values():

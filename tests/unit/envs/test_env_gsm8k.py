@@ -1,19 +1,21 @@
 """GSM8K: its rows, its prompt, and what an answer is worth."""
 
 import asyncio
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from treadle.config.env import EnvConfig
+from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import BoxedMath, RewardInput, RewardPool
 from treadle.envs.rows import RowError
 from treadle.envs.scoring import Judge
 from treadle.envs.tasks.gsm8k import gold_answer
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, MissingExtra
 
 DATA = Path(__file__).parents[2] / "data" / "gsm8k"
 
@@ -146,3 +148,14 @@ def test_completions_are_scored_in_workers_and_right_ones_count_as_accuracy():
 )
 def test_answers_on_which_graders_disagree(text, gold, is_right):
     assert BoxedMath().score(RewardInput(text, answer=gold)) == (1.0 if is_right else -1.0)
+
+
+@pytest.mark.parametrize("rewards", ["boxed_math", [{"type": "r1"}, "length"], {"type": "cosine_scaled"}])
+def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkeypatch, rewards) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name))
+    environment = load_environment(EnvConfig(name="gsm8k", data="no such data"))
+    environment.rewards = rewards
+    with pytest.raises(MissingExtra, match="math_verify") as missing:
+        prepare_task(environment)
+    assert missing.value.fix == "pip install 'treadle[envs]'"

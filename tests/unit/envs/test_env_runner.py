@@ -271,6 +271,22 @@ def test_a_refused_wave_ends_the_process_and_disconnects(tmp_path):
     assert scene.hub.disconnected == [7]
 
 
+def test_a_group_is_no_larger_than_the_trainers_batch(tmp_path):
+    scene = Scene(tmp_path, group_size=8, num_eval=2)
+    scene.hub.info["batch_size"] = 4
+    scene.serve_to_the_end()
+    assert scene.hub.registrations[-1][0]["group_size"] == 4
+    assert {len(group.tokens) for _, groups in scene.hub.deliveries for group in groups} == {4}
+
+
+def test_a_batch_of_one_sequence_is_refused_because_it_teaches_nothing(tmp_path):
+    scene = Scene(tmp_path)
+    scene.hub.info["batch_size"] = 1
+    with pytest.raises(ConfigError, match="a group of one teaches nothing") as refused:
+        scene.serve_to_the_end()
+    assert "--batch-size 4" in refused.value.fix
+
+
 def test_a_batch_of_no_whole_groups_is_refused(tmp_path):
     scene = Scene(tmp_path, group_size=3)
     with pytest.raises(ConfigError, match="no multiple of group_size 3"):

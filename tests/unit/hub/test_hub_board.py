@@ -122,9 +122,17 @@ def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None
     assert client.post("/v1/reports", json={"kind": "cat"}).status_code == 422
     client.get("/batch")
     assert desk.register_env()["env_id"] == 0
+    assert "never fit" not in client.get("/v1/explain").json()["reason"]
     clock.now_s += 60
     assert "not heard of" in client.get("/v1/explain").json()["reason"]
     client.post("/v1/reports", json={**told, "env_id": 0})
     assert "not heard of" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
     assert client.post("/v1/reset").status_code == 200
     assert len(client.get("/v1/processes").json()["processes"]) == 1
+
+
+def test_a_trainer_hears_of_groups_that_are_larger_than_its_batch(client, desk) -> None:
+    desk.register(batch_size=4)
+    client.get("/batch")
+    desk.register_env(group_size=8)
+    assert "the groups of math_0 (8) never fit into a batch of 4: lower --env.group-size" in desk.lease(1)["reason"]

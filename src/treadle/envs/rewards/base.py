@@ -22,12 +22,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
 from treadle.envs.rewards.source import source_of
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, require
 
 
 class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +49,8 @@ class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
 class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True):
     """The base of all rewards. Override `score`; or `score_group`, when a completion is judged beside the others."""
 
+    needs: ClassVar[tuple[str, ...]] = ()  # packages that are not always installed, behind their extra
+
     weight: float = 1.0
     name: str = ""  # what its part of the score is called; by default the name it is registered under
 
@@ -65,6 +67,11 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
 
     def check(self) -> None:
         """Raise ConfigError for settings that cannot be right."""
+
+    def check_installed(self) -> None:
+        """Raise MissingExtra for a package that it needs and that is not installed."""
+        if self.needs:
+            require(*self.needs)
 
     def warm_up(self) -> None:
         """Import and build what is expensive. Called once in each process that scores; its time is not counted."""

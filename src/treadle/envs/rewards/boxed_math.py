@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from treadle.envs.rewards.base import Reward, RewardInput
 from treadle.envs.rewards.passages import answer_text, last_box
@@ -21,6 +21,8 @@ class BoxedMath(Reward):
     >>> BoxedMath().score(RewardInput(r"<think>...</think> It is \boxed{1,234}.", answer="1234"))
     1.0
     """
+
+    needs: ClassVar = ("envs", "math_verify", "latex2sympy2_extended", "antlr4")
 
     right: float = 1.0
     wrong: float = -1.0
@@ -89,7 +91,7 @@ class _Library:
     """math-verify, with the rules for reading answers (strict about malformed operators) and gold ones."""
 
     def __init__(self) -> None:
-        require("envs", "math_verify", "latex2sympy2_extended", "antlr4")
+        require(*BoxedMath.needs)
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
 

@@ -38,6 +38,10 @@ class CombinedReward(Reward):
                 fix="make the sum positive, or choose another normalization",
             )
 
+    def check_installed(self) -> None:
+        for part in self.rewards:
+            part.check_installed()
+
     @property
     def total_weight(self) -> float:
         return sum(part.weight for part in self.rewards)

@@ -34,6 +34,9 @@ class CosineScaledReward(Reward):
         if self._judge.looks_at_groups:
             raise ConfigError(f"reward '{self.name}' cannot follow one that looks at groups", fix="choose another 'of'")
 
+    def check_installed(self) -> None:
+        self._judge.check_installed()
+
     def warm_up(self) -> None:
         self._judge.warm_up()
 

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import unicodedata
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -71,6 +71,8 @@ class JsonSchemaReward(Reward):
     Without `schema`, each completion is held against the "schema" in its metadata.
     """
 
+    needs: ClassVar = ("envs", "jsonschema_rs")
+
     schema: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
@@ -78,7 +80,7 @@ class JsonSchemaReward(Reward):
             self._validator  # noqa: B018  # a schema that is none is refused here
 
     def warm_up(self) -> None:
-        require("envs", "jsonschema_rs")
+        self.check_installed()
 
     def score(self, completion: RewardInput) -> float:
         try:
@@ -94,7 +96,7 @@ class JsonSchemaReward(Reward):
 
 
 def _make_validator(schema: Any, name: str) -> Any:
-    require("envs", "jsonschema_rs")
+    require(*JsonSchemaReward.needs)
     import jsonschema_rs
 
     try:

@@ -9,6 +9,7 @@ from treadle.errors import ConfigError, HubError
 from treadle.wire.hub import BatchInfo, RegisteredEnv
 
 ALMOST_ALL = 0.999  # of a batch; shares are floating-point numbers
+MIN_GROUP_SIZE = 2  # a group of one teaches nothing
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Course:
     is_alone: bool  # no other environment fills the batches
 
 
+def fitting_group_size(group_size: int, batch_size: int) -> int:
+    """The group size, or, where a batch is smaller, the batch size: a batch takes whole groups.
+
+    >>> fitting_group_size(8, 4), fitting_group_size(8, 64)
+    (4, 8)
+    """
+    return batch_size if MIN_GROUP_SIZE <= batch_size < group_size else group_size
+
+
 def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, share: float) -> Course:
     """What the hub said -> what to deliver. Pure."""
     if registered.env_id is None or registered.num_steps is None or info.batch_size < 1:
@@ -34,8 +44,8 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, s
         )
     if config.group_size > info.batch_size:
         raise ConfigError(
-            f"a group of {config.group_size} does not fit into the trainer's batch of {info.batch_size} sequences",
-            fix="lower --env.group-size",
+            f"the trainer's batch of {info.batch_size} sequence is too small: a group of one teaches nothing",
+            fix=f"treadle train --batch-size {config.group_size}, or --gradient-accumulation-steps {config.group_size}",
         )
     num_steps = registered.num_steps
     return Course(

@@ -29,7 +29,7 @@ from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
-from treadle.envs.serving.course import Course, check_fills_batches, plan_course
+from treadle.envs.serving.course import Course, check_fills_batches, fitting_group_size, plan_course
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.evaluations import evaluate, evaluate_beside, evaluate_if_due
@@ -56,19 +56,17 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
     ledger = ledger or Ledger(desk.config.name, hub.waits)
     config = desk.config
     pace = choose_pace(config, desk.environment)
-    registered = await hub.register_env(
-        RegisterEnv(
-            max_token_length=config.max_token_length,
-            desired_name=desk.name,
-            weight=config.inference_weight,
-            group_size=config.group_size,
-            min_batch_allocation=config.min_batch_allocation,
-        )
-    )
+    registered = await hub.register_env(_registration(desk))
+    info = await hub.info()
+    group_size = fitting_group_size(config.group_size, info.batch_size)
+    if group_size != config.group_size:
+        log.warning("group_size_follows", wished=config.group_size, batch_size=info.batch_size, group_size=group_size)
+        desk.environment.config = config = config.model_copy(update={"group_size": group_size})
+        registered = await hub.register_env(_registration(desk))
     if registered.env_id is None:
         raise HubError("the hub registered this environment and gave it no id", fix="see whether it is really a hub")
     ledger.env_id = registered.env_id
-    course = plan_course(config, registered, await hub.info(), (await hub.standing(registered.env_id)).share)
+    course = plan_course(config, registered, info, (await hub.standing(registered.env_id)).share)
     if pace == "waves" and config.pace == "auto" and not course.is_alone:
         pace = "stream"  # a wave fills a whole batch, and others are there to fill it too
     log.info(
@@ -86,6 +84,17 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
             await (_run_waves if pace == "waves" else _run_stream)(desk, hub, course, ledger, keep)
     finally:
         await _say_goodbye(hub, course.env_id)
+
+
+def _registration(desk: Desk) -> RegisterEnv:
+    config = desk.config
+    return RegisterEnv(
+        max_token_length=config.max_token_length,
+        desired_name=desk.name,
+        weight=config.inference_weight,
+        group_size=config.group_size,
+        min_batch_allocation=config.min_batch_allocation,
+    )
 
 
 async def _run_waves(desk: Desk, hub: HubClient, course: Course, ledger: Ledger, keep: Keep) -> None:
