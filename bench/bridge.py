@@ -319,9 +319,9 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
     # Several servers start side by side on one card: each gets its share by name instead of looking at what is free.
     cache = ["--kv-cache-memory-bytes", "12G" if known.shape else "4G"] if torch.cuda.is_available() else []
     ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
-    ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}"]
+    ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}", "--adapter-root", str(work)]
     shared = ["--weights-file", str(work / "weights")] if known.mode in ("one_copy", "two_copies") else []
-    adapters = ["--enable-lora", "--max-lora-rank", "16", "--adapter-root", str(work)] if known.mode in ADAPTERS else []
+    adapters = ["--enable-lora", "--max-lora-rank", "16"] if known.mode in ADAPTERS else []
     servers = {"ours": [*ours, *shared, *adapters]}
     if "eager" in known.compare:
         servers["eager"] = [*ours, "--enforce-eager"]

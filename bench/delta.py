@@ -135,6 +135,7 @@ def main() -> None:
         work = Path(scratch)
         model = known.model or resolve_model("smollm2-135m-instruct")
         words = ["--engine", known.engine, "--model", str(model), "--dtype", known.dtype]
+        words += ["--adapter-root", str(known.live_path or work)]
         vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
         groups: list[ScoredGroup] = []
         for mode in ("reload", "delta"):

@@ -1,10 +1,12 @@
 """Render a model's chat template in a process of its own, with limits on time, memory and length.
 
 A template comes with a downloaded model. Jinja's sandbox keeps it from files and processes, not from a loop over
-10^12 numbers or a text of 5 GB: in the server's own process one of those stops every route and every signal.
+10^12 numbers or a text of 5 GB: in the process of an engine or an environment one of those stops everything else there,
+signals too. Compiling one is no safer: Jinja computes constants such as `9**(9**9)` then.
 
     worker = TemplateWorker()
-    text = await worker.render(source, {"messages": [...], "add_generation_prompt": True})
+    text = worker.render(source, {"messages": [...], "add_generation_prompt": True})
+    text = await worker.render_async(source, {...})
 
 One process renders one conversation after the other; it is started by the first, and again after one that hit a limit.
 The processor time of a rendering is limited by the kernel (it ends the process), so no limit depends on who else is
@@ -23,13 +25,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import msgspec
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,60 +46,74 @@ MAX_CHARS = 16 << 20  # of a rendered text; as many as the body of a request may
 MAX_WALL_S = 60.0  # for a worker that gets no processor time at all, or was stopped
 _LENGTH_BYTES = 4
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-_FIX = "send a shorter conversation, or give the model another chat template (chat_template.jinja in its folder)"
+_OTHER_TEMPLATE = "give the model another chat template (chat_template.jinja in its folder)"
+_FIX = f"send a shorter conversation, or {_OTHER_TEMPLATE}"
 
 
 class TemplateWorker:
-    """The process that renders, seen from the server. One event loop may use it."""
+    """The process that renders. Any thread may call; those after the first wait."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._link: socket.socket | None = None
+        self._waiting = ThreadPoolExecutor(1, "chat-template")  # its thread waits, instead of an event loop
 
-    async def render(self, source: str, values: Mapping[str, Any]) -> str:
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
         """The text that `source` makes of `values`; RequestError where the template refuses them, or hit a limit."""
-        question = msgspec.json.encode({"source": source, "values": values})
-        async with self._turn:
-            answer = await self._ask(question)
+        return self._answer_to({"source": source, "values": values})
+
+    async def render_async(self, source: str, values: Mapping[str, Any]) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, self.render, source, values)
+
+    def check(self, source: str) -> None:
+        """RequestError where the template cannot be parsed."""
+        self._answer_to({"source": source, "values": None})
+
+    def close(self) -> None:
+        """End the process, whatever it does; the next `render` starts another."""
+        process, link, self._process, self._link = self._process, self._link, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if link is not None:
+            link.close()
+
+    def _answer_to(self, question: Mapping[str, Any]) -> str:
+        try:
+            encoded = msgspec.json.encode(question)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"the messages cannot be written as JSON: {error}") from None
+        with self._turn:
+            answer = self._ask(encoded)
         if "error" in answer:
             raise RequestError(answer["error"], fix=answer.get("fix", ""))
         return answer["text"]
 
-    def close(self) -> None:
-        """End the process, whatever it does; the next `render` starts another."""
-        process, streams, self._process, self._streams = self._process, self._streams, None, None
-        if streams is not None:
-            streams[1].transport.abort()
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    async def _ask(self, question: bytes) -> dict[str, str]:
+    def _ask(self, question: bytes) -> dict[str, str]:
         try:
-            async with asyncio.timeout(MAX_WALL_S):
-                reader, writer = self._streams or await self._start()
-                writer.write(len(question).to_bytes(_LENGTH_BYTES) + question)
-                await writer.drain()
-                length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
-                return msgspec.json.decode(await reader.readexactly(length), type=dict[str, str])
-        except (EOFError, ConnectionError):
-            raise self._why_ended() from None
+            link = self._link or self._start()
+            link.sendall(len(question).to_bytes(_LENGTH_BYTES) + question)
+            length = int.from_bytes(_read_exactly(link, _LENGTH_BYTES))
+            return msgspec.json.decode(_read_exactly(link, length), type=dict[str, str])
         except TimeoutError:
             self.close()
             raise EngineError(
                 f"the chat template was not rendered within {MAX_WALL_S:.0f} s", fix="try again"
             ) from None
-        except BaseException:  # cancelled: an answer may still come, and is nobody's
+        except (EOFError, OSError):
+            raise self._why_ended() from None
+        except BaseException:  # interrupted: an answer may still come, and is nobody's
             self.close()
             raise
 
-    async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        ours.settimeout(MAX_WALL_S)
         with theirs:
             self._process = _start_process(theirs.fileno())
-        self._streams = await asyncio.open_connection(sock=ours)
-        return self._streams
+        self._link = ours
+        return ours
 
     def _why_ended(self) -> EngineError:
         """After the process has closed its socket."""
@@ -110,6 +128,16 @@ class TemplateWorker:
                 f"the chat template takes more than {MAX_CPU_S:g} s of processor time for these messages", fix=_FIX
             )
         return EngineError(f"the process that renders the chat template has ended ({code})", fix="try again")
+
+
+def _read_exactly(link: socket.socket, size: int) -> bytearray:
+    read = bytearray()
+    while len(read) < size:
+        part = link.recv(min(size - len(read), 1 << 20))
+        if not part:
+            raise EOFError
+        read += part
+    return read
 
 
 def _start_process(link: int) -> subprocess.Popen[bytes]:
@@ -164,13 +192,18 @@ _compiled = lru_cache(8)(compile_template)
 def _answer(question: bytes) -> bytes:
     try:
         asked = msgspec.json.decode(question)
+        template = _compiled(asked["source"])
+        if asked["values"] is None:
+            return msgspec.json.encode({"text": ""})
         text, num_chars = [], 0
-        for piece in _compiled(asked["source"]).generate(asked["values"]):
+        for piece in template.generate(asked["values"]):
             num_chars += len(piece)
             if num_chars > MAX_CHARS:
                 return _encode(f"the chat template makes more than {MAX_CHARS:,} characters of these messages", _FIX)
             text.append(piece)
         return msgspec.json.encode({"text": "".join(text)})
+    except TemplateSyntaxError as error:
+        return _encode(f"the chat template cannot be parsed: {str(error)[:1000]}", _OTHER_TEMPLATE)
     except MemoryError:
         return _encode(f"the chat template needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory", _FIX)
     except Exception as error:  # templates raise what they like; all mean: these messages cannot be written

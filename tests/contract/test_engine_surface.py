@@ -218,6 +218,15 @@ def test_a_stop_token_ends_a_completion_and_is_not_in_its_text(surface):
         ({"prompt": ""}, "not empty"),
         ({"prompt": "hi", "top_p": 0}, "out of range"),
         ({"prompt": "hi", "stop": [""]}, "stop takes"),
+        ({"prompt": "hi", "stop": ["x"] * 10_000}, "stop takes"),
+        ({"prompt": "hi", "stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"prompt": "hi", "stop_token_ids": [2**70]}, "stop_token_ids"),
+        ({"prompt": {"prompt_token_ids": [-1]}}, "prompt_token_ids"),
+        ({"prompt": {"prompt_token_ids": [2**70]}}, "prompt_token_ids"),
+        ({"prompt": "hi", "max_tokens": 2**70}, "max-model-len"),
+        ({"prompt": "hi", "n": 2**70}, "max-num-seqs"),
+        ({"prompt": "hi", "temperature": 101}, "out of range"),
+        ({"prompt": "hi", "logit_bias": {"1": 100}}, "logit_bias"),
         ({"prompt": "hi", "logprobs": 1000}, "0 to 20"),
         ({"prompt": "hi", "adapter": "nobody"}, "nobody"),
         ({"prompt": "7" * 300_000}, "300,000 characters"),  # refused before the tokenizer takes seconds for it
@@ -234,6 +243,52 @@ def test_a_body_that_is_no_json_and_a_route_that_is_not_there(surface):
     assert httpx.post(f"{surface.url}/generate", data={"a": "b"}).status_code == 400
     assert surface.get("/nothing").status_code == 404
     assert "error" in surface.get("/generate").json()
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
+def test_what_is_no_number_is_refused_before_it_reaches_a_model(surface, field, number):
+    body = f'{{"prompt": "hi", "max_tokens": 2, "{field}": {number}}}'
+    answer = httpx.post(f"{surface.url}/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]
+
+
+def test_numbers_of_any_size_are_taken_or_refused_with_a_sentence(surface):
+    for fields in ({"top_k": 2**70}, {"seed": 10**300}, {"seed": -(2**63)}):
+        assert surface.generate(max_tokens=2, **fields)["num_tokens"] == 2
+    for version in (-1, 2**63, 2**70):
+        for route, body in (
+            ("/bridge/resume", {}),
+            ("/bridge/fingerprints", {}),
+            ("/reload_weights", {"path": str(surface.folder)}),
+            ("/bridge/restart", {"model_path": str(surface.folder)}),
+            ("/lora/load", {"adapter_path": "adapter"}),
+        ):
+            answer = surface.post(route, policy_version=version, **body)
+            assert answer.status_code == 400, f"{route}: {answer.text}"
+            assert "policy_version" in answer.json()["error"]
+
+
+def test_bodies_that_are_nested_deeply_are_a_sentence(surface):
+    for body in (b"[" * 100_000, b'{"prompt":' * 20_000, b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"):
+        for route in ("/generate", "/v1/chat/completions", "/bridge/pause", "/lora/load"):
+            answer = httpx.post(surface.url + route, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            assert len(answer.text) < 1000
+
+
+def test_hundreds_of_unfinished_requests_hold_up_nobody(surface):
+    url, connections = httpx.URL(surface.url), []
+    try:
+        for _ in range(500):
+            connections.append(socket.create_connection((url.host, url.port)))
+            head = f"POST /generate HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Length: 1000\r\n\r\n{{"
+            connections[-1].sendall(head.encode())
+        assert surface.generate(max_tokens=2)["num_tokens"] == 2
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 def test_a_client_that_leaves_frees_its_place(surface):
@@ -930,13 +985,14 @@ def test_an_adapters_matrices_are_told_as_the_engine_computes_with_them(surface,
 
 
 def test_unloading_goes_back_to_the_model_itself(surface, tmp_path, no_adapters_left):
-    base = surface.generate(temperature=0.0)["token_ids"]
+    base, before = surface.generate(temperature=0.0)["token_ids"], surface.version()
     adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=3, rank=8)
-    surface.post("/lora/load", adapter_path=str(adapter), adapter_name="p", policy_version=surface.version() + 1)
+    surface.post("/lora/load", adapter_path=str(adapter), adapter_name="p", policy_version=before + 1)
     check_against_plain(surface, surface.generate(seed=1), adapter=adapter)
     assert surface.post("/lora/unload").json()["previous_name"] == "p"
     answer = surface.generate(temperature=0.0)
     assert answer["token_ids"] == base
+    assert answer["policy_version"] == before  # of these weights: the adapter's is of others
     check_against_plain(surface, answer)
     assert surface.post("/lora/unload", adapter_name="p").status_code == 404
     assert surface.post("/lora/unload").json()["previous_name"] is None
@@ -1037,6 +1093,40 @@ def test_adapters_are_loaded_from_one_folder_alone(surface, tmp_path, no_adapter
     root = surface.folder.parents[1]
     answer = surface.post("/lora/load", adapter_path=str(adapter.relative_to(root)), adapter_name="by hand")
     assert answer.json()["adapter_path"] == str(adapter), answer.text
+
+
+def test_weights_are_loaded_from_the_same_folder_or_the_engines_model(surface, tmp_path):
+    before, version = fingerprints(surface, 0), surface.version()
+    (tmp_path / "link").symlink_to("/usr")
+    borrowed = tmp_path / "borrowed"
+    borrowed.mkdir()
+    (borrowed / "model.safetensors").symlink_to("/etc/hostname")
+    for path in ("/etc", "/nothing/there", "..", str(tmp_path / "link"), str(borrowed)):
+        for route, body in (
+            ("/reload_weights", {"path": path}),
+            ("/bridge/restart", {"model_path": path, "policy_version": 9}),
+        ):
+            answer = surface.post(route, **body)
+            assert answer.status_code == 400, answer.text
+            assert "--adapter-root" in answer.json()["error"]
+    assert (fingerprints(surface, 0), surface.version()) == (before, version)
+
+
+def test_an_adapter_leaves_the_models_own_weights_as_they_are(surface, tmp_path, no_adapters_left):
+    """transformers: PEFT loads it, and the engine compares the weights. vLLM: A and B lie in tensors of their own
+    beside each layer, and no setting of an adapter reaches the layer's weight."""
+
+    def own_weights():
+        return [fingerprints(surface, version) for version in range(16)]  # each reads another part of them
+
+    before = own_weights()
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapter = write_adapter(surface.folder, tmp_path / "adapter", seed=3, rank=8, targets=targets)
+    assert surface.post("/lora/load", adapter_path=str(adapter), adapter_name="p", policy_version=7).status_code == 200
+    check_against_plain(surface, surface.generate(seed=1), adapter=adapter)
+    assert own_weights() == before
+    assert surface.post("/lora/unload", adapter_name="p").status_code == 200
+    assert own_weights() == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from tests.e2e.runs import ending, metrics_of, run_treadle
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 
+# tests/unit/sync/test_delta.py and tests/vllm/test_delta.py have both ends of this mode.
+pytestmark = pytest.mark.full
 STEPS = 3
 WORDS = (
     "--steps", str(STEPS), "--env.name", "echo", "--env.task", "digits", "--env.group-size", "16",

@@ -26,8 +26,8 @@ MODES = {
     "reload": ("--train.weight-bridge-mode", "reload", "--train.vllm-restart-interval", "2"),
     "delta": ("--train.weight-bridge-mode", "delta", "--train.train-layer-indices", "1-2"),
 }
-# Other tests show the rest: "one copy" is the default, which most runs of this folder use; test_delta.py has a run of
-# "delta"; tests/unit/sync/test_modes.py has the trainer's end of each mode, tests/contract/test_engine_surface.py the
+# Other tests show the rest: "one copy" is the default, which most runs of this folder use;
+# tests/unit/sync/test_modes.py has the trainer's end of each mode, tests/contract/test_engine_surface.py the
 # engine's: broadcasts, reloads, and restarts with a saved model or adapter.
 COMMON = ("lora_only",)
 PUBLISHED = {"lora_restart": [3, 6, 7], "none": [3, 6, 7], "reload": [2, 4, 6, 7]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -49,7 +48,7 @@ def test_it_renders_what_transformers_renders():
                 ((expected,), _) = render_jinja_template(
                     [MESSAGES], tools=tools, chat_template=LIKE_REAL_ONES, **options
                 )
-                assert await made.render(LIKE_REAL_ONES, values) == expected
+                assert await made.render_async(LIKE_REAL_ONES, values) == expected
 
     asyncio.run(story())
 
@@ -62,7 +61,8 @@ def test_it_renders_what_transformers_renders():
         ("{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "more than 16,777,216 characters"),
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
-        ("{% for", "refuses these messages"),
+        ("{% for", "cannot be parsed"),
+        ("{{ 9**(9**9) }}", "of processor time"),
         ("{{ '\\ud800' }}", "refuses these messages"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages"),
     ],
@@ -71,8 +71,8 @@ def test_a_template_that_hits_a_limit_or_refuses_is_a_sentence(source, told):
     async def story():
         async with worker() as made:
             with pytest.raises(RequestError, match=told):
-                await made.render(source, {"messages": MESSAGES})
-            assert await made.render("{{ messages[1].content }}", {"messages": MESSAGES}) == "7"
+                await made.render_async(source, {"messages": MESSAGES})
+            assert await made.render_async("{{ messages[1].content }}", {"messages": MESSAGES}) == "7"
 
     asyncio.run(story())
 
@@ -80,9 +80,9 @@ def test_a_template_that_hits_a_limit_or_refuses_is_a_sentence(source, told):
 def test_conversations_at_once_get_their_own_answers_from_one_process():
     async def story():
         async with worker() as made:
-            await made.render("", {})
+            await made.render_async("", {})
             process = made._process
-            asked = [made.render("{{ number }}", {"number": number}) for number in range(50)]
+            asked = [made.render_async("{{ number }}", {"number": number}) for number in range(50)]
             assert await asyncio.gather(*asked) == [str(number) for number in range(50)]
             assert made._process is process
 
@@ -92,10 +92,10 @@ def test_conversations_at_once_get_their_own_answers_from_one_process():
 def test_a_caller_that_leaves_gets_nobody_elses_answer():
     async def story():
         async with worker() as made:
-            left = asyncio.ensure_future(made.render("{% for a in range(99999) %}{{ a }}{% endfor %}", {}))
+            left = asyncio.ensure_future(made.render_async("{% for a in range(99999) %}{{ a }}{% endfor %}", {}))
             await asyncio.sleep(0)
             left.cancel()
-            assert await made.render("{{ 1 + 1 }}", {}) == "2"
+            assert await made.render_async("{{ 1 + 1 }}", {}) == "2"
 
     asyncio.run(story())
 
@@ -103,28 +103,24 @@ def test_a_caller_that_leaves_gets_nobody_elses_answer():
 def test_a_process_that_was_killed_is_started_again():
     async def story():
         async with worker() as made:
-            assert await made.render("a", {}) == "a"
+            assert await made.render_async("a", {}) == "a"
             os.kill(made._process.pid, 9)
             with pytest.raises(EngineError, match="has ended"):
-                await made.render("a", {})
-            assert await made.render("a", {}) == "a"
+                await made.render_async("a", {})
+            assert await made.render_async("a", {}) == "a"
 
     asyncio.run(story())
 
 
 def test_its_process_ends_with_its_server():
-    async def begin():
-        made = TemplateWorker()
-        await made.render("", {})
-        return made._process, made._streams[1]
+    made = TemplateWorker()
+    made.render("", {})
+    made._link.close()  # as the end of the server closes it
+    assert made._process.wait(30 + MAX_CPU_S) == 0
 
-    async def story():
-        process, writer = await begin()
-        writer.transport.abort()  # as the end of the server closes it
-        deadline = time.monotonic() + 30 + MAX_CPU_S
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        assert process.returncode == 0
 
-    asyncio.run(story())
+def test_values_that_are_no_json_are_a_sentence():
+    made = TemplateWorker()
+    for value in (object(), "\ud800"):
+        with pytest.raises(RequestError, match="cannot be written as JSON"):
+            made.render("", {"messages": [{"content": value}]})

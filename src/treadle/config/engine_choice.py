@@ -23,7 +23,7 @@ def has_vllm(config: EngineConfig) -> bool:
 
 
 def adapter_root(config: EngineConfig) -> Path:
-    """The only folder from which an engine that is started here loads adapters (--adapter-root)."""
+    """The only folder from which an engine that is started here loads adapters and weights (--adapter-root)."""
     if config.adapter_root is not None:
         return config.adapter_root.expanduser().resolve()
     here = Path.cwd().resolve()

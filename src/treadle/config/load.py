@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import restore_secrets, without_secrets
+from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
@@ -49,6 +50,19 @@ def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -
     for name, table in (("objective", OBJECTIVES), ("mismatch", MISMATCHES)):
         for setting in table.get(str(overrides.get(f"train.{name}")), {}):
             saved.pop(setting, None)
+
+
+def with_absolute_paths(section: T) -> T:
+    """The same settings with the paths that were given made absolute: the processes, and a resume, may be started in
+    another folder."""
+    found: dict[str, Any] = {}
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found[name] = with_absolute_paths(value)
+        elif isinstance(value, Path) and value != FIND_BRIDGE_FILE:
+            found[name] = value.expanduser().absolute()
+    return section.model_copy(update=found)
 
 
 def save_run(run: RunConfig, path: Path) -> None:

@@ -91,8 +91,8 @@ class EngineConfig(Section):
     max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")
     adapter_root: Path | None = option(
         None,
-        "the only folder from which adapters are loaded; empty: your home folder if the engine is started in it, else "
-        "the folder it is started in",
+        "the only folder from which adapters and published weights are loaded; empty: your home folder if the engine "
+        "is started in it, else the folder it is started in",
     )
     # vLLM
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(

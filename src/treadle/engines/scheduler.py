@@ -42,7 +42,7 @@ class _Errand:
         if self.future.set_running_or_notify_cancel():
             try:
                 self.future.set_result(self.work())
-            except Exception as error:  # it belongs to whoever sent the errand
+            except BaseException as error:  # it belongs to whoever sent the errand
                 self.future.set_exception(error)
 
 
@@ -66,7 +66,7 @@ class Scheduler:
         self._policy_adapter: str | None = None  # serves requests that name none
         self._active_adapter: str | None = None  # what the model computes with now
         self.failure: str | None = None  # set when the generation thread died: /health must tell
-        self.policy_version = 0
+        self._base_version = 0  # of the model's own weights
         self.generated_tokens = 0
         self.generating_s = 0.0
         self.num_steps = 0
@@ -84,6 +84,12 @@ class Scheduler:
     @property
     def is_held(self) -> bool:
         return self._hold is not None
+
+    @property
+    def policy_version(self) -> int:
+        """Of what serves requests that name no adapter."""
+        adapter = self.policy_adapter
+        return self._base_version if adapter is None or adapter.policy_version is None else adapter.policy_version
 
     @property
     def policy_adapter(self) -> Adapter | None:
@@ -153,7 +159,6 @@ class Scheduler:
             self.adapters[adapter.name] = adapter
             if adapter.policy_version is not None:
                 self._policy_adapter = adapter.name
-                self.policy_version = adapter.policy_version
 
     def remove_adapter(self, name: str, timeout_s: float) -> None:
         """It cannot be asked for any more; returns when no request runs with it."""
@@ -179,7 +184,7 @@ class Scheduler:
     # Errands
 
     def weights_changed(self, policy_version: int) -> None:
-        self.policy_version = policy_version
+        self._base_version = policy_version
         self._is_stale = True
 
     def refuse_unless_still(self) -> None:
@@ -239,7 +244,7 @@ class Scheduler:
             try:
                 reach("engine:step")
                 self._advance(admitted)
-            except Exception as error:
+            except BaseException as error:  # whatever it is: a thread that is gone would be waited for without an end
                 log.error("generation_failed", exc_info=True)
                 self.failure = type(error).__name__
                 self._fail_all(f"generation failed ({self.failure}); the engine's log says more", self._errands)
@@ -318,7 +323,7 @@ class Scheduler:
         """Called with the lock held."""
         named = self.adapters.get(adapter) if adapter is not None else None
         if named is None or named.policy_version is None:
-            return self.policy_version
+            return self._base_version
         return named.policy_version
 
     def _drop_cancelled(self) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from treadle.engines.model_folder import REFETCH_FIX
 from treadle.errors import ModelError, RequestError
+from treadle.tokenizer_file import encode, load_tokenizer, prepare_tokenizer
 
 NUMS_BEFORE = 4, 16  # tokens that a tokenizer may look back at; more where so few begin in the middle of a character
 # Names in chat_template_kwargs that are no variables of a template, or that have a field of their own in a request.
@@ -30,9 +31,6 @@ class Text:
     """`Text.load(folder).encode("Say 7")` -> token ids."""
 
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
-        # Some were saved with the padding and truncation of their training; a prompt wants neither.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._folder = folder
 
@@ -40,14 +38,11 @@ class Text:
     def load(cls, folder: Path) -> Text:
         file = folder / "tokenizer.json"
         if not file.is_file():
-            return cls(_pretrained(folder).backend_tokenizer, folder)
-        try:
-            return cls(Tokenizer.from_file(str(file)), folder)
-        except Exception as error:  # the library raises plain Exception for a missing and for a broken file
-            raise ModelError(f"cannot load the tokenizer in {file}: {error}", fix=REFETCH_FIX) from None
+            return cls(prepare_tokenizer(_pretrained(folder).backend_tokenizer, folder), folder)
+        return cls(load_tokenizer(file, fix=REFETCH_FIX), folder)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+        return encode(self._tokenizer, text)
 
     @cached_property
     def longest_token(self) -> int:
@@ -105,7 +100,7 @@ class Text:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of what a chat template wrote, its special tokens included."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return encode(self._tokenizer, text, add_special_tokens=False)
 
     @property
     def is_chat_loaded(self) -> bool:

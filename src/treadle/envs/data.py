@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def _read_dataset(name: str) -> Splits:
             f"'{name}' is no file or folder here, and to fetch it as a dataset, the package datasets is missing",
             fix="pip install datasets; or save the rows as train.jsonl and test.jsonl and pass --env.data FOLDER",
         )
+    # Before it is imported: versions before 4 could run a script that lies beside the rows.
+    os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] = "0"
     load_dataset = importlib.import_module("datasets").load_dataset
     dataset, _, part = name.partition(":")
     try:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import Template, TemplateError
 from tokenizers import Tokenizer
 
-from treadle.chat_template import compile_template
-from treadle.errors import ModelError
+from treadle.chat_template import TemplateWorker
+from treadle.errors import ModelError, RequestError
 from treadle.log import get_logger
+from treadle.tokenizer_file import encode, load_tokenizer
 
 log = get_logger("env")
 
@@ -30,7 +32,7 @@ _TOKENIZER_FILES = (
 class ChatTokenizer:
     """`ChatTokenizer.load(folder).encode_chat([{"role": "user", "content": "Hi"}])` -> token ids."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Template | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str | None, special_tokens: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
@@ -38,15 +40,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception for a missing and for a broken file
-            raise ModelError(
-                f"cannot load {folder / 'tokenizer.json'}: {error}", fix="check --openai.model-name"
-            ) from None
-        # Some were saved with the padding and truncation of their training; a prompt wants neither.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        tokenizer = load_tokenizer(folder / "tokenizer.json", fix="check --openai.model-name")
         settings = {
             **_read_json(folder / "special_tokens_map.json"),
             **_read_json(folder / "tokenizer_config.json"),
@@ -54,7 +48,9 @@ class ChatTokenizer:
         source = _template_source(folder, settings)
         if source is None:
             log.warning("no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines")
-        return cls(tokenizer, None if source is None else _compile(source, folder), _special_tokens(settings))
+        else:
+            _check(source, folder)
+        return cls(tokenizer, source, _special_tokens(settings))
 
     @property
     def has_template(self) -> bool:
@@ -70,16 +66,17 @@ class ChatTokenizer:
         """The text that the model sees. Without a template: the contents, joined by newlines."""
         if self._template is None:
             return "\n".join(str(message["content"]) for message in messages)
+        values = {
+            "messages": [dict(message) for message in messages],
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template refuses these messages: {error}") from None
+            return _worker().render(self._template, values)
+        except RequestError as error:
+            raise ModelError(error.message, fix=error.fix) from None
 
     def encode_chat(
         self,
@@ -92,7 +89,7 @@ class ChatTokenizer:
         key = repr((messages, tools, add_generation_prompt))
         if key not in self._recent:
             text = self.render(messages, add_generation_prompt, tools=tools)
-            self._remember(key, self._tokenizer.encode(text, add_special_tokens=not self.has_template).ids)
+            self._remember(key, encode(self._tokenizer, text, add_special_tokens=not self.has_template))
         return list(self._recent[key])
 
     def encode_next_turn(
@@ -131,7 +128,7 @@ class ChatTokenizer:
 
     def encode_text(self, text: str, *, is_beginning: bool = True) -> list[int]:
         """Token ids of plain text; the tokenizer's own special tokens only at the beginning of a sequence."""
-        return list(self._tokenizer.encode(text, add_special_tokens=is_beginning).ids)
+        return encode(self._tokenizer, text, add_special_tokens=is_beginning)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -157,11 +154,19 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
         ) from None
 
 
-def _compile(source: str, folder: Path) -> Template:
+@cache
+def _worker() -> TemplateWorker:
+    """One for all tokenizers of this process: it ends with it."""
+    worker = TemplateWorker()
+    atexit.register(worker.close)
+    return worker
+
+
+def _check(source: str, folder: Path) -> None:
     try:
-        return compile_template(source)
-    except TemplateError as error:
-        raise ModelError(f"the chat template of {folder} cannot be parsed: {error}") from None
+        _worker().check(source)
+    except RequestError as error:
+        raise ModelError(f"{folder}: {error.message}", fix=error.fix) from None
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

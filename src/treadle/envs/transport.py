@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from treadle.clock import awake_s
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
 from treadle.watch.waits import Waits, Wanted
@@ -123,11 +123,11 @@ class Peer:
         if isinstance(outcome, Answer):
             return outcome
         with self._waits.waiting(self._wanted) as wait:
-            began, num_failures = time.monotonic(), 0
+            began, num_failures = awake_s(), 0
             while isinstance(outcome, _Failure):
                 num_failures += 1
                 pause_s = max(patience.pause_s(num_failures), outcome.wait_s)
-                if patience.is_over(time.monotonic() + pause_s - began):
+                if patience.is_over(awake_s() + pause_s - began):
                     raise self._error(
                         f"{method} {path} at the {self.name} ({shown_url(self.url)}) failed {num_failures} times: "
                         f"{outcome.problem}",

@@ -11,6 +11,7 @@ from collections import deque
 
 import msgspec
 
+from treadle.clock import awake_s
 from treadle.hub.door import Admitted, Order
 from treadle.hub.porter import VERDICTS, Verdict, judge
 from treadle.hub.refusals import Refused
@@ -150,16 +151,15 @@ class _Porter:
         if self._reading.done():
             raise PorterDied(while_reading=False)
         packed = msgspec.msgpack.encode(order)
-        now = asyncio.get_running_loop().time
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         if not self._answers:
-            self._heard_at = now()
+            self._heard_at = awake_s()
         self._answers.append(answer)
         with contextlib.suppress(OSError, RuntimeError):  # it died: the answer tells
             # Without drain(), which would wait for ever for a porter that hangs.
             self._writer.writelines((LENGTH.pack(len(packed)), LENGTH.pack(len(body)), packed, body))
-        while not answer.done() and now() < self._heard_at + SILENT_S:
-            await asyncio.wait([answer], timeout=self._heard_at + SILENT_S - now())
+        while not answer.done() and (left_s := self._heard_at + SILENT_S - awake_s()) > 0:
+            await asyncio.wait([answer], timeout=left_s)
         if not answer.done():  # it hangs: the next porter tells whether the body is to blame
             _kill(self._process)
         return await answer
@@ -177,7 +177,7 @@ class _Porter:
         try:
             while True:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                self._heard_at = asyncio.get_running_loop().time()
+                self._heard_at = awake_s()
                 if length == 0:
                     self._has_begun = True
                     continue

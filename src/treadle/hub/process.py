@@ -6,10 +6,10 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from treadle.clock import awake_s
 from treadle.config.schema import HubConfig
 from treadle.faults import reach
 from treadle.hub.app import Page, app_of
@@ -50,11 +50,15 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
         waits = Waits()
         with (
             Store.open(
-                config.database, waits=waits, disk_patience_s=config.disk_patience_s, on_failure=_stop_soon
+                config.database,
+                clock=awake_s,
+                waits=waits,
+                disk_patience_s=config.disk_patience_s,
+                on_failure=_stop_soon,
             ) as store,
             Watchdog("hub", "hub", waits) as watchdog,
         ):
-            hub = HubState.build(store, config, time.monotonic)
+            hub = HubState.build(store, config, awake_s)
             _tell_what_was_there(store)
             log.info("listening", host=config.host, port=config.port, database=str(config.database))
             with pages(store, partial(explain, hub), hub.is_run_at_work) as shown:

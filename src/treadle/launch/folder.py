@@ -10,10 +10,11 @@ from __future__ import annotations
 import fcntl
 import glob
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from treadle.config.secret_settings import without_secrets
 from treadle.errors import ConfigError, DiskFull
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.wording import gigabytes
+from treadle.launch.wording import gigabytes, near, program
 
 REQUEST_FILE = "request.json"
 _TOO_LITTLE_BYTES, _ENOUGH_BYTES = 2e9, 5e9
@@ -61,13 +62,38 @@ def check_disk_space(output: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other launchers out; the lock ends with this process, however it ends."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"the run in {folder} is going on", fix="stop it first, or wait for its end") from None
+    """Keep other launchers out; the locks end with this process, however it ends.
+
+    The folder itself is locked, because a lock file can be deleted; and a file in it, because a network file system
+    passes only locks of files on to other machines.
+    """
+    with ExitStack() as opened:
+        for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / ".lock", os.O_RDWR | os.O_CREAT)):
+            descriptor = os.open(path, flags, 0o600)
+            opened.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "stop it first, or wait for its end"
+                raise ConfigError(f"the run in {folder} is going on", fix=fix) from None
         yield
+
+
+def is_going(folder: Path) -> bool:
+    """Whether a launcher of this machine holds the folder's lock."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def check_is_run(folder: Path) -> None:
@@ -81,11 +107,23 @@ def check_is_run(folder: Path) -> None:
 def check_queue_exists(config: RunConfig, last_step: int) -> None:
     """Refuse to resume a run that has begun and whose queue, with its batches and rollouts, was deleted."""
     has_begun = last_step > 0 or newest_checkpoint(config.train.save_path) > 0 or config.env.state_dir.exists()
-    if has_begun and not config.hub.database.is_file():
+    queue = config.hub.database
+    if has_begun and not (queue.is_file() and queue.stat().st_size):
+        checkpoint = config.train.save_path / f"step_{newest_checkpoint(config.train.save_path)}"
+        whence = f" from its last checkpoint: {program()} run --model {near(checkpoint)}" if checkpoint.is_dir() else ""
         raise ConfigError(
-            f"the queue of this run is gone: {config.hub.database}; without it the run would go on with other data",
-            fix="restore it, or start a new run from a checkpoint: --model CHECKPOINT",
+            f"the queue of this run is gone: {queue}; without it the run would go on with other data",
+            fix=f"restore it, or start a new run{whence}",
         )
+
+
+def how_to_go_on(config: RunConfig, folder: Path, last_step: int) -> str:
+    """What to do with a run that ended early: resume it, unless that would be refused."""
+    try:
+        check_queue_exists(config, last_step)
+    except ConfigError as refused:
+        return f"{refused.message}; {refused.fix}"
+    return f"continue with: {program()} run --resume {near(folder)}"
 
 
 def save_request(config: RunConfig, folder: Path) -> None:
@@ -99,7 +137,8 @@ def requested_keys(folder: Path) -> frozenset[str]:
     try:
         asked = json.loads(file.read_bytes())
     except FileNotFoundError:
-        return frozenset()
+        fix = "put back a copy of it; write {} into it if the run was started without flags"
+        raise ConfigError(f"{file}, which lists the settings that you gave, is missing", fix=fix) from None
     except (OSError, ValueError) as error:
         raise _damaged(file, str(error)) from None
     if not isinstance(asked, dict):

@@ -15,12 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
+from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig
-from treadle.config.load import load_run, save_run
+from treadle.config.load import load_run, save_run, with_absolute_paths
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import require_secrets
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
+from treadle.envs.serving.course import fitting_group_size
 from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory, require
 from treadle.launch import folder as run_folders
@@ -49,7 +51,7 @@ from treadle.launch.report import Outcome, draw_plot, load_summary, print_report
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.launch.wording import near, program
+from treadle.store.file import real_path
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 
@@ -65,28 +67,30 @@ _FIXED_FOR_LIFE = (
 def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
     explicit = explicit_keys(config)
     config = config.model_copy(update={"env": settle_environment(config.env)})
+    config = with_fitting_groups(config, explicit)
     config.check_together()
     check_one_model(config, explicit)
     choose_steps(config, explicit)
+    asked, config = config, settle_paths(config)
     require("train", "torch", "transformers")
     # A busy port is cheap to notice and must not cost the user a download first.
     with held_ports(wished_addresses(config), explicit) as listeners:
         warning = run_folders.check_disk_space(config.output)
         if warning:
             _say(f"warning: {warning}")
+        tokens = read_tokens(config)
         model_folder = prepare_model(config.model)
+        plan_in = _planner(config, model_folder, explicit, tokens, listeners)
+        plan_in(config.output)  # settings that contradict each other are refused before a folder is made
         folder = run_folders.create_run_folder(config.output, _label(config))
         with run_folders.locked(folder):
-            run_folders.save_request(config, folder)
-            return _run(config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page)
+            run_folders.save_request(asked, folder)
+            return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
     """A name, a task or data that does not exist is refused before anything is made; what suits the task is settled
-    for life.
-
-    Paths become absolute: a run can be resumed from another folder.
-    """
+    for life."""
     environment = load_environment(config)
     if environment.waits_for_agents:
         raise ConfigError(
@@ -96,10 +100,27 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
             f"treadle env {config.own_name} serve",
         )
     prepare_task(environment)
-    paths = {field: _absolute(getattr(config, field)) for field in ("data", "eval_data")}
-    if ".py" in config.name:
-        paths["name"] = _absolute(config.name)
-    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment), **paths})
+    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment)})
+
+
+def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """Groups no larger than a batch, where nobody chose their size."""
+    group_size = fitting_group_size(config.env.group_size, config.train.sequences_per_step)
+    return config if "env.group_size" in explicit else with_values(config, {"env.group_size": group_size})
+
+
+def settle_paths(config: RunConfig) -> RunConfig:
+    """The paths of files and folders, absolute: a run can be resumed from another folder."""
+    real_path(config.hub.database)  # refuses names such as :memory:
+    config = with_absolute_paths(config)
+    names = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
+    if ".py" in config.env.name:
+        names["env.name"] = config.env.name
+    if "/" in config.engine.vllm_python:
+        names["engine.vllm_python"] = config.engine.vllm_python
+    if config.model != DEFAULT_MODEL:
+        names["model"] = config.model
+    return with_values(config, {key: _absolute(name) for key, name in names.items()})
 
 
 def _absolute(value: str) -> str:
@@ -108,24 +129,17 @@ def _absolute(value: str) -> str:
     file = Path(path + ".py" if colon else value).expanduser()
     if not value or not file.exists():
         return value
-    return str(file.resolve()) + (f":{name}" if colon else "")
+    return str(file.absolute()) + (f":{name}" if colon else "")
 
 
-def settle_tokens(config: RunConfig) -> tuple[RunConfig, RunTokens]:
+def read_tokens(config: RunConfig) -> RunTokens:
     """The tokens of hub and engine, for the processes that call them. Files that do not exist yet are made here."""
     hub, engine, env = config.hub, config.engine, os.environ
-    tokens = RunTokens(
+    return RunTokens(
         hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
         hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
         engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
     )
-    files = {
-        "hub.token_file": hub.token_file,
-        "hub.admin_token_file": hub.admin_token_file,
-        "engine.token_file": engine.token_file,
-    }
-    absolute = {key: file.expanduser().absolute() for key, file in files.items() if file is not None}
-    return with_values(config, absolute), tokens
 
 
 def _label(config: RunConfig) -> str:
@@ -146,6 +160,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         # --hub.fresh was for the start of the run: now the queue holds its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
         config.check_together()
+        config = settle_paths(config)
         run_folders.check_disk_space(folder)
         summary = load_summary(folder)
         if summary is not None and summary.steps_taken > config.steps:
@@ -162,11 +177,12 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
+            tokens = read_tokens(config)
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-            _tell_what_is_repeated(config, folder)
-            return _run(
-                config, folder, model_folder, explicit, listeners, plain=plain, open_page=open_page, is_resumed=True
-            )
+            plan = _planner(config, model_folder, explicit, tokens, listeners)(folder)
+            run_folders.check_queue_exists(plan.config, reader_of(plan.config, folder).read().last_step)
+            _tell_what_is_repeated(plan.config, folder)
+            return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
 
 
 def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
@@ -190,32 +206,27 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
             raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
 
 
-def _run(
-    config: RunConfig,
-    folder: Path,
-    model_folder: str,
-    explicit: frozenset[str],
-    listeners: Listeners,
-    *,
-    plain: bool,
-    open_page: bool,
-    is_resumed: bool = False,
-) -> int:
-    """Needs the folder's lock."""
-    run_folders.remove_stale_weights(folder)
-    config, tokens = settle_tokens(config)
-    plan = build_plan(
+def _planner(
+    config: RunConfig, model_folder: str, explicit: frozenset[str], tokens: RunTokens, listeners: Listeners
+) -> Callable[[Path], Plan]:
+    """Returns a function that plans the run in a folder."""
+    facts = look_at_machine({name: port_of(listener) for name, listener in listeners.items()})
+    return lambda folder: build_plan(
         config,
-        look_at_machine({name: port_of(listener) for name, listener in listeners.items()}),
+        facts,
         run_folder=folder,
         model_folder=model_folder,
         is_model_local=is_local(config.model),
         explicit=explicit,
         tokens=tokens,
     )
+
+
+def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> int:
+    """Needs the folder's lock."""
+    folder = plan.run_folder
+    run_folders.remove_stale_weights(folder)
     history = reader_of(plan.config, folder)
-    if is_resumed:
-        run_folders.check_queue_exists(plan.config, history.read().last_step)
     save_run(plan.config, folder / CONFIG_FILE)
     save_versions(folder)
     page = RunPage(plan.hub_url, plan.watch_url)
@@ -224,7 +235,6 @@ def _run(
     for note in plan.notes:
         _say(note)
     earlier = load_summary(folder)
-    how_to_resume = f"continue with: {program()} run --resume {near(folder)}"
     life = Life(plan, history, listeners)
     try:
         life.live(plain=plain, on_served=page.open if open_page else None)
@@ -233,7 +243,8 @@ def _run(
         if is_out_of_memory(life.last_words):
             show_what_fits(plan.config, Console(stderr=True), of_host=KILLED in life.last_words)
         if history.read().last_step > 0:
-            sys.stderr.write(f"what was done is kept; {how_to_resume}\n")
+            way = run_folders.how_to_go_on(plan.config, folder, history.read().last_step)
+            sys.stderr.write(f"what was done is kept; {way}\n")
         raise
     finally:
         if plan.config.engine.weights_file is not None and "engine.weights_file" not in explicit:
@@ -243,7 +254,7 @@ def _run(
         summary = summarize(plan.config, folder, history.read(), life.outcome().after(earlier))
         save_summary(summary, folder)
     if not summary.is_complete:
-        _say(f"stopped; {how_to_resume}")
+        _say(f"stopped; {run_folders.how_to_go_on(plan.config, folder, history.read().last_step)}")
         return STOPPED_BY_USER
     problem = draw_plot(history.read(), summary)
     print_report(summary, Console())

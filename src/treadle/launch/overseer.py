@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
+from treadle.clock import awake_s
 from treadle.config.advice import as_flags_of
 from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
@@ -60,7 +61,7 @@ class Overseer:
         pids: Callable[[], Mapping[str, int]],
         log_folder: Path,
         stall_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = awake_s,
     ) -> None:
         self._hub_url = hub_url
         self._pids = pids

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from treadle.config.advice import as_flags_of
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
@@ -158,6 +159,8 @@ def build_plan(
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
+    if config.train.unused_name:
+        notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
     return Plan(resolved, run_folder, specs, hub_url, notes, observer_token)
 
 
@@ -197,11 +200,11 @@ def engine_of_mode(
     """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
     shares = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
+    saved = train.save_path if "train.save_path" in explicit else run_folder
+    settings["engine.adapter_root"] = train.live_path or saved  # only what this run's trainer saves
     if train.weight_bridge_mode in LORA_MODES:
         # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
-        saved = train.save_path if "train.save_path" in explicit else run_folder
-        settings["engine.adapter_root"] = train.live_path or saved  # only adapters of this run's trainer
     return settings
 
 

@@ -23,7 +23,7 @@ from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.launch.charts import Chart, draw
-from treadle.launch.folder import check_is_run, requested_keys
+from treadle.launch.folder import REQUEST_FILE, check_is_run, requested_keys
 from treadle.launch.history import Evaluation, History, reader_of
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.report import Outcome, Summary, choose_examples, load_summary, summarize
@@ -112,7 +112,7 @@ def gather(folder: Path) -> Facts:
     return Facts(
         folder=folder,
         config=config,
-        asked_for=requested_keys(folder),
+        asked_for=requested_keys(folder) if (folder / REQUEST_FILE).exists() else frozenset(),
         history=history,
         summary=summarize(config, folder, history, outcome),
         versions=load_versions(folder),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, MappingProxyType
 
+from treadle.clock import awake_s
 from treadle.launch.plan import ProcessSpec
 from treadle.launch.ports import Listeners
 from treadle.launch.process import ChildProcess
@@ -92,7 +93,7 @@ class Supervisor:
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         """Start these together and return when each of them is ready."""
-        begun = time.monotonic()
+        begun = awake_s()
         waiting = []
         for spec in specs:
             self._children[spec.name] = ChildProcess(spec, self._listeners.get(spec.name))
@@ -100,10 +101,10 @@ class Supervisor:
         next_look = begun
         while waiting:
             self._tick()
-            if time.monotonic() >= next_look:
+            if awake_s() >= next_look:
                 waiting = [child for child in waiting if not child.is_ready()]
-                next_look = time.monotonic() + _READY_POLL_S
-            late = [c for c in waiting if time.monotonic() - begun > c.spec.ready_timeout_s]
+                next_look = awake_s() + _READY_POLL_S
+            late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:
                 raise late[0].death(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
 
@@ -121,10 +122,10 @@ class Supervisor:
             if len(ended) == len(workers):
                 return
             if ended and first_end is None:
-                first_end = time.monotonic()
+                first_end = awake_s()
             # The last evaluation may take its time; a trainer without an environment can only wait for ever.
             starved = ended and all(child.spec.name != "trainer" for child in ended)
-            if starved and first_end is not None and time.monotonic() - first_end > self._grace_s:
+            if starved and first_end is not None and awake_s() - first_end > self._grace_s:
                 raise ended[0].death("ended while the trainer still needed it")
 
     def shut_down(self) -> None:
@@ -148,11 +149,11 @@ class Supervisor:
                 child.kill()
 
     def _wait_for_end(self, child: ChildProcess, limit_s: float, patience: int) -> None:
-        begun = told = time.monotonic()
-        while child.poll() is None and time.monotonic() - begun < limit_s and self._stop.count == patience:
+        begun = told = awake_s()
+        while child.poll() is None and awake_s() - begun < limit_s and self._stop.count == patience:
             time.sleep(0.02)
-            if time.monotonic() - told > self._told_every_s:
-                told = time.monotonic()
+            if awake_s() - told > self._told_every_s:
+                told = awake_s()
                 self._on_wait(f"waiting for the {child.spec.name} to end, {told - begun:.0f} s")
 
     def _tick(self) -> list[ChildProcess]:

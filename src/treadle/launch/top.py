@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
+from treadle.clock import awake_s
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
@@ -20,8 +21,8 @@ from treadle.launch.panel import draw
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.probe import get_json
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.launch.wording import near, program
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE
+from treadle.launch.wording import program
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.wire.urls import shown_url
 
 RUNS = Path("runs")
@@ -52,27 +53,25 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     if not overseer.sight.standings:
         print(f"this run is not going on now: its hub at {shown_url(hub_url)} does not answer", flush=True)
         if history.read().last_step < config.steps:
-            print(f"continue it with: {program()} run --resume {near(folder)}", flush=True)
+            print(run_folders.how_to_go_on(config, folder, history.read().last_step), flush=True)
     return 0
 
 
 def _watch_url(config: RunConfig) -> str:
-    """The hub with its token, from the environment or from the file that the run was started with."""
+    """The hub with its token, from the file that the run was started with or from the environment."""
     token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
-    file = config.hub.token_file
-    if not token and file is not None:
-        with contextlib.suppress(OSError, ValueError):  # then the hub refuses, and the view says it does not answer
-            token = file.expanduser().read_text().strip()
+    with contextlib.suppress(ConfigError):  # then the hub refuses, and the view says that it does not answer
+        token = client_token(config.hub.token_file, "observer", token)
     return f"{config.train.atropos_url}/t/{quote(token, safe='')}" if token else config.train.atropos_url
 
 
 def _watch(screen: Screen, overseer: Overseer) -> None:
-    heard_s = time.monotonic()
+    heard_s = awake_s()
     with screen:
-        while time.monotonic() - heard_s < GONE_AFTER_S:
+        while awake_s() - heard_s < GONE_AFTER_S:
             screen.tick()
             if overseer.sight.standings:
-                heard_s = time.monotonic()
+                heard_s = awake_s()
             time.sleep(TICK_S)
 
 

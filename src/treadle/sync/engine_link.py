@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar
+from pathlib import Path
+from typing import Self, TypeVar
 
 import httpx
 import msgspec
 
+from treadle.config import TrainConfig
 from treadle.errors import SyncError
+from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.serving import is_loopback
 
@@ -29,16 +32,24 @@ class EngineLink:
     BridgeState(status='paused', policy_version=4)
     """
 
-    def __init__(self, url: str, timeout_s: float, token: str | None = None) -> None:
+    def __init__(self, url: str, timeout_s: float, token: str | None = None, save_path: Path | None = None) -> None:
+        """`save_path`: of the run that is trained; an engine takes weights of one run. None: nothing is published."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         token = token or os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        if save_path is not None:
+            headers[PUBLISHER_HEADER] = this_publisher(save_path).as_header()
         self._client = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, LOOK_S)),
             trust_env=not is_loopback(self.url),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=headers,
         )
+
+    @classmethod
+    def of_trainer(cls, config: TrainConfig) -> Self:
+        return cls(config.engine_url, config.publish_deadline_s, save_path=config.save_path)
 
     @property
     def is_on_this_machine(self) -> bool:

@@ -104,9 +104,10 @@ class GroupLink:
         asked = in_background("ask-engine", lambda: self._engine.post(path, body, answer))
         both: tuple[Future[Any], ...] = (asked, done)
         wait(both, self._timeout_s, FIRST_EXCEPTION)
+        # The engine may be about to say why it broke off; and its part must be over before anything else is asked.
+        wait((asked,), LOOK_S)
         if done.done() and not isinstance(done.exception(), BrokenOff):
             done.result()  # what fails here by itself is the cause of all else
-        wait((asked,), LOOK_S)  # the engine may be about to say why it broke off
         for part in both:
             if part.done():
                 part.result()

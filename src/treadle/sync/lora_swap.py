@@ -34,7 +34,7 @@ class _Status(msgspec.Struct):
 class LoraSwapSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
+        self._engine = EngineLink.of_trainer(config)
         self._proof = Proof(config, self._engine, compares="adapter")
         self._live = LiveFolder(config)
         self._kept: list[str] = []  # adapters that stay loaded

@@ -17,7 +17,7 @@ from treadle.wire.bridge import ReloadWeights, Updated
 class ReloadSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
+        self._engine = EngineLink.of_trainer(config)
         self._proof = Proof(config, self._engine)
         self._live = LiveFolder(config)
 

@@ -31,7 +31,7 @@ class RestartSync:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
+        self._engine = EngineLink.of_trainer(config)
         self._proof = Proof(
             config, self._engine, compares="adapter" if self.publishes_adapters else "weights", is_checked_later=True
         )

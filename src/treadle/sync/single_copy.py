@@ -50,7 +50,7 @@ class SingleCopySync:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._engine = EngineLink(config.engine_url, config.publish_deadline_s)
+        self._engine = EngineLink.of_trainer(config)
         self._proof = Proof(config, self._engine)
         self._served: int | None = None  # the version that the engine was last known to serve
         self._gate: Gate | None = None  # None: not attached yet

@@ -12,6 +12,7 @@ from typing import Protocol
 import httpx
 import msgspec
 
+from treadle.clock import awake_s
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
 from treadle.watch.waits import Wait, Waits, Wanted
@@ -134,11 +135,11 @@ class HubFeed:
     def _try_again(
         self, path: str, content: bytes, headers: Mapping[str, str] | None, wait: Wait, problem: str
     ) -> httpx.Response:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = awake_s() + PATIENCE_S
         while True:
             wait.problem = problem
             wait.fix = self._look_at_hub if problem == self._no_answer else _START_HUB
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix=self._look_at_hub)
             self._check_stop()
             time.sleep(0.5)

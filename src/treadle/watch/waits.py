@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from treadle.clock import awake_s
 
 Clock = Callable[[], float]
 
@@ -64,7 +65,7 @@ class Wait:
 class Waits:
     """All that this process waits for now."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = awake_s) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._waits: dict[Wanted, Wait] = {}

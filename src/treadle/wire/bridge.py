@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from treadle.wire.generate import FilePath, Name
+
 TOKEN_VARIABLE = "TREADLE_ENGINE_TOKEN"  # noqa: S105 - a variable's name
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # of the policy
 
 
 class Pause(msgspec.Struct, kw_only=True):
@@ -21,14 +24,14 @@ class Pause(msgspec.Struct, kw_only=True):
 class Resume(msgspec.Struct, kw_only=True):
     """POST /bridge/resume. With a version: the weights were changed, and are this version now."""
 
-    policy_version: int | None = None
+    policy_version: Version | None = None
 
 
 class Adopt(msgspec.Struct, kw_only=True):
     """POST /bridge/adopt: stand still between two tokens until the trainer has written the weights, and go on under
     the new version. That it stands still, and that they are written, is said at the gate (sync/gate.py)."""
 
-    policy_version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    policy_version: Version
     number: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]  # of this publish, at the gate
     gate: int  # the inode of the gate's file, as the trainer has it: an engine that was restarted has another
     after_version: int | None = None  # refused when another one is served; None: whichever it is
@@ -65,8 +68,8 @@ class AskFingerprints(msgspec.Struct, kw_only=True):
     (sync/fingerprint.py). With an adapter: of its matrices (`MODULE.lora_A`, `MODULE.lora_B`), in the engine's number
     format, B times the adapter's scale."""
 
-    policy_version: int
-    adapter: str | None = None
+    policy_version: Version
+    adapter: Name | None = None
 
 
 class Fingerprints(msgspec.Struct, kw_only=True):
@@ -77,16 +80,16 @@ class Fingerprints(msgspec.Struct, kw_only=True):
 class ReloadWeights(msgspec.Struct, kw_only=True):
     """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones."""
 
-    path: str
-    policy_version: int | None = None  # None: one more than now
+    path: FilePath
+    policy_version: Version | None = None  # None: one more than now
 
 
 class RestartEngine(msgspec.Struct, kw_only=True):
     """POST /bridge/restart: begin anew from a saved model, with an adapter on top of it or without."""
 
-    model_path: str
-    adapter_path: str | None = None
-    policy_version: int
+    model_path: FilePath
+    adapter_path: FilePath | None = None
+    policy_version: Version
 
 
 class Updated(msgspec.Struct, kw_only=True):
@@ -101,17 +104,21 @@ class Updated(msgspec.Struct, kw_only=True):
 TimeoutS = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
+Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
+
+
 class JoinGroup(msgspec.Struct, kw_only=True):
     """POST /bridge/join: form a process group with a trainer, for broadcasts of these weights; it takes the place of an
     earlier one. Answered when the group is formed; weights that are not the engine's are refused by name before."""
 
-    group: str  # chosen by the trainer; no two are the same
-    host: str  # where the trainer's store listens, for the two to learn of each other
+    group: Name  # chosen by the trainer; no two are the same
+    host: Name  # where the trainer's store listens, for the two to learn of each other
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     backend: Literal["nccl", "gloo"]
-    dtype: str
-    weights: list[tuple[str, tuple[int, ...]]]  # names and shapes, in the order in which they are sent
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)]  # that are sent at a time
+    dtype: Name
+    # Names and shapes, in the order in which they are sent.
+    weights: Annotated[list[tuple[FilePath, Shape]], msgspec.Meta(max_length=2**20)]
+    bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 34)]  # that are sent at a time
     timeout_s: TimeoutS  # for forming it, and for each broadcast
 
 
@@ -123,7 +130,7 @@ class ReceiveWeights(msgspec.Struct, kw_only=True):
     """POST /bridge/receive: take all weights that the trainer broadcasts in this group now. Only while held; one that
     fails leaves the engine held until another succeeds, or a restart."""
 
-    group: str
+    group: Name
     timeout_s: TimeoutS
 
 
@@ -136,9 +143,9 @@ class Received(msgspec.Struct, kw_only=True):
 class LoadAdapter(msgspec.Struct, kw_only=True):
     """POST /lora/load: requests that name no adapter are served by it from here on."""
 
-    adapter_path: str
-    adapter_name: str | None = None  # None: the folder's name
-    policy_version: int | None = None  # None: the next one
+    adapter_path: FilePath
+    adapter_name: Name | None = None  # None: the folder's name
+    policy_version: Version | None = None  # None: the next one
 
 
 class LoadedAdapter(msgspec.Struct, kw_only=True):
@@ -155,4 +162,4 @@ class LoadedAdapter(msgspec.Struct, kw_only=True):
 class UnloadAdapter(msgspec.Struct, kw_only=True):
     """POST /lora/unload. None: the one that serves now."""
 
-    adapter_name: str | None = None
+    adapter_name: Name | None = None

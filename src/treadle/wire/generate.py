@@ -7,7 +7,11 @@ from typing import Annotated, Any
 import msgspec
 
 MIN_TEMPERATURE = 0.01  # an engine takes the likeliest token below: logits divided by less leave the range of float32
-Name = Annotated[str, msgspec.Meta(max_length=255)]
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_NAME_CHARS = 255
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+FilePath = Annotated[str, msgspec.Meta(max_length=4096)]  # PATH_MAX of Linux; also the name of a model
 
 
 class Wave(msgspec.Struct, kw_only=True):

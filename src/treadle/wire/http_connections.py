@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from treadle.clock import awake_s
 from treadle.log import get_logger
 from treadle.wire.http_limits import HttpLimits, connections_that_fit
 
@@ -90,7 +91,7 @@ class Connections:
         """Sweep until cancelled."""
         while True:
             await asyncio.sleep(self.limits.sweep_s)
-            self.sweep(asyncio.get_running_loop().time())
+            self.sweep(awake_s())
 
     def sweep(self, now: float) -> None:
         for connection in [*self._open, *self._parting]:

@@ -18,6 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from treadle.clock import awake_s
 from treadle.log import get_logger
 from treadle.wire.http_connections import SMALL_BODY_BYTES, Connections, Refusal
 
@@ -61,7 +62,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._application, self.app = self.app, self._run_application
         self._all = connections
         self._limits = connections.limits
-        self._now: Callable[[], float] = self.loop.time
+        self._now: Callable[[], float] = awake_s
         self._arriving = Arriving.NOTHING
         self._head_bytes = 0  # of the request that arrives now: what the parser has handed over
         self._pending_bytes = 0  # and what came since its head began, finished or not

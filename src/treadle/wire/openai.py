@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from treadle.wire.generate import FilePath
+
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool = False
@@ -18,7 +20,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completions take."""
 
-    model: str | None = None
+    model: FilePath | None = None
     n: int | None = 1
     temperature: float | None = 1.0
     top_p: float | None = 1.0

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -51,12 +52,22 @@ def read_secret(process: str, path: Path | None, flag: str, env: Mapping[str, st
         from_env = _checked(from_env, f"the variable {variable}", f"unset {variable}, or give it a longer value")
     if path is None:
         return from_env
-    from_file = _read_or_make(process, path.expanduser(), flag)
+    from_file = _read_or_make(process, path, flag)
     if from_env is not None and from_env != from_file:
         raise ConfigError(
             f"{flag} {path} and {variable} name different tokens", fix=f"unset {variable}, or drop {flag}"
         )
     return from_file
+
+
+def client_token(path: Path | None, role: ClientRole, given: str) -> str:
+    """A client's token for a server with this token file, which is only read; without a file, the token `given`."""
+    if path is None:
+        return given
+    try:
+        return role_token(_checked(_read_private(path), str(path), "restart the server"), role)
+    except OSError as error:
+        raise _unreadable(path, error, "restore it, or restart the server") from None
 
 
 def _checked(text: str, place: str, fix: str) -> str:
@@ -74,26 +85,31 @@ def _checked(text: str, place: str, fix: str) -> str:
 
 def _read_or_make(process: str, path: Path, flag: str) -> str:
     try:
-        real = path.resolve()  # a link may lead to a file that is not there yet
+        real = path.expanduser().resolve()  # a link may lead to a file that is not there yet
         if not real.exists():
             _make(process, real)
         text = _read_private(real)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "links go in a circle"
         fix = f"choose a file in a folder that exists and that you may write to: {flag} FILE"
-        raise ConfigError(f"the token file {path} cannot be read or made: {reason}", fix=fix) from None
+        raise _unreadable(path, error, fix) from None
     return _checked(text, str(path), f"delete {path}: the {process} makes a new one")
 
 
+def _unreadable(path: Path, error: OSError | RuntimeError, fix: str) -> ConfigError:
+    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return ConfigError(f"the token file {path} cannot be read or made: {reason}", fix=fix)
+
+
 def _make(process: str, path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return  # another process was first
-    with os.fdopen(descriptor, "w") as file:
+    """Write the file under another name first: a process that starts at the same time reads all of it or none."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".token.") as file:  # mode 0600
         file.write(secrets.token_urlsafe(32) + "\n")
         file.flush()
-        os.fsync(descriptor)
+        os.fsync(file.fileno())
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            return  # another process was first
     get_logger(process).info("token_made", file=str(path))
 
 

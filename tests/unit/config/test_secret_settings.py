@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.secret_settings import VARIABLE, require_secrets, secrets_in, without_secrets
+from treadle.config.secret_settings import NOT_STORED, VARIABLE, require_secrets, secrets_in
 from treadle.errors import ConfigError
 from treadle.launch.folder import requested_keys, save_request
 from treadle.launch.machine import MachineFacts
@@ -49,8 +50,17 @@ def test_no_saved_file_holds_a_secret(config: RunConfig, tmp_path: Path) -> None
     assert saved.env.args["max_tokens"] == 5
 
 
-def test_a_tracker_is_not_given_tokens_of_urls(config: RunConfig) -> None:
-    assert SECRET not in json.dumps(without_secrets(config.train.model_dump(mode="json")))
+def test_a_tracker_is_not_given_tokens_of_urls(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treadle.train import process  # needs torch
+
+    given: list[object] = []
+    monkeypatch.setattr(process, "build_tracker", lambda *values: given.extend(values))
+    process._open_tracker(config.train, tmp_path / "metrics.jsonl")
+    settings = given[2]
+    assert SECRET not in json.dumps(settings)
+    assert json.dumps(settings).count(NOT_STORED) == 1
 
 
 def test_settings_without_secrets_are_saved_as_they_are(tmp_path: Path) -> None:
@@ -95,3 +105,13 @@ def test_a_resumed_run_asks_for_its_secret_or_takes_it_from_a_variable(
     require_secrets(load_run(file, {"openai.api_key": "sk-another"}).model_dump(mode="json"))
     monkeypatch.setenv("TREADLE_ENGINE_TOKEN", SECRET)
     assert load_run(file).openai.api_key == SECRET
+
+
+def test_a_process_that_lacks_a_secret_of_its_sections_says_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(load_run(None, {"openai.api_key": SECRET, "env.name": "echo"}), tmp_path / "config.json")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["env", "echo", "validate", "--config", str(tmp_path / "config.json")])
+    assert ended.value.code == 2
+    assert "--openai.api-key held a secret when this run began" in capsys.readouterr().err

@@ -20,7 +20,12 @@ from treadle.sync.bridge_file import read_bridge_file
 def config(tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1)
     return EngineConfig(
-        model=str(folder), dtype="float32", threads=1, device="cpu", weights_file=tmp_path / "shared.weights"
+        model=str(folder),
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        weights_file=tmp_path / "shared.weights",
+        adapter_root=tmp_path,
     )
 
 

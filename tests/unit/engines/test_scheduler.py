@@ -20,6 +20,7 @@ from treadle.engines.sampling import SamplingParams
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError
+from treadle.processor import fast_dtype
 from treadle.wire.generate import Wave
 
 
@@ -112,15 +113,20 @@ def test_a_pause_that_takes_too_long_is_given_up(scheduler):
     assert all(f.result(60) for f in futures)
 
 
-def test_a_failure_is_told_to_everyone_and_to_the_health_check(scheduler):
+class Panic(BaseException):
+    """As libraries in Rust raise them."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_a_failure_is_told_to_everyone_and_to_the_health_check(scheduler, kind):
     def broken(*_, **__):
-        raise RuntimeError("out of memory")
+        raise kind("out of memory")
 
     scheduler.engine.admit = broken
     future = scheduler.submit(ask())
-    with pytest.raises(EngineError, match="RuntimeError"):
+    with pytest.raises(EngineError, match=kind.__name__):
         future.result(10)
-    assert scheduler.failure == "RuntimeError"
+    assert scheduler.failure == kind.__name__
     with pytest.raises(EngineError, match="ended"):
         scheduler.submit(ask())
     with pytest.raises(EngineError, match="ended"):
@@ -241,7 +247,8 @@ def test_a_request_for_one_token_changes_no_bit_of_what_runs(folder):
     """Such a request is the canary of a publish; it comes at a moment that no seed decides."""
     runs = []
     for has_canary in (False, True):
-        scheduler = Scheduler(TransformersEngine(EngineConfig(dtype="bfloat16", threads=1), folder), max_num_seqs=8)
+        config = EngineConfig(dtype=fast_dtype("cpu"), threads=1)
+        scheduler = Scheduler(TransformersEngine(config, folder), max_num_seqs=8)
         futures = [scheduler.submit(ask(i, n=3, max_tokens=40, wave=wave(i, size=2))) for i in range(2)]
         if has_canary:
             wait_until_running(scheduler)
@@ -338,7 +345,7 @@ def test_a_request_keeps_its_adapters_version_when_that_is_unloaded_as_it_begins
     engine.adapters.add("a", read_adapter(tmp_path))
     scheduler = Scheduler(engine, max_num_seqs=8)
     scheduler.add_adapter(Adapter("a", tmp_path, 4, policy_version=7))
-    scheduler.policy_version = 9  # of what came after it
+    scheduler._base_version = 9  # of what came after it
     asked = scheduler.submit(ask(adapter="a", num_prompt_top=0))
     assert engine.has_begun.wait(30)
     with ThreadPoolExecutor(1) as pool:

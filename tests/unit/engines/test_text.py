@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.tiny_model import write_tiny_model
 from treadle.chat_template import compile_template
@@ -176,3 +176,25 @@ def test_several_templates_are_chosen_by_the_tools(tmp_path):
     text, messages = Text.load(folder), [{"role": "user", "content": "Hi"}]
     assert text.chat_template(messages)[0] == "plain"
     assert text.chat_template(messages, tools=[{"type": "function"}])[0] == "with tools"
+
+
+ENDLESS = Regex("(x+x+)+y")
+
+
+def test_a_tokenizer_that_decodes_by_a_regular_expression_is_refused(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(ENDLESS, ""), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match=r"the decoder of the tokenizer in .* has a regular expression"):
+        Text.load(tmp_path)
+
+
+def test_a_tokenizer_that_panics_is_a_sentence(tmp_path, capfd):
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(ENDLESS, "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text.load(tmp_path)
+    assert text.encode("x") == [0]
+    for encode in (text.encode, text.encode_rendered):
+        with pytest.raises(ModelError, match=r"tokenizer fails on this text: .*retry-limit"):
+            encode("x" * 40)

@@ -230,6 +230,8 @@ def test_without_the_package_a_dataset_names_the_remedy():
 def test_a_dataset_is_loaded_by_name_and_part(tmp_path):
     """With a double of the package `datasets`, found before the real one."""
     (tmp_path / "datasets.py").write_text(
+        "import os\n"
+        "assert os.environ['HF_DATASETS_TRUST_REMOTE_CODE'] == '0'\n"  # no script of a dataset is run
         "def load_dataset(name, part=None):\n"
         "    if name != 'openai/gsm8k': raise FileNotFoundError('no such dataset: ' + name)\n"
         "    rows = [{'question': 'Q%d?' % n, 'answer': part} for n in range(4)]\n"

@@ -262,6 +262,11 @@ def test_a_temperature_of_the_agents_own_is_used_and_sent_along_with_its_sequenc
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"extra_body": {"best_wishes": 1}}, "best_wishes"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["x"] * 17}, "at most 16 strings"),
+        ({"stop": "x" * 1001}, "1 to 1000 characters"),
+        ({"stop": ["x", ""]}, "1 to 1000 characters"),
+        ({"n": 65}, "n must be 1 to 64"),
+        ({"extra_headers": {"X-Session-ID": "x" * 256}}, "X-Session-ID has more than 255 characters"),
     ],
 )
 def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishes, said):
@@ -284,8 +289,17 @@ def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishe
         (b'{"messages": [{"role": "user", "content": "x", "name": ["a"]}]}', "the name of a message must be text"),
         (b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
          % (b"[" * 100_000 + b"]" * 100_000), "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": [%s{}]}]}' % (b"{}," * 2**20), "at most 1048576 objects"),
+        (b'{"messages": [%s{}]}' % (b"{}," * 2**14), "at most 16384 messages"),
+        (b'{"messages": [{"role": "user", "name": "%s"}]}' % (b"x" * 256), "name of a message has more than 255"),
+        (b'{"messages": [{"role": "%s"}]}' % (b"x" * 256), "role of a message has more than 255"),
+        (b'{"messages": [{"role": "tool", "tool_call_id": "%s"}]}' % (b"x" * 256), "tool_call_id of a message has"),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "%s"}}]}]}' % (b"x" * 256),
+         "name of a function has more than 255"),
+        (b'{"model": "%s", "messages": []}' % (b"x" * 4097), "length <= 4096"),
     ],
-    ids=["no UTF-8", "deep", "calls", "name", "deep arguments"],
+    ids=["no UTF-8", "deep", "calls", "name", "deep arguments", "parts", "messages", "long name", "long role",
+         "long id", "long function", "long model"],
 )  # fmt: skip
 def test_a_body_that_cannot_be_read_is_the_senders_mistake(tmp_path, body, said):
     async def play(on):
@@ -296,6 +310,44 @@ def test_a_body_that_cannot_be_read_is_the_senders_mistake(tmp_path, body, said)
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
     played(tmp_path, ["Five."], play)
+
+
+def test_a_session_keeps_a_bounded_number_of_replies_tokens_and_characters(tmp_path, monkeypatch):
+    async def play(on):
+        async def refused(**more):
+            with pytest.raises(openai.APIStatusError) as full:
+                await on.chat({"role": "user", "content": "Another question"}, **more)
+            assert full.value.status_code == 413
+            return full.value.body["message"]
+
+        await on.chat(QUESTION)
+        monkeypatch.setattr("treadle.envs.foreign.sessions.MAX_REPLIES", 2)
+        assert "at most 2 replies" in await refused(n=2)
+        monkeypatch.setattr("treadle.envs.foreign.sessions.MAX_TOKENS", 5)
+        assert "at most 5 tokens" in await refused()
+        monkeypatch.setattr("treadle.envs.foreign.sessions.MAX_TOKENS", 2**22)
+        monkeypatch.setattr("treadle.envs.foreign.sessions.MAX_CHARS", 50)
+        assert "at most 50 characters" in await refused(tools=TOOLS)
+        assert on.trained() == [f"Five.{END}"]
+        known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
+        await on.chat(*known)  # what it continues is counted once
+        assert on.trained() == [f"Five.{END}", f"Yes.{END}"]
+
+    played(tmp_path, ["Five.", "Yes."], play)
+
+
+def test_calls_that_fail_leave_nothing_in_their_session(tmp_path):
+    async def play(on):
+        for number in range(3):
+            with pytest.raises(openai.BadRequestError):
+                await on.chat({"role": "user", "content": f"{number}" * 1000}, n=2)
+            with pytest.raises(openai.BadRequestError):
+                await on.client.completions.create(model="m", prompt=f"{number}" * 1000)
+        assert (on.session._lines, on.session.model.chats) == ([], [])
+        await on.chat({"role": "user", "content": "?"})
+        assert len(on.session._lines) == len(on.session.model.chats) == 1
+
+    played(tmp_path, ["Yes."], play, longest_sequence=100)
 
 
 def test_evaluations_are_greedy_when_agents_ask_for_it(tmp_path):

@@ -45,6 +45,15 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
         tokenizer.render(CHAT)
 
 
+def test_a_template_without_an_end_is_an_error_instead_of_a_hang(tmp_path):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path, endless))
+    with pytest.raises(ModelError, match="of processor time"):
+        tokenizer.encode_chat(CHAT)
+    with pytest.raises(ModelError, match="of processor time"):  # constants are computed when it is parsed
+        ChatTokenizer.load(save_tokenizer(tmp_path, "{{ 9**(9**9) }}"))
+
+
 @pytest.mark.parametrize("as_list", [False, True])
 def test_a_template_may_lie_in_the_tokenizer_settings(tmp_path, as_list):
     save_tokenizer(tmp_path, template=None)

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.hub.guard import access_of
-from treadle.wire import guard
+from treadle.wire import guard, tokens
 from treadle.wire.guard import ADMIN as ADMINS
 from treadle.wire.guard import CLIENTS, EVERYBODY, Guard, why_refused
 from treadle.wire.tokens import CLIENT_ROLES, role_token
@@ -452,6 +452,20 @@ def test_a_token_file_is_made_once_for_its_owner_only(token_file, caplog):
     assert token_file.read_text().strip() == token
     assert token not in repr(access)
     assert token not in caplog.text + repr([vars(record) for record in caplog.records])
+
+
+def test_processes_that_start_at_once_get_one_token(token_file, monkeypatch):
+    make, started = tokens.secrets.token_urlsafe, []
+
+    def make_while_another_starts(size):
+        monkeypatch.setattr(tokens.secrets, "token_urlsafe", make)
+        started.append(of_file(token_file))
+        return make(size)
+
+    monkeypatch.setattr(tokens.secrets, "token_urlsafe", make_while_another_starts)
+    started.append(of_file(token_file))
+    assert started == [of_file(token_file)] * 2
+    assert list(token_file.parent.iterdir()) == [token_file]
 
 
 def test_blanks_around_the_token_do_not_count(token_file):

@@ -20,10 +20,14 @@ from written_run import write_run
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config.load import save_run
+from treadle.launch.doctor.command import Patient, examine_live
 from treadle.launch.doctor.finding import Check
 from treadle.launch.doctor.live import Server, check_engine, check_hub
 from treadle.launch.doctor.looking import list_packages, survey_model
 from treadle.launch.doctor.sharing import Trial, try_sharing
+from treadle.launch.folder import locked
+from treadle.launch.plan import with_values
+from treadle.wire.tokens import role_token
 
 
 def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -138,6 +142,27 @@ def test_a_hub_with_a_token_asks_for_its_variable(tmp_path: Path) -> None:
         assert all(check.verdict == "ok" for check in known)
 
 
+def test_a_runs_own_token_files_open_its_hub_and_its_engine(
+    tmp_path: Path, stranger: tuple[str, dict[str, tuple[int, Any]]]
+) -> None:
+    engine_url, answers = stranger
+    answers |= {"/health": (200, {"status": "ok", "policy_version": 3}), "/generate": (200, {})}
+    files = {name: tmp_path / f"{name}.token" for name in ("hub", "engine")}
+    files["engine"].write_text("engine-token-of-a-test-0123")
+    files["engine"].chmod(0o600)
+    with HubProcess(tmp_path, "--token-file", str(files["hub"])) as hub, locked(tmp_path):
+        urls = {"env.rollout_server_url": hub.url, "train.engine_url": engine_url}
+        settings = urls | {f"{name}.token_file": file for name, file in files.items()}
+        save_run(with_values(write_run(tmp_path), settings), tmp_path / "config.json")
+        found = by_name(examine_live(Patient(tmp_path), {}))
+        assert {found[name].verdict for name in ("hub", "batches", "engine", "POST /generate")} == {"ok"}
+        assert Stranger.keys_seen == {f"Bearer {role_token('engine-token-of-a-test-0123', 'environment')}"}
+        given = by_name(examine_live(Patient(tmp_path, hub_url=hub.url), {}))
+        assert given["hub"].verdict == "problem", "an address that was given gets no token of the run"
+        files["hub"].chmod(0o644)
+        assert by_name(examine_live(Patient(tmp_path), {}))["tokens"].remedy == f"chmod 600 {files['hub']}"
+
+
 def test_nobody_at_an_address_is_told_with_the_command_that_starts_one() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
@@ -151,8 +176,10 @@ class Stranger(BaseHTTPRequestHandler):
     """An OpenAI server as there are many: it has /health and /v1, and no /generate."""
 
     answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+    keys_seen: ClassVar[set[str | None]] = set()
 
     def do_GET(self) -> None:
+        self.keys_seen.add(self.headers["Authorization"])
         self._answer(*self.answers.get(self.path, (404, {"detail": "Not Found"})))
 
     do_POST = do_GET
@@ -169,6 +196,7 @@ class Stranger(BaseHTTPRequestHandler):
 @pytest.fixture
 def stranger() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
     answers: dict[str, tuple[int, Any]] = {}
+    Stranger.keys_seen.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Other", (Stranger,), {"answers": answers}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", answers

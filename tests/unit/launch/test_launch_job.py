@@ -23,7 +23,7 @@ from treadle.launch import folder as run_folders
 from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
-from treadle.launch.job import Life, check_one_model, settle_environment, start_run
+from treadle.launch.job import Life, check_one_model, settle_environment, start_run, with_fitting_groups
 from treadle.launch.memory import MemorySampler
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
@@ -101,6 +101,15 @@ def test_a_run_folder_has_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_a_deleted_lock_file_lets_no_second_launcher_in(tmp_path: Path) -> None:
+    with run_folders.locked(tmp_path):
+        (tmp_path / ".lock").unlink()
+        assert run_folders.is_going(tmp_path)
+        with pytest.raises(ConfigError, match="is going on"), run_folders.locked(tmp_path):
+            pass
+    assert not run_folders.is_going(tmp_path)
+
+
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
     folders = {run_folders.create_run_folder(tmp_path / "runs", "arithmetic-addition") for _ in range(3)}
     assert len(folders) == 3
@@ -140,7 +149,9 @@ def test_what_the_user_gave_is_known_again_on_resume(tmp_path: Path) -> None:
     config = load_run(None, {"hub.port": "8100", "engine.threads": "3"})
     run_folders.save_request(config, tmp_path)
     assert run_folders.requested_keys(tmp_path) == {"hub.port", "engine.threads"}
-    assert run_folders.requested_keys(tmp_path / "nowhere") == frozenset()
+    (tmp_path / "request.json").unlink()
+    with pytest.raises(ConfigError, match=r"request\.json, which lists the settings that you gave, is missing"):
+        run_folders.requested_keys(tmp_path)
 
 
 def test_resume_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -237,6 +248,16 @@ def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_pat
     assert "--train.micro-tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("asked", "group_size"),
+    [({"train.batch_size": 4}, 4), ({"train.batch_size": 1, "train.gradient_accumulation_steps": 2}, 2), ({}, 8),
+     ({"train.batch_size": 4, "env.group_size": 2}, 2), ({"train.batch_size": 4, "env.group_size": 8}, 8)],
+)  # fmt: skip
+def test_groups_are_no_larger_than_a_batch_unless_they_were_chosen(asked: dict[str, int], group_size: int) -> None:
+    config = load_run(None, asked)
+    assert with_fitting_groups(config, explicit_keys(config)).env.group_size == group_size
+
+
 def test_an_agents_command_reaches_the_environment_process(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "2 + 2?", "answer": "4"}\n')
     args = {"command": "python agent.py", "time_limit_s": 5.0, "rewards": ["exact_match"]}
@@ -256,6 +277,67 @@ def test_an_agent_without_a_command_is_refused_before_anything_starts(tmp_path: 
         start_run(load_run(None, asked), plain=True)
     assert '--env.args \'{"command": ' in refused.value.fix
     assert not (tmp_path / "runs").exists()
+
+
+def bad_token_file(tmp_path: Path, kind: str) -> Path:
+    file = tmp_path / "token"
+    if kind == "a folder":
+        file.mkdir()
+    else:
+        file.write_text("" if kind == "empty" else "a-token-of-a-test-0123456789")
+        file.chmod(0o644 if kind == "readable by others" else 0o600)
+    return file
+
+
+@pytest.mark.parametrize("key", ["hub.token_file", "hub.admin_token_file", "engine.token_file"])
+@pytest.mark.parametrize("kind", ["a folder", "empty", "readable by others"])
+def test_a_bad_token_file_is_refused_before_anything_is_made(kind: str, key: str, tmp_path: Path) -> None:
+    asked = {key: bad_token_file(tmp_path, kind), "output": tmp_path / "runs", "model": "no-such-model"}
+    with pytest.raises(ConfigError, match="token"):
+        start_run(load_run(None, asked), plain=True)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"env.max_age": 1, "train.max_age": 0}, {"hub.database": ":memory:"}], ids=["ages", "database"]
+)
+def test_contradictory_settings_are_refused_before_anything_is_made(asked, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    with pytest.raises(ConfigError):
+        start_run(load_run(None, asked | {"output": tmp_path / "runs"}), plain=True)
+    assert not (tmp_path / "runs").exists()
+
+
+RELATIVE = {
+    "model": "model", "output": "runs", "hub.database": "q.sqlite", "hub.token_file": "hub.token",
+    "hub.admin_token_file": "admin.token", "engine.token_file": "engine.token", "engine.weights_file": "weights",
+    "engine.adapter_root": "adapters", "env.data": "rows.jsonl", "env.eval_data": "test.jsonl", "env.state_dir": "env",
+    "env.data_dir_to_save_evals": "evals", "env.data_path_to_save_groups": "groups.jsonl", "train.live_path": "live",
+    "train.save_path": "saved", "train.metrics_file": "metrics.jsonl", "train.vllm_config_path": "bridge.json",
+}  # fmt: skip
+
+
+def test_paths_of_a_run_do_not_depend_on_the_folder_it_is_resumed_in(tmp_path, monkeypatch) -> None:
+    begun_in, resumed_in = tmp_path / "begun", tmp_path / "resumed"
+    (begun_in / "model").mkdir(parents=True)
+    resumed_in.mkdir()
+    for number, name in enumerate(("rows.jsonl", "test.jsonl")):
+        (begun_in / name).write_text(json.dumps({"prompt": f"{number} + 1?", "answer": str(number + 1)}))
+    lives: list[RunConfig] = []
+    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(begun_in / "model"))
+    monkeypatch.chdir(begun_in)
+    start_run(load_run(None, RELATIVE | {"env.name": "jsonl"}), plain=True)
+    (run,) = (begun_in / "runs").iterdir()
+    monkeypatch.chdir(resumed_in)
+    resume(run, {}, plain=True)
+    for config in lives:
+        saved = config.model_dump(mode="json")
+        for key, path in RELATIVE.items():
+            section, _, name = key.rpartition(".")
+            assert (saved[section] if section else saved)[name] == str(begun_in / path), key
+    assert len(lives) == 2
+    assert list(resumed_in.iterdir()) == []
 
 
 def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkeypatch) -> None:

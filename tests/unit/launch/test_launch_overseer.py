@@ -23,6 +23,18 @@ from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, WaitRepo
 BATCH = WaitReport(what="the batch of step 3", seconds=41.6, of="env")
 
 
+OVERSEER = """
+import os, sys, pathlib, time
+from treadle.launch.overseer import Overseer
+overseer = Overseer(sys.argv[1], dict, pathlib.Path("."), stall_s=3.0)
+overseer.look(1)
+print("looks", flush=True)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
+overseer.look(1)
+"""
+
+
 class FakeClock:
     now_s = 0.0
 
@@ -213,3 +225,16 @@ def test_the_advice_of_a_process_names_the_flags_of_the_run(hub: HubDouble) -> N
     overseer.look(0)
     assert overseer.sight.alarms[0].endswith("; --train.publish-timeout-s ends it")
     assert overseer.sight.findings == ("trainer clips much; lower --train.lr",)
+
+
+def test_a_launcher_that_was_stopped_does_not_take_the_run_for_stalled(tmp_path: Path) -> None:
+    """Ctrl-Z and fg: nothing could move meanwhile, and nothing is wrong."""
+    words = [sys.executable, "-c", OVERSEER, f"http://127.0.0.1:{free_port()}", str(tmp_path / "go on")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "looks\n"
+        launcher.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        launcher.send_signal(signal.SIGCONT)
+        (tmp_path / "go on").touch()
+        assert launcher.wait(60) == 0

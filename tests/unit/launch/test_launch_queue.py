@@ -33,7 +33,9 @@ def run_folder(tmp_path: Path) -> Path:
     """A run that was stopped after step 2, with its queue."""
     write_run(tmp_path, num_steps=2)
     settings = {"steps": 9, "engine.model": str(tmp_path), "train.metrics_file": tmp_path / "metrics.jsonl"}
-    save_run(load_run(None, settings | {"env.task": "addition"}), tmp_path / "config.json")
+    config = load_run(None, settings | {"env.task": "addition", "train.save_path": tmp_path / "checkpoints"})
+    save_run(config, tmp_path / "config.json")
+    (tmp_path / "request.json").write_text('{"steps": 9}')
     Store.open(tmp_path / "hub.sqlite").close()
     return tmp_path
 
@@ -45,14 +47,54 @@ def test_a_run_whose_queue_is_gone_is_not_resumed(run_folder: Path):
         resume(run_folder, {}, plain=True)
 
 
+def test_after_a_lost_queue_no_resume_is_advised(run_folder: Path, monkeypatch, capsys):
+    (run_folder / "checkpoints" / "step_2").mkdir(parents=True)
+
+    def lose_queue(*_: Any, **__: Any) -> None:
+        (run_folder / "hub.sqlite").unlink()
+        raise ProcessDied("the hub ended")
+
+    monkeypatch.setattr(job.Life, "live", lose_queue)
+    with pytest.raises(ProcessDied):
+        resume(run_folder, {}, plain=True)
+    said = capsys.readouterr().err
+    assert "--resume" not in said
+    assert f"queue of this run is gone: {run_folder / 'hub.sqlite'}" in said
+    assert f"run --model {run_folder / 'checkpoints' / 'step_2'}" in said
+
+
+def test_an_error_that_leaves_the_queue_advises_to_resume(run_folder: Path, monkeypatch, capsys):
+    def end(*_: Any, **__: Any) -> None:
+        raise ProcessDied("the hub ended")
+
+    monkeypatch.setattr(job.Life, "live", end)
+    with pytest.raises(ProcessDied):
+        resume(run_folder, {}, plain=True)
+    assert f"run --resume {run_folder}" in capsys.readouterr().err
+
+
+def test_a_resume_without_the_list_of_given_settings_is_refused(run_folder: Path):
+    (run_folder / "request.json").unlink()
+    with pytest.raises(ConfigError, match=r"request\.json.* is missing") as refused:
+        resume(run_folder, {}, plain=True)
+    assert "put back a copy" in refused.value.fix
+
+
+def test_a_resume_without_a_secret_of_the_run_is_refused(run_folder: Path):
+    config = load_run(run_folder / "config.json", {"openai.api_key": "sk-very-secret"})
+    save_run(config, run_folder / "config.json")
+    with pytest.raises(ConfigError, match=r"--openai\.api-key held a secret when this run began"):
+        resume(run_folder, {}, plain=True)
+
+
 def test_a_resume_never_empties_the_queue(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     saved = json.loads((run_folder / "config.json").read_text())
     saved["hub"]["fresh"] = True
     (run_folder / "config.json").write_text(json.dumps(saved))
     resumed: list[RunConfig] = []
 
-    def note(config: RunConfig, *_: Any, **__: Any) -> int:
-        resumed.append(config)
+    def note(plan: Plan, *_: Any, **__: Any) -> int:
+        resumed.append(plan.config)
         return 0
 
     monkeypatch.setattr(job, "_run", note)

@@ -20,6 +20,7 @@ from treadle.launch.top import find_run
 def write_run_of(hub_url: str, folder: Path, token_file: Path | None = None) -> None:
     config = write_run(folder, num_steps=3, is_evaluated=False)
     values = {"train.atropos_url": hub_url, "hub.token_file": token_file, "steps": 50}
+    values["hub.database"] = folder / "hub.sqlite"
     save_run(with_values(config, values), folder / CONFIG_FILE)
 
 
@@ -47,6 +48,7 @@ def test_a_run_that_goes_on_is_shown_with_its_processes(tmp_path: Path) -> None:
 
 def test_a_run_that_is_over_is_shown_as_it_ended_with_how_to_go_on(tmp_path: Path) -> None:
     write_run_of(f"http://127.0.0.1:{free_port()}", tmp_path)
+    (tmp_path / "hub.sqlite").write_bytes(b"a queue")
     shown = top(str(tmp_path), "--once")
     assert "step 3/50" in shown
     assert "this run is not going on now" in shown

@@ -419,6 +419,20 @@ def test_a_body_that_is_slow_but_fast_enough_is_taken(start):
         assert json.loads(read_answer(client)[1])[0] == 500
 
 
+def test_a_pause_of_the_server_takes_nothing_of_a_bodys_time(start):
+    server = start(read_timeout_s=2.5)
+    with server.connect() as client:
+        whole = post("/echo", b"x" * 500)
+        client.sendall(whole[:-250])
+        time.sleep(0.1)  # the application has begun to read it
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        server.process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)  # the limits have been looked at
+        client.sendall(whole[-250:])
+        assert json.loads(read_answer(client)[1])[0] == 500
+
+
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_who_sends_a_large_body_still_reads_the_refusal(server, connection):
     """A plain close would reset the connection, and the client would see that instead of the 413."""

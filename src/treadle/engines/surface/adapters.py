@@ -75,7 +75,8 @@ class AdapterRoutes:
         path = self._folder(body.adapter_path)
         settings = await asyncio.to_thread(read_adapter_settings, path)
         name = self._new_name(body.adapter_name or path.name)
-        adapter = await self._engine.load_adapter(name, path, self._version_of(name, body.policy_version))
+        with self._served.publishing.by(http):
+            adapter = await self._engine.load_adapter(name, path, self._version_of(name, body.policy_version))
         number = self._served.ledger.adapter_loaded(name)
         self._served.ledger.weights_changed()
         return json_answer(
@@ -97,7 +98,8 @@ class AdapterRoutes:
         name = body.adapter_name or (active.name if active else None)
         if name is None:
             return json_answer({"status": "ok", "previous_adapter": None, "previous_name": None})
-        path = await self._unload(name)
+        with self._served.publishing.by(http, also_by_hand=not self._serves_policy(name)):
+            path = await self._unload(name)
         return json_answer({"status": "ok", "previous_adapter": str(path), "previous_name": name})
 
     async def load_by_name(self, http: HttpRequest) -> Response:
@@ -109,8 +111,13 @@ class AdapterRoutes:
 
     async def unload_by_name(self, http: HttpRequest) -> Response:
         body = await decode(http, UnloadByName)
-        await self._unload(body.lora_name)
+        with self._served.publishing.by(http, also_by_hand=not self._serves_policy(body.lora_name)):
+            await self._unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _serves_policy(self, name: str) -> bool:
+        serving = self._engine.serving_adapter
+        return serving is not None and serving.name == name
 
     def _folder(self, path: str) -> Path:
         if not self._engine.facts.has_lora:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from treadle.engines.port import EngineFacts, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
-from treadle.wire.generate import MIN_TEMPERATURE, Wave
+from treadle.wire.generate import MAX_STOP_CHARS, MAX_STOP_STRINGS, MIN_TEMPERATURE, Wave
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20  # likeliest tokens a position; more make answers of many megabytes
 
@@ -55,6 +53,8 @@ def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
     stop_ids = frozenset(ask.stop_token_ids or ())
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} of them, not {len(stop_ids)}")
+    if not all(0 <= token < facts.vocab_size for token in stop_ids):  # vLLM refuses them, or cannot write them down
+        raise RequestError(f"stop_token_ids must be whole numbers from 0 to {facts.vocab_size - 1}")
     for count in (ask.logprobs, ask.prompt_logprobs):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"logprobs of {count} tokens a position were asked for; 0 to {MAX_LOGPROBS} can be had")
@@ -66,7 +66,7 @@ def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
             # Both engines get the same: vLLM would raise some of these to 0.01, and take others for 0.
             0.0 if ask.temperature < MIN_TEMPERATURE else ask.temperature,
             ask.top_p,
-            max(ask.top_k, 0),
+            max(ask.top_k, 0) if ask.top_k < facts.vocab_size else 0,  # all of them: it rules out nothing
             ask.min_p,
         ),
         seed=ask.seed,

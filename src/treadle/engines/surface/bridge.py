@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, adapter_here, decode, folder_here, route
+from treadle.engines.surface.http import NotHere, adapter_here, decode, route, weights_here
 from treadle.engines.surface.served import Served
 from treadle.wire.bridge import (
     Adopt,
@@ -64,18 +66,22 @@ class BridgeRoutes:
 
     async def pause(self, http: HttpRequest) -> Response:
         body = await decode(http, Pause)
-        await self._engine.hold(body.mode, self._served.pause_timeout_s)
+        with self._served.publishing.by(http, also_by_hand=True):
+            await self._engine.hold(body.mode, self._served.pause_timeout_s)
         return self._now("paused")
 
     async def resume(self, http: HttpRequest) -> Response:
         body = await decode(http, Resume)
-        held_s = await self._engine.release(body.policy_version)
+        with self._served.publishing.by(http, also_by_hand=body.policy_version is None):
+            held_s = await self._engine.release(body.policy_version)
         if body.policy_version is not None:
             self._served.ledger.weights_changed()
         return self._now("resumed", held_s)
 
     async def adopt(self, http: HttpRequest) -> Response:
-        held_s = await self._engine.adopt(await decode(http, Adopt))
+        order = await decode(http, Adopt)
+        with self._served.publishing.by(http):
+            held_s = await self._engine.adopt(order)
         self._served.ledger.weights_changed()
         return self._now("adopted", held_s)
 
@@ -122,22 +128,31 @@ class BridgeRoutes:
         return json_answer(Fingerprints(policy_version=body.policy_version, fingerprints=dict(found)))
 
     async def join(self, http: HttpRequest) -> Response:
-        await self._engine.join(await decode(http, JoinGroup))
+        body = await decode(http, JoinGroup)
+        with self._served.publishing.by(http):
+            await self._engine.join(body)
         return json_answer(Joined(status="joined"))
 
     async def receive(self, http: HttpRequest) -> Response:
-        return json_answer(await self._engine.receive(await decode(http, ReceiveWeights)))
+        body = await decode(http, ReceiveWeights)
+        with self._served.publishing.by(http):
+            return json_answer(await self._engine.receive(body))
 
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
-        held_s = await self._engine.reload(folder_here(body.path), body.policy_version)
+        folder = await asyncio.to_thread(self._folder, body.path)
+        with self._served.publishing.by(http):
+            held_s = await self._engine.reload(folder, body.policy_version)
         return await self._updated(started, held_s)
 
     async def restart(self, http: HttpRequest) -> Response:
         body, started = await decode(http, RestartEngine), time.monotonic()
         root, path = self._served.adapter_root, body.adapter_path
         adapter = None if path is None else adapter_here(path, root)
-        await self._engine.restart(folder_here(body.model_path), adapter, body.policy_version)
+        folder = await asyncio.to_thread(self._folder, body.model_path)
+        with self._served.publishing.by(http, also_by_hand=True):
+            await self._engine.restart(folder, adapter, body.policy_version)
+        self._served.publishing.begin_again(http)
         await self._served.write_bridge_file()  # they lie elsewhere now
         return await self._updated(started)
 
@@ -146,6 +161,9 @@ class BridgeRoutes:
         facts = msgspec.to_builtins(self._engine.facts, enc_hook=str)
         state = msgspec.to_builtins(await self._engine.state())
         return json_answer({"facts": facts, "state": state, "adapters": adapters})
+
+    def _folder(self, path: str) -> Path:
+        return weights_here(path, self._served.adapter_root, self._served.model_folder)
 
     def _now(self, status: str, held_s: float = 0.0) -> Response:
         return json_answer(BridgeState(status=status, policy_version=self._engine.policy_version, held_s=held_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,11 +83,17 @@ def nobody_reads() -> Response:
     return Response(status_code=CLIENT_LEFT)
 
 
-def folder_here(path: str) -> Path:
-    """A folder on this machine that a request names."""
-    folder = _resolved(path)
-    if not os.path.isdir(folder):
-        raise _no_folder(path)
+def weights_here(path: str, root: Path, model_folder: Path) -> Path:
+    """The folder of weights that a request names: the engine's own model, or one in `root`, as `adapter_here`."""
+    folder = _resolved(path, root)
+    if folder == model_folder:  # its files may be links, as in the cache of downloaded models
+        return folder
+    _refuse_outside(path, root, [folder])
+    try:
+        files = [folder / name for name in os.listdir(folder)]
+    except OSError:
+        raise _no_folder(path) from None
+    _refuse_outside(path, root, files)
     return folder
 
 
@@ -95,18 +101,22 @@ def adapter_here(path: str, root: Path) -> Path:
     """The folder of an adapter that a request names: in `root`, to which a relative path belongs. Links may not lead
     out of it, and whether anything is there is said only of places inside."""
     folder = _resolved(path, root)
-    for place in (folder, *(folder / name for name in ADAPTER_FILES)):
-        if not Path(os.path.realpath(place)).is_relative_to(root):
-            raise RequestError(
-                f"{_cut(path)} is not in {root}, the folder from which this engine loads adapters",
-                fix="save it there, or start the engine with another --adapter-root",
-            )
+    _refuse_outside(path, root, [folder, *(folder / name for name in ADAPTER_FILES)])
     if not os.path.isdir(folder):
         raise _no_folder(path)
     return folder
 
 
-def _resolved(path: str, base: Path = Path()) -> Path:
+def _refuse_outside(path: str, root: Path, places: Iterable[Path]) -> None:
+    for place in places:
+        if not Path(os.path.realpath(place)).is_relative_to(root):
+            raise RequestError(
+                f"{_cut(path)} is not in {root}, the folder from which this engine loads adapters and weights",
+                fix="save it there, or start the engine with another --adapter-root",
+            )
+
+
+def _resolved(path: str, base: Path) -> Path:
     """os.path instead of Path: what is too long, or not allowed, is no folder, and no error of another kind."""
     try:
         return Path(os.path.realpath(base / os.path.expanduser(path)))

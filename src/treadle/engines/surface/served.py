@@ -11,6 +11,7 @@ from typing import Any
 
 from treadle.chat_template import TemplateWorker
 from treadle.engines.port import Engine
+from treadle.engines.surface.publishing import Publishing
 from treadle.engines.text import Text
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
@@ -57,10 +58,12 @@ class Served:
     engine: Engine
     model_name: str  # as it was asked for at the start
     pause_timeout_s: float
-    adapter_root: Path  # the folder from which adapters are loaded, resolved
+    adapter_root: Path  # the folder from which adapters and weights are loaded, resolved
+    model_folder: Path  # what the engine was started with, which is always loaded again
     bridge_file: Path | None = None  # where a trainer can read which weights are shared
     ledger: Ledger = field(default_factory=Ledger)
     templates: TemplateWorker = field(default_factory=TemplateWorker)
+    publishing: Publishing = field(default_factory=Publishing)
 
     @property
     def text(self) -> Text:
@@ -81,7 +84,7 @@ class Served:
         source, values = text.chat_template(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
         )
-        rendered = await self.templates.render(source, values)
+        rendered = await self.templates.render_async(source, values)
         self._refuse_longer(rendered)
         return text.encode_rendered(rendered)
 

@@ -6,7 +6,6 @@ read by the model.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -15,7 +14,7 @@ from typing import Self, TypeVar
 
 from treadle.envs.chat import Chat, Model, Reply
 from treadle.envs.foreign.calls import Spoken, understand
-from treadle.envs.foreign.messages import key_of, keys_of, plain
+from treadle.envs.foreign.messages import key_of, plain
 from treadle.envs.foreign.requests import Ask
 from treadle.errors import RequestError
 
@@ -57,6 +56,11 @@ class Line(ABC):
     @property
     def length(self) -> int:
         return len(self.chat.transcript.tokens)
+
+    @property
+    @abstractmethod
+    def num_chars(self) -> int:
+        """How much text is kept, beside the tokens."""
 
     def goes_on_in(self, ask: Ask) -> bool:
         same = (self.speaker, self.chat.transcript.temperature) == (ask.speaker, ask.temperature)
@@ -111,22 +115,24 @@ class ChatLine(Line):
     def __init__(self, chat: Chat, ask: Ask) -> None:
         super().__init__(chat, ask.speaker)
         self._ask = ask
-        self._tools = _tools_key(ask)
-        self._known = keys_of(ask.messages)
+        self._known = list(ask.keys)
+
+    @property
+    def num_chars(self) -> int:
+        return self._ask.num_chars
 
     @classmethod
     def begin(cls, model: Model, ask: Ask) -> Self:
         return cls(model.chat(ask.messages, tools=ask.tools, temperature=ask.temperature), ask)
 
     def _is_continued_by(self, ask: Ask) -> bool:
-        keys, known = keys_of(ask.messages), self._known
+        keys, known = ask.keys, self._known
         is_longer = len(keys) > len(known) or (len(keys) == len(known) and not self._has_spoken)
-        return is_longer and keys[: len(known)] == known and self._tools == _tools_key(ask)
+        return is_longer and keys[: len(known)] == known and self._ask.tools_key == ask.tools_key
 
     def hear(self, ask: Ask) -> None:
-        new = ask.messages[len(self._known) :]
-        self.chat.add(*new)
-        self._known += keys_of(new)
+        self.chat.add(*ask.messages[len(self._known) :])
+        self._ask, self._known = ask, list(ask.keys)
         self._has_spoken = False
 
     def branch(self) -> Self:
@@ -145,6 +151,10 @@ class TextLine(Line):
         super().__init__(passage, speaker)
         self._passage = passage
         self._is_all_in_the_text = True  # not so: the end token, or a stop word, which the agent does not get to see
+
+    @property
+    def num_chars(self) -> int:
+        return len(self._passage.text)
 
     @classmethod
     def begin(cls, model: Model, ask: Ask) -> Self:
@@ -234,7 +244,3 @@ def _copy(chat: C) -> C:
     other.transcript = copy(chat.transcript)
     vars(other.transcript).update({name: copy(value) for name, value in vars(chat.transcript).items()})
     return other
-
-
-def _tools_key(ask: Ask) -> str:
-    return json.dumps(ask.tools, sort_keys=True)

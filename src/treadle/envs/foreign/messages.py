@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from treadle.envs.base import Message
 from treadle.errors import RequestError
+from treadle.wire.generate import MAX_NAME_CHARS
 
 T = TypeVar("T")
 Key = tuple[str, str, str, tuple[tuple[str, str], ...]]  # role, name, text, (function, arguments) of each call
@@ -21,10 +22,11 @@ def plain(message: Mapping[str, Any]) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise RequestError("every message needs a role")
-    found: Message = {"role": role, "content": _text(message.get("content"))}
+    found: Message = {"role": short_name(role, "the role of a message"), "content": _text(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name):
-            found[name] = _as(str, message[name], f"the {name} of a message must be text")
+            text = _as(str, message[name], f"the {name} of a message must be text")
+            found[name] = short_name(text, f"the {name} of a message")
     if message.get("tool_calls"):
         calls = _as(list, message["tool_calls"], "the tool_calls of a message must be a list")
         found["tool_calls"] = [_plain_call(call) for call in calls]
@@ -50,8 +52,15 @@ def key_of(message: Message) -> Key:
     )
 
 
-def keys_of(messages: Sequence[Message]) -> list[Key]:
-    return [key_of(message) for message in messages]
+def num_chars(key: Key) -> int:
+    role, name, text, calls = key
+    return len(role) + len(name) + len(text) + sum(len(function) + len(arguments) for function, arguments in calls)
+
+
+def short_name(text: str, what: str) -> str:
+    if len(text) > MAX_NAME_CHARS:
+        raise RequestError(f"{what} has more than {MAX_NAME_CHARS} characters")
+    return text
 
 
 def _as(kind: type[T], value: object, otherwise: str) -> T:
@@ -74,7 +83,8 @@ def _plain_call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError("a tool call needs a function with a name")
-    return {"type": "function", "function": {"name": function["name"], "arguments": _arguments(function)}}
+    name = short_name(function["name"], "the name of a function")
+    return {"type": "function", "function": {"name": name, "arguments": _arguments(function)}}
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

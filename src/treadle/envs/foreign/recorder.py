@@ -27,9 +27,10 @@ from treadle.envs.chat import Transcript
 from treadle.envs.foreign.answers import Wishes, error_body, events, whole
 from treadle.envs.foreign.lines import Turn
 from treadle.envs.foreign.requests import AgentChat, AgentCompletion, Ask, chat_ask, completion_ask
-from treadle.envs.foreign.sessions import GivenUp, Over, Session, Sessions
+from treadle.envs.foreign.sessions import Full, GivenUp, Over, Session, Sessions
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
+from treadle.wire.generate import Name
 from treadle.wire.http_bodies import json_answer, read_json, unless_gone
 
 MAX_BODY_BYTES = 64 << 20  # conversations with large tool results, sent again with every call
@@ -68,7 +69,7 @@ class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CreateSession(msgspec.Struct, kw_only=True):
     """What Atropos' clients send. The tool calls read are always those between <tool_call> tags."""
 
-    tool_parser: str = "hermes"
+    tool_parser: Name = "hermes"
 
 
 class Recorder:
@@ -232,6 +233,8 @@ def _status_of(error: TreadleError) -> int:
             return 404
         case Over():
             return 410  # OpenAI's client would repeat a 409
+        case Full():
+            return 413
         case RequestError() | UserError():
             return 400
     return 503

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from treadle.envs.base import Message
-from treadle.envs.foreign.messages import plain
+from treadle.envs.foreign.messages import Key, key_of, num_chars, plain, short_name
 from treadle.errors import RequestError
+from treadle.wire.generate import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from treadle.wire.openai import ChatRequest, CompletionRequest, Sampling
 
 MAX_BRANCHES = 64
+MAX_MESSAGES = 2**14
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 2.0  # below, one token has all the probability, and training divides by it
 
 
@@ -45,10 +49,27 @@ class Ask:
     stop: tuple[str, ...] = ()
     speaker: str = ""  # who asked, where several share a session
 
+    @cached_property
+    def keys(self) -> list[Key]:
+        """Of the messages. Computed once: every conversation of the session is compared with them."""
+        return [key_of(message) for message in self.messages]
+
+    @cached_property
+    def tools_key(self) -> str:
+        return json.dumps(self.tools, sort_keys=True)
+
+    @cached_property
+    def num_chars(self) -> int:
+        """How much of this call a session keeps, in characters."""
+        text = len(self.prompt) + sum(map(num_chars, self.keys))
+        return text + (len(self.tools_key) if self.tools else 0)
+
 
 def chat_ask(body: AgentChat, run_temperature: float, speaker: str = "") -> Ask:
     if not body.messages:
         raise RequestError("there are no messages", fix="send at least one")
+    if len(body.messages) > MAX_MESSAGES:
+        raise RequestError(f"a conversation has at most {MAX_MESSAGES} messages, not {len(body.messages)}")
     if (body.response_format or {"type": "text"}).get("type") != "text":
         raise RequestError("response_format other than text is not offered", fix="leave it out")
     if body.tool_choice not in (None, "auto", "none"):
@@ -64,7 +85,7 @@ def chat_ask(body: AgentChat, run_temperature: float, speaker: str = "") -> Ask:
         max_tokens=_max_tokens(body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens),
         temperature=_temperature(body, run_temperature),
         stop=_stop(body),
-        speaker=speaker,
+        speaker=short_name(speaker, "X-Session-ID"),
     )
 
 
@@ -82,7 +103,7 @@ def completion_ask(body: AgentCompletion, run_temperature: float, speaker: str =
         max_tokens=_max_tokens(body.max_tokens),
         temperature=_temperature(body, run_temperature),
         stop=_stop(body),
-        speaker=speaker,
+        speaker=short_name(speaker, "X-Session-ID"),
     )
 
 
@@ -124,6 +145,6 @@ def _temperature(body: Sampling, of_the_run: float) -> float | None:
 
 def _stop(body: Sampling) -> tuple[str, ...]:
     words: Sequence[str] = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    if any(not word for word in words):
-        raise RequestError("a stop word is empty")
+    if len(words) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in words):
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
     return tuple(words)

@@ -15,9 +15,17 @@ from treadle.envs.foreign.lines import ChatLine, Draft, Line, TextLine, Turn
 from treadle.envs.foreign.requests import Ask
 from treadle.errors import EngineError, RequestError
 
+MAX_REPLIES = 10_000
+MAX_TOKENS = 2**22  # a group of more is larger than the hub takes
+MAX_CHARS = 2**26  # of the conversations, which are kept to recognise the next call
+
 
 class Over(RequestError):
     """The session takes no more calls."""
+
+
+class Full(RequestError):
+    """The session keeps as much as it may."""
 
 
 class GivenUp(Exception):
@@ -47,12 +55,37 @@ class Session:
         if self.score.done():
             raise _ended()
         known = [line for line in self._lines if line.goes_on_in(ask)]
-        line = max(known, key=lambda one: one.length) if known else self._begin(ask)
-        if known:
+        line = max(known, key=lambda one: one.length) if known else None
+        self._refuse_too_much(ask, line)
+        lines: list[Line]
+        if line is not None:
             line.hear(ask)
-        lines = [line, *(line.branch() for _ in range(ask.n - 1))]
-        self._lines += lines[1:]
-        return await self._speak(lines, ask)
+            lines = [line]
+        else:
+            lines = [(TextLine if ask.prompt else ChatLine).begin(self.model, ask)]
+        lines += (lines[0].branch() for _ in range(ask.n - 1))
+        begun = [one for one in lines if one is not line]
+        self._lines += begun
+        try:
+            return await self._speak(lines, ask)
+        except BaseException:  # also where the agent left: calls that fail again and again must leave nothing
+            self._lines = [one for one in self._lines if one not in begun]
+            dropped = [one.chat for one in begun]
+            self.model.chats[:] = [chat for chat in self.model.chats if chat not in dropped]
+            raise
+
+    def _refuse_too_much(self, ask: Ask, line: Line | None) -> None:
+        """`line` is the one that the call continues: its text is part of the call."""
+        tokens = sum(one.length for one in self._lines)
+        chars = ask.n * ask.num_chars + sum(one.num_chars for one in self._lines if one is not line)
+        kept = (
+            (len(self._kept) + len(self._speaking) + ask.n, MAX_REPLIES, "replies"),
+            (tokens, MAX_TOKENS, "tokens"),
+            (chars, MAX_CHARS, "characters of messages"),
+        )
+        for num, limit, what in kept:
+            if num > limit:
+                raise Full(f"a session keeps at most {limit} {what}", fix="post its score, and begin another session")
 
     async def _speak(self, lines: Sequence[Line], ask: Ask) -> list[Turn]:
         """Side by side. When one fails, or the agent leaves, all are given up, and nothing is kept of any."""
@@ -90,12 +123,6 @@ class Session:
     def _tell_last(self) -> None:
         """What was given up, or is left out, is not what the policy said last."""
         self.model.last_completion = self._kept[-1][1] if self._kept else None
-
-    def _begin(self, ask: Ask) -> Line:
-        kind = TextLine if ask.prompt else ChatLine
-        line: Line = kind.begin(self.model, ask)
-        self._lines.append(line)
-        return line
 
     def finish(self, score: Score) -> None:
         """The same score twice is fine: the answer to the first call may have been lost."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -22,13 +21,14 @@ from treadle.config.engine_choice import has_vllm
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.engines.vllm.installation import Installation, find_vllm
-from treadle.errors import MissingExtra
+from treadle.errors import ConfigError, MissingExtra
 from treadle.launch.doctor import hardware, looking, settings, software
 from treadle.launch.doctor.finding import Check, as_json, is_well, show
 from treadle.launch.doctor.live import Server, check_engine, check_hub
 from treadle.launch.doctor.logs import NUM_LINES, check_logs
 from treadle.launch.doctor.sharing import Surroundings, check_cuda_sharing, check_memory_sharing, try_sharing
-from treadle.launch.folder import check_is_run
+from treadle.launch.folder import check_is_run, how_to_go_on, is_going
+from treadle.launch.history import reader_of
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
 from treadle.launch.process import tail_of
@@ -36,7 +36,7 @@ from treadle.launch.report import load_summary
 from treadle.processor import processor_flags
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
-from treadle.wire.tokens import MIN_TOKEN_CHARS
+from treadle.wire.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.wire.urls import shown_url
 
 Tell = Callable[[str], None]
@@ -150,48 +150,50 @@ def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Check]:
 def examine_live(patient: Patient, env: Mapping[str, str], tell: Tell = _to_nobody) -> list[Check]:
     checks: list[Check] = []
     hub_url, engine_url = patient.hub_url, patient.engine_url
+    hub_token, engine_token = env.get(HUB_TOKEN, ""), env.get(ENGINE_TOKEN, "")
     if patient.run_folder is not None:
         folder = patient.run_folder.expanduser().resolve()
         check_is_run(folder)
         config = load_run(folder / CONFIG_FILE)
-        checks.append(check_is_going(folder))
+        checks.append(check_is_going(folder, config))
         if is_going(folder):
-            hub_url = hub_url or config.env.rollout_server_url
-            engine_url = engine_url or config.train.engine_url
+            # The run's tokens are for its own servers, and not for an address that was given.
+            if not hub_url:
+                hub_url = config.env.rollout_server_url
+                hub_token = _token_of_run(config.hub.token_file, "observer", hub_token, checks)
+            if not engine_url:
+                engine_url = config.train.engine_url
+                engine_token = _token_of_run(config.engine.token_file, "environment", engine_token, checks)
         tell(f"reading the logs of {folder.name}")
         logs = sorted((folder / LOG_FOLDER).glob("*.log"))
         checks += check_logs({log.stem: tail_of(log, num_lines=NUM_LINES) for log in logs})
     if hub_url:
         tell(f"asking the hub at {shown_url(hub_url)}")
-        checks += check_hub(Server("hub", hub_url, env.get(HUB_TOKEN, ""), HUB_TOKEN))
+        checks += check_hub(Server("hub", hub_url, hub_token, HUB_TOKEN))
     if engine_url:
         engine_url = engine_url.rstrip("/").removesuffix("/v1")  # as our own clients take it
         tell(f"asking the engine at {shown_url(engine_url)}")
-        checks += check_engine(Server("engine", engine_url, env.get(ENGINE_TOKEN, ""), ENGINE_TOKEN))
+        checks += check_engine(Server("engine", engine_url, engine_token, ENGINE_TOKEN))
     return checks
 
 
-def check_is_going(folder: Path) -> Check:
+def _token_of_run(file: Path | None, role: ClientRole, given: str, checks: list[Check]) -> str:
+    try:
+        return client_token(file, role, given)
+    except ConfigError as error:
+        checks.append(Check("tokens", "problem", error.message, error.fix))
+        return given
+
+
+def check_is_going(folder: Path, config: RunConfig) -> Check:
     if is_going(folder):
         return Check("run", "ok", f"{folder.name} is going on")
     summary = load_summary(folder)
     if summary is not None and summary.last_words:
-        remedy = f"mend it, then: treadle run --resume {folder}"
+        remedy = f"fix that; {how_to_go_on(config, folder, reader_of(config, folder).read().last_step)}"
         return Check("run", "problem", f"{folder.name} was ended by: {summary.last_words.splitlines()[0]}", remedy)
     if summary is not None and (summary.alarms or summary.findings):
         return Check(
             "run", "warning", f"{folder.name} is not going on; it was told: {[*summary.alarms, *summary.findings][-1]}"
         )
     return Check("run", "ok", f"{folder.name} is not going on: only its logs can be asked")
-
-
-def is_going(folder: Path) -> bool:
-    """Whether a launcher holds the folder's lock."""
-    try:
-        with (folder / ".lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -1,0 +1,124 @@
+"""One run publishes to an engine: which trainers are let in, and what they are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from starlette.requests import Request
+
+from treadle.engines.surface.publishing import Publishing
+from treadle.errors import EngineError, RequestError
+from treadle.sync.owner import PUBLISHER_HEADER, Owner, Publisher, this_publisher
+
+HERE = this_publisher(Path("/runs/a"))
+ENDED = Owner(pid=2**22 + 1, started=1)  # beyond the largest pid of Linux
+
+
+def asked_by(publisher):
+    headers = [] if publisher is None else [(PUBLISHER_HEADER.lower().encode(), publisher.as_header().encode())]
+    return Request({"type": "http", "headers": headers})
+
+
+def changed(**fields):
+    return msgspec.structs.replace(HERE, **fields)
+
+
+def publish(publishing, publisher, **options):
+    with publishing.by(asked_by(publisher), **options):
+        pass
+
+
+@contextmanager
+def other_process():
+    """A trainer of the same run that lives."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        yield changed(process=Owner(pid=process.pid, started=started))
+        process.kill()
+
+
+def test_a_trainer_of_another_run_is_refused_also_after_the_first_has_ended():
+    for first in (HERE, changed(process=ENDED), changed(machine="another", process=ENDED)):
+        publishing = Publishing()
+        publish(publishing, first)
+        other = changed(run="/runs/b on x", process=Owner(pid=1, started=0))
+        with pytest.raises(RequestError, match=r"serves versions of /runs/a on .*, not of /runs/b on x"):
+            publish(publishing, other)
+        publish(publishing, first)
+
+
+def test_of_one_run_a_second_trainer_waits_for_the_end_of_the_first():
+    publishing = Publishing()
+    with other_process() as first:
+        publish(publishing, first)
+        with pytest.raises(RequestError, match=rf"another trainer of .* \(process {first.process.pid}\)"):
+            publish(publishing, HERE)
+        os.kill(first.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        publish(publishing, HERE)
+    with pytest.raises(RequestError, match="publishes to this engine now"):
+        publish(publishing, first)  # what it had sent before it ended
+
+
+def test_a_trainer_on_another_machine_is_replaced_by_the_next_of_its_run():
+    publishing, far = Publishing(), changed(machine="another machine")
+    publish(publishing, far)
+    publish(publishing, HERE)
+    with pytest.raises(RequestError, match="publishes to this engine now"):
+        publish(publishing, far)
+
+
+def test_a_request_without_a_name_changes_nothing_beside_a_trainer():
+    publishing = Publishing()
+    publish(publishing, None)
+    publish(publishing, HERE)
+    with pytest.raises(RequestError, match="the trainer of /runs/a on"):
+        publish(publishing, None)
+    publish(publishing, None, also_by_hand=True)
+
+
+def test_a_restart_by_hand_makes_the_engine_anybodys():
+    publishing, other = Publishing(), changed(run="/runs/b", process=ENDED)
+    publish(publishing, HERE)
+    publishing.begin_again(asked_by(HERE))  # its own way to publish
+    with pytest.raises(RequestError):
+        publish(publishing, other)
+    publishing.begin_again(asked_by(None))
+    publish(publishing, other)
+
+
+def test_a_publish_that_was_refused_claims_nothing():
+    publishing, other = Publishing(), changed(run="/runs/b", process=ENDED)
+    with pytest.raises(RequestError, match="does not fit"), publishing.by(asked_by(HERE)):
+        raise RequestError("it does not fit")
+    publish(publishing, other)
+    with pytest.raises(EngineError, match="half written"), publishing.by(asked_by(other)):
+        raise EngineError("half written")
+    with pytest.raises(RequestError, match="serves versions of /runs/b"):
+        publish(publishing, HERE)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "x", "{}", "[" * 10_000, '{"run": 1}', HERE.as_header().replace(str(os.getpid()), "9" * 20)],
+    ids=["empty", "no JSON", "nothing", "deep", "another type", "a pid of 20 digits"],
+)
+def test_a_header_that_cannot_be_read_is_a_sentence(header):
+    request = Request({"type": "http", "headers": [(PUBLISHER_HEADER.lower().encode(), header.encode())]})
+    with pytest.raises(RequestError, match="cannot be read"), Publishing().by(request):
+        pass
+
+
+def test_a_path_of_any_characters_fits_into_a_header():
+    path = Path("/runs/Größe 数学 \udcff")
+    publisher = this_publisher(path)
+    assert publisher.as_header().isascii()
+    assert "Größe 数学" in publisher.run
+    assert isinstance(publisher, Publisher)
