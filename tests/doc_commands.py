@@ -1,0 +1,157 @@
+"""Give the commands of the pages to Treadle's own parsers, and stop where a process would start."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+import treadle.engines
+import treadle.envs
+import treadle.hub.process
+import treadle.launch
+import treadle.launch.budget.command
+import treadle.launch.chat
+import treadle.launch.doctor.command
+import treadle.launch.report_page
+import treadle.launch.top
+import treadle.train
+from tests.doc_pages import ROOT, Command
+from treadle import cli
+from treadle.config import env, train
+from treadle.config.flags import FlagParser
+from treadle.envs.base import prepare_task
+from treadle.envs.catalogue import load_environment
+from treadle.guides import GUIDES
+from treadle.launch.job import settle_environment
+
+# What starts something, by the name under which the command line finds it.
+_STARTS = (
+    (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
+    (treadle.launch.chat, "talk"), (treadle.launch.top, "watch_run"),
+    (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
+    (treadle.launch.budget.command, "plan_memory"),
+)  # fmt: skip
+_VERBS = frozenset(("run", "plan", "hub", "engine", "env", "train", "top", "chat", "doctor", "report", "token"))
+# Words that stand for something of the user's.
+PLACEHOLDERS = {
+    "M": "my-model", "MODEL": "my-model", "DIR": "my-model", "NAME": "arithmetic", "FILE": "my_env.py",
+    "FOLDER": "gsm8k", "SVAMP.json": "svamp.json", "RUN": "run", "ROLE": "observer", "URL": "http://127.0.0.1:8000",
+    "PYTHON": "python", "N": "2",
+}  # fmt: skip
+ROWS = [
+    {"question": f"What is {a} + 3?", "answer": f"{a + 3}", "target": f"{a + 3}", "language": "en"} for a in range(30)
+]
+
+
+def how(command: Command) -> str:
+    """ "run" (tests/e2e/test_docs.py), "parsed" (tests/unit/docs), "marked", or "" for one that nothing looks at."""
+    if command.reason:
+        return "marked"
+    words = command.words
+    program, verb = Path(words[0]).name, " ".join(words[:2])
+    if program in ("curl", "export", "run-api") or verb in ("treadle token", "treadle plan", "treadle hub"):
+        return "run"
+    if verb == "treadle env" and words[3:4] and words[3] in ("validate", "process", "evaluate"):
+        return "run"
+    if (verb == "treadle engine" and "./my-model" in words) or words[:3] == ["treadle", "doctor", "--hub"]:
+        return "run"
+    return "parsed" if program in ("treadle", "torchrun", "pip", "setup.sh") else ""
+
+
+def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder that has what the pages assume: an environment of the user's, data, our examples."""
+    monkeypatch.chdir(folder)
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "gsm8k").mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        rows = (ROOT / "tests" / "data" / "gsm8k" / name).read_text().splitlines(keepends=True)
+        (folder / "gsm8k" / name).write_text("".join(rows[:12]))
+    (folder / "svamp.json").symlink_to(ROOT / "tests" / "data" / "svamp.json")
+    example = (ROOT / "examples" / "capitals.py").read_text()
+    (folder / "my_env.py").write_text(example.replace("names_it", "names_mine").replace('"capitals"', '"mine"'))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
+    (folder / "engine.token").chmod(0o600)
+
+
+def parse_command(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_fragment: bool = False
+) -> str:
+    """What the verb says against it; "" when it is taken. A fragment of a sentence may lack a flag's value."""
+    words = treadle_words(command.words)
+    if words is None or (is_fragment and len(words) < 2):
+        return ""
+    verbs = list(GUIDES) if words[0] == "VERB" else [words[0]]
+    for verb in verbs:
+        code, said = parse([verb, *words[1:]], monkeypatch, capsys)
+        if code and not (is_fragment and re.search(r"expected (one|at least one) argument", said)):
+            return said.strip() or f"exit code {code}"
+    return ""
+
+
+def treadle_words(words: list[str]) -> list[str] | None:
+    """The words after `treadle`, with a user's own things filled in; None for other programs."""
+    name = Path(words[0]).name
+    if name == "torchrun" and "treadle" in words:
+        words = words[words.index("treadle") :]
+    elif name == "run-api":
+        words = ["treadle", "hub", *words[1:]]
+    elif name != "treadle":
+        return None
+    words = [PLACEHOLDERS.get(word.strip("[]"), word) for word in words[1:] if word != "..."]
+    return [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+
+
+def parse(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int | str | None, str]:
+    """Exit code and standard error of `treadle WORDS`, whose last call, the one that starts something, is left out."""
+    assert words[0] in _VERBS or words[0] not in cli.VERBS, f"add to _STARTS what `treadle {words[0]}` starts"
+    with monkeypatch.context() as patch:
+        patch.setattr(treadle.launch, "start", _checks_of_run)
+        patch.setattr(treadle.envs, "act", _checks_of_env)
+        for module, name in _STARTS:
+            patch.setattr(module, name, lambda *_, **__: 0)
+        if words[0] == "token":
+            words = [*words, "--token-file", "engine.token"]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(cli.main(words))
+    return ended.value.code, capsys.readouterr().err
+
+
+def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Every flag of every verb, from the parsers themselves, and those that are told to have no effect."""
+    found: set[str] = set()
+
+    def tell(parser: FlagParser, *_: object) -> NoReturn:
+        found.update(parser._option_string_actions)
+        raise SystemExit(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlagParser, "parse_known", tell)
+        for verb in cli.VERBS:
+            with pytest.raises(SystemExit):
+                cli.main([verb])
+    return found | {f"--{name}" for names in (env.WITHOUT_EFFECT, train.WITHOUT_EFFECT) for name in names}
+
+
+def _checks_of_run(config: Any, **_: object) -> int:
+    if config.env.name == "gsm8k" and not config.env.data:  # it would be fetched
+        config = config.model_copy(update={"env": config.env.model_copy(update={"data": "gsm8k"})})
+    config = config.model_copy(update={"env": settle_environment(config.env)})
+    config.check_together()
+    return 0
+
+
+def _checks_of_env(_: str, config: Any, __: Any) -> int:
+    if not config.name.startswith("verifiers:"):
+        environment = load_environment(config)
+        if config.data:
+            prepare_task(environment)
+    return 0
