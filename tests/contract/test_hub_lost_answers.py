@@ -81,7 +81,7 @@ def read_whole(client: httpx.Client, head: bytes) -> list[int]:
     return [group["tokens"][0][0] for group in json.loads(body)["batch"] or []]
 
 
-@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+@pytest.mark.parametrize("head", [b"", pytest.param(b"Connection: close\r\n", marks=pytest.mark.full)])
 def test_a_large_batch_that_was_read_whole_never_comes_again(tmp_path: Path, head: bytes):
     """It does not fit into the system's buffers, so its end leaves just before the client closes."""
     with hub(tmp_path) as client:

@@ -53,8 +53,8 @@ def test_a_model_that_does_not_exist(name, tmp_path):
     assert not list((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.full  # of every kind and in every place: tests/unit/engines/test_models.py
 def test_a_folder_that_could_run_code_is_refused(tmp_path):
-    """Of every kind and in every place: tests/unit/engines/test_models.py."""
     folder = write_tiny_model(tmp_path / "model")
     (folder / "sub").mkdir()
     (folder / "sub" / "weights.CKPT").write_bytes(b"pickle")

@@ -141,6 +141,7 @@ def test_an_environment_of_verifiers_delivers_exact_groups_to_the_hub(engine_url
             assert score == pytest.approx(sum(map(str.isdigit, said)) / max(1, len(said)))
 
 
+@pytest.mark.full  # the words of an error; the runs above load tasks
 def test_tasks_that_cannot_be_loaded_end_it_with_their_words_and_a_remedy():
     command, env = verifiers_command("digits_v1", "validate", "--env.args", '{"taskset": {"num_tasks": 0}}')
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)

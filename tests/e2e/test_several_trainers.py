@@ -36,6 +36,7 @@ def wait_for(condition, what, process, log, timeout_s=90):
 
 
 @pytest.mark.slow
+@pytest.mark.full  # tests/unit/train/test_ranks.py trains several ranks in real processes
 def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
     port, engine_log, log = free_port(), tmp_path / "engine.log", tmp_path / "trainers.log"
