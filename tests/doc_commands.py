@@ -126,7 +126,7 @@ def parse(
 
 
 def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every flag of every verb, from the parsers themselves, and those that are told to have no effect."""
+    """Every flag of every verb, from the parsers themselves, and the flags that are taken without effect."""
     found: set[str] = set()
 
     def tell(parser: FlagParser, *_: object) -> NoReturn:

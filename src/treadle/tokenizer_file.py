@@ -6,7 +6,6 @@ often by a panic, which is no `Exception` in Python: it would pass every handler
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -30,7 +29,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, source: Path) -> Tokenizer:
     expression is refused: no model needs that, and text is decoded after every token that is sampled."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    if tokenizer.decoder is not None and '"Regex"' in json.dumps(json.loads(tokenizer.decoder.__getstate__())):
+    if tokenizer.decoder is not None and b'"Regex"' in tokenizer.decoder.__getstate__():  # its JSON
         raise ModelError(
             f"the decoder of the tokenizer in {source} has a regular expression",
             fix="use a model whose tokenizer decodes without one",

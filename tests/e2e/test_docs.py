@@ -87,7 +87,7 @@ def write_adapter(folder: Path) -> Path:
 
 @contextmanager
 def started(words: list[str], port: int, folder: Path, route: str) -> Iterator[str]:
-    """A server of ours, from the words of a page; its URL."""
+    """Start a server with the words of a page; yields its URL."""
     log = folder / f"{words[0]}-{port}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(

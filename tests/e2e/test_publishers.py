@@ -122,18 +122,18 @@ def test_a_trainer_that_is_killed_leaves_no_mixture_and_the_next_repairs(engine,
     with sampling(engine) as answers:
         for _ in range(KILLS):
             versions = range(last, last + 1000)  # as from a checkpoint
-            with trainer_process(engine, tmp_path / "run", mode, versions, WRITE_S) as (process, told):
-                assert told.recv() == last
+            with trainer_process(engine, tmp_path / "run", mode, versions, WRITE_S) as (process, pipe):
+                assert pipe.recv() == last
                 time.sleep(chance.uniform(0.0, 3 * WRITE_S))
                 process.kill()
-                while told.poll():
+                while pipe.poll():
                     try:
-                        last = told.recv()
+                        last = pipe.recv()
                         assert isinstance(last, int), last
                     except EOFError:
                         break
-        with trainer_process(engine, tmp_path / "run", mode, [last, last + 1]) as (_, told):
-            assert [told.recv(), told.recv()] == [last, last + 1]
+        with trainer_process(engine, tmp_path / "run", mode, [last, last + 1]) as (_, pipe):
+            assert [pipe.recv(), pipe.recv()] == [last, last + 1]
     with httpx.Client() as client:
         answers.append(engine.generate(client))
     assert answers[-1]["policy_versions"] == [[last + 1]]
@@ -158,8 +158,8 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(engine, mode, run, sa
     with sampling(engine) as answers:
         trainer.publish(0)
         trainer.publish(1)
-        with trainer_process(engine, tmp_path / run, mode, [1]) as (_, told):
-            assert said in str(told.recv())
+        with trainer_process(engine, tmp_path / run, mode, [1]) as (_, pipe):
+            assert said in str(pipe.recv())
         trainer.publish(2)
         with httpx.Client() as client:
             answers.append(engine.generate(client))

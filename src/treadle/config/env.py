@@ -28,6 +28,9 @@ def parse_object(value: Any) -> Any:
     return parsed
 
 
+MIN_GROUP_SIZE = 2  # a group of one teaches nothing
+
+
 class ServerConfig(Section):
     """Where an environment finds its model (Atropos' `--openai.*` flags)."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from treadle.config.env import EnvConfig, ServerConfig
+from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig
 from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
@@ -129,7 +129,7 @@ class RunConfig(Section):
     def check_together(self) -> None:
         """What a whole run needs of its sections; a process that runs alone knows only its own."""
         group, sequences = self.env.group_size, self.train.sequences_per_step
-        if group < 2:
+        if group < MIN_GROUP_SIZE:
             raise ConfigError("a group of one teaches nothing", fix="--env.group-size 8")
         if sequences % group:
             raise ConfigError(

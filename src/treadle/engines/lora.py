@@ -29,6 +29,7 @@ from treadle.engines.model_folder import read_settings
 from treadle.engines.port import ADAPTER_FILES
 from treadle.errors import EngineError, ModelError, RequestError
 from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
+from treadle.sync.model_identity import is_called
 
 # PEFT warns that a model gets a second adapter, that one which was in use is deleted, and that an adapter has weights
 # for a part of the layers: all of it is intended.
@@ -233,8 +234,7 @@ def _is_same_model(named: str, folder: Path) -> bool:
     other = Path(named)
     if os.path.isdir(other):  # False also for a name that is too long
         return other.resolve() == folder.resolve() or _architecture(other) == _architecture(folder)
-    in_cache = f"models--{named.replace('/', '--')}"  # how a folder fetched from the model hub is called
-    return other.name.lower() == folder.name.lower() or in_cache in folder.parts
+    return is_called(named, folder)
 
 
 def _architecture(folder: Path) -> dict[str, object]:

@@ -88,8 +88,7 @@ class Scheduler:
     @property
     def policy_version(self) -> int:
         """Of what serves requests that name no adapter."""
-        adapter = self.policy_adapter
-        return self._base_version if adapter is None or adapter.policy_version is None else adapter.policy_version
+        return self._version_of(self._policy_adapter)
 
     @property
     def policy_adapter(self) -> Adapter | None:
@@ -320,11 +319,8 @@ class Scheduler:
         self._active_adapter = adapter
 
     def _version_of(self, adapter: str | None) -> int:
-        """Called with the lock held."""
         named = self.adapters.get(adapter) if adapter is not None else None
-        if named is None or named.policy_version is None:
-            return self._base_version
-        return named.policy_version
+        return self._base_version if named is None or named.policy_version is None else named.policy_version
 
     def _drop_cancelled(self) -> None:
         """Take back what nobody waits for any more (called with the lock held)."""

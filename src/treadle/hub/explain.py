@@ -29,13 +29,13 @@ def why_no_batch(hub: HubState) -> str:
     held = f"; {leased} more are in batches that were given out" if leased else ""
     envs = [env for env in store.envs() if env.connected]
     silent = [env.name for env in envs if not hub.presence.is_alive(env.env_id)]
-    told = f"{plan.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
-    told += "".join(
+    reason = f"{plan.reason}{held}; {len(envs)} environment{'' if len(envs) == 1 else 's'} registered"
+    reason += "".join(
         f"; the groups of {env.name} ({env.group_size}) never fit into a batch of {trainer.batch_size}: lower "
         "--env.group-size, or raise the trainer's --batch-size"
         for env in envs
         if env.group_size > trainer.batch_size
     )
     works = [standing.report.work for standing in hub.board.standings() if standing.report.work is not None]
-    told = "; ".join([told, *map(tell_work, works)])
-    return f"{told}; not heard of for a while: {', '.join(silent)}" if silent else told
+    reason = "; ".join([reason, *map(tell_work, works)])
+    return f"{reason}; not heard of for a while: {', '.join(silent)}" if silent else reason

@@ -22,7 +22,7 @@ from treadle.launch.process import ChildProcess
 # checkpoint, and a large one takes its time on a slow disk; whoever is left then is killed.
 STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("engine", 1.0), ("hub", 0.6))
 _OTHERS_S = 1.0
-TOLD_EVERY_S = 15.0
+SAY_EVERY_S = 15.0
 _POLL_S = 0.1
 _READY_POLL_S = 0.25
 
@@ -69,7 +69,7 @@ class Supervisor:
         grace_s: float = 120.0,
         listeners: Listeners = MappingProxyType({}),
         on_wait: Callable[[str], None] = lambda _: None,
-        told_every_s: float = TOLD_EVERY_S,
+        say_every_s: float = SAY_EVERY_S,
     ) -> None:
         """`listeners`: held for the servers among the children, by their names; handed over at their start."""
         self._stop = stop
@@ -78,7 +78,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._listeners = listeners
         self._on_wait = on_wait
-        self._told_every_s = told_every_s
+        self._say_every_s = say_every_s
         self._children: dict[str, ChildProcess] = {}
 
     def __enter__(self) -> Supervisor:
@@ -149,12 +149,12 @@ class Supervisor:
                 child.kill()
 
     def _wait_for_end(self, child: ChildProcess, limit_s: float, patience: int) -> None:
-        begun = told = awake_s()
+        begun = said_at = awake_s()
         while child.poll() is None and awake_s() - begun < limit_s and self._stop.count == patience:
             time.sleep(0.02)
-            if awake_s() - told > self._told_every_s:
-                told = awake_s()
-                self._on_wait(f"waiting for the {child.spec.name} to end, {told - begun:.0f} s")
+            if awake_s() - said_at > self._say_every_s:
+                said_at = awake_s()
+                self._on_wait(f"waiting for the {child.spec.name} to end, {said_at - begun:.0f} s")
 
     def _tick(self) -> list[ChildProcess]:
         """Rest for a moment, let the view draw, then look after everybody; those that have ended well.

@@ -15,6 +15,7 @@ from treadle.errors import SyncError
 from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.serving import is_loopback
+from treadle.wire.tokens import bearer_headers
 
 LOADING_S = 900.0  # a large model from a cold disk
 LOOK_S = 5.0  # for questions that an engine answers at once
@@ -37,7 +38,7 @@ class EngineLink:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         token = token or os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = bearer_headers(token)
         if save_path is not None:
             headers[PUBLISHER_HEADER] = this_publisher(save_path).as_header()
         self._client = httpx.Client(

@@ -54,16 +54,19 @@ def local_folder(name: str) -> Path | None:
 def is_same_model(name: str, served: Path) -> bool:
     """Whether the model that a user named is the one that an engine serves from the folder `served`.
 
-    By content where both are on this machine, else by name: `served` may be the cache's folder of an id, the folder of
-    the built-in model (its name ends with a hash), or a folder that is called as the last part of an id.
+    By content where both are on this machine, else by name.
     """
     folder = local_folder(name)
     if folder is not None and served.is_dir():
         return folder.resolve() == served.resolve() or origin_of(folder) == origin_of(served)
-    in_cache = f"models--{name.replace('/', '--')}"
-    if name == DEFAULT_MODEL:
-        return served.name.rpartition("-")[0] == name
-    return Path(name).name.lower() == served.name.lower() or in_cache in served.parts
+    return is_called(name, served)
+
+
+def is_called(name: str, folder: Path) -> bool:
+    """Whether a folder has the name of a model: the last part of its id, or the place of the id in the cache."""
+    if name == DEFAULT_MODEL:  # a hash is added to the name of its folder
+        return folder.name.rpartition("-")[0] == name
+    return Path(name).name.lower() == folder.name.lower() or f"models--{name.replace('/', '--')}" in folder.parts
 
 
 def _add_samples(digest: Any, file: Path) -> None:

@@ -13,6 +13,7 @@ NUM_KEPT = 20
 NUM_SMOOTHED = 10  # a batch is a small sample: fractions of it are judged by the mean of so many steps
 LOGPROB_GAP = 0.05  # bf16 rounding between two implementations gives 0.01 to 0.04
 MEAN_LOGPROB_GAP = 2.0
+SPIKE_TIMES = 10
 LOSS_FLOOR = 0.1  # a loss this small is usual, whatever it was before
 
 
@@ -48,9 +49,17 @@ class Observations:
             if smooth is not None:
                 self._best[name] = max(smooth, self._best.get(name, smooth))
 
-    def earlier(self, name: str) -> list[float]:
-        """The values before the last step's."""
-        return list(self._recent.get(name, ()))[:-1]
+    def spike(self, name: str, floor: float = 0.0) -> tuple[float, float] | None:
+        """(how many times its usual size the last value has, the usual size) where that is much; None otherwise.
+
+        The usual size is the median of the steps before, and at least `floor`.
+        """
+        earlier = [abs(value) for value in list(self._recent.get(name, ()))[:-1]]
+        if name not in self.last or len(earlier) < NUM_SMOOTHED:
+            return None
+        usual = max(statistics.median(earlier), floor)
+        size = abs(self.last[name])
+        return (size / usual, usual) if usual > 0 and size > SPIKE_TIMES * usual else None
 
     def smooth(self, name: str) -> float | None:
         """The mean of the last ten steps; None before there are ten, or when the last step has no value."""
@@ -174,30 +183,26 @@ def entropy(seen: Observations) -> Finding | None:
 
 
 def grad_norm(seen: Observations) -> Finding | None:
-    norm, earlier = seen.last.get("grad_norm"), seen.earlier("grad_norm")
-    if norm is None or len(earlier) < NUM_SMOOTHED:
+    spike = seen.spike("grad_norm")
+    if spike is None:
         return None
-    usual = statistics.median(earlier)
-    if usual <= 0 or norm <= 10 * usual:
-        return None
+    times, usual = spike
     return Finding(
-        "grad_norm", norm / usual / 10,
-        f"grad_norm {norm:.3g} is {norm / usual:.0f} times its usual {usual:.3g}; it was clipped to --max-grad-norm. "
-        "If this goes on, lower --lr",
+        "grad_norm", times / SPIKE_TIMES,
+        f"grad_norm {seen.last['grad_norm']:.3g} is {times:.0f} times its usual {usual:.3g}; it was clipped to "
+        "--max-grad-norm. If this goes on, lower --lr",
     )  # fmt: skip
 
 
 def loss(seen: Observations) -> Finding | None:
     """It is near 0 in a healthy run and need not fall; one that jumps has met a batch that it cannot learn from."""
-    size, earlier = abs(seen.last.get("loss", 0.0)), [abs(value) for value in seen.earlier("loss")]
-    if len(earlier) < NUM_SMOOTHED:
+    spike = seen.spike("loss", floor=LOSS_FLOOR)
+    if spike is None:
         return None
-    usual = max(statistics.median(earlier), LOSS_FLOOR)
-    if size <= 10 * usual:
-        return None
+    times, _ = spike
     return Finding(
-        "loss", size / usual / 10,
-        f"loss {seen.last['loss']:.3g} is {size / usual:.0f} times its usual size; if this goes on, lower --lr, or "
+        "loss", times / SPIKE_TIMES,
+        f"loss {seen.last['loss']:.3g} is {times:.0f} times its usual size; if this goes on, lower --lr, or "
         "look at the rollouts of this step: a few tokens with large ratios or advantages make it",
     )  # fmt: skip
 

@@ -192,9 +192,12 @@ class Policy:
 
         Gradients are not switched off, merely dropped: compiled layers would be compiled once more without them.
         """
-        ids_T = torch.tensor(token_ids, device=self.device)
+        with self.computing():
+            return self._score_tokens(torch.tensor(token_ids, device=self.device))
+
+    def _score_tokens(self, ids_T: Tensor) -> TokenScores:
         text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
-        with self.computing(), self._without_dropout():
+        with self._without_dropout():
             hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
         weight_VE = self.model.get_output_embeddings().weight.detach()
         ones_T = torch.ones(len(ids_T) - 1, device=self.device)

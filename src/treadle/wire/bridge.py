@@ -85,7 +85,7 @@ class ReloadWeights(msgspec.Struct, kw_only=True):
 
 
 class RestartEngine(msgspec.Struct, kw_only=True):
-    """POST /bridge/restart: begin anew from a saved model, with an adapter on top of it or without."""
+    """POST /bridge/restart: start again from a saved model, with an adapter on top of it or without."""
 
     model_path: FilePath
     adapter_path: FilePath | None = None

@@ -41,7 +41,7 @@ def swap(line: str) -> list[str]:
         if found:
             name = [found["name"]] if verb == "env" else []
             return [verb, *name, *Command("", line[found.end() :]).words]
-    raise AssertionError(f"no program of ours takes the place of: {line}")
+    raise AssertionError(f"no verb of treadle replaces: {line}")
 
 
 def rows() -> list[object]:

@@ -1,4 +1,4 @@
-"""One run publishes to an engine: which trainers are let in, and what they are told."""
+"""One run publishes to an engine: which trainers may publish, and what the others get as an error."""
 
 from __future__ import annotations
 

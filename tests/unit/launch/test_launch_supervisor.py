@@ -188,7 +188,7 @@ def test_only_a_trainer_that_saves_may_keep_a_stop_waiting_and_that_is_told(make
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)\n"
     )
     said: list[str] = []
-    with Supervisor(StopRequest(), on_wait=said.append, told_every_s=0.3) as supervisor:
+    with Supervisor(StopRequest(), on_wait=said.append, say_every_s=0.3) as supervisor:
         spec = make_spec("trainer", saving)
         supervisor.start([spec])
         wait_for(lambda: "up" in spec.log_path.read_text(), "the handler")

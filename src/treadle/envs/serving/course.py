@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle.config.env import EnvConfig
+from treadle.config.env import MIN_GROUP_SIZE, EnvConfig
 from treadle.errors import ConfigError, HubError
 from treadle.wire.hub import BatchInfo, RegisteredEnv
 
 ALMOST_ALL = 0.999  # of a batch; shares are floating-point numbers
-MIN_GROUP_SIZE = 2  # a group of one teaches nothing
 
 
 @dataclass(frozen=True)

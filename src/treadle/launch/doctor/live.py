@@ -14,6 +14,7 @@ import msgspec
 from treadle.launch.doctor.finding import Check
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import Processes, ProcessStanding
+from treadle.wire.tokens import bearer_headers
 from treadle.wire.urls import connection_to, shown_url
 
 TIMEOUT_S = 5.0
@@ -66,7 +67,7 @@ class Server:
             connection = connection_to(self.url, timeout_s)
         except ValueError as error:
             return Answer(0, trouble=str(error))
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        headers = bearer_headers(self.token)
         content = None if body is None else json.dumps(body)
         if body is not None:
             headers["Content-Type"] = "application/json"
