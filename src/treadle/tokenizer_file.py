@@ -1,18 +1,27 @@
 """Load a model's tokenizer.json, and encode text with it, so that what is wrong with the file is a sentence.
 
 A tokenizer comes with a downloaded model and may hold regular expressions. The library gives up one that backtracks too
-often by a panic, which is no `Exception` in Python: it would pass every handler of a request or a thread.
+often by a panic, which is no `Exception` in Python: it would pass every handler of a request or a thread. One that
+backtracks a little less, at every character, takes hours instead: a text is encoded in a thread with a deadline.
 """
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Future
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from treadle.errors import ModelError
+from treadle.sync.background import in_background
 
+MAX_S = 20.0  # tokenizers of known models take less than a second for the longest prompts
 _PANIC = "PanicException"  # pyo3_runtime's; it cannot be imported
+_given_up: list[Future[list[int]]] = []  # whose threads nothing can end
+
+# The library's own threads would warn of every fork of this process, and one text does not need them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def load_tokenizer(file: Path, fix: str) -> Tokenizer:
@@ -38,9 +47,25 @@ def prepare_tokenizer(tokenizer: Tokenizer, source: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. After one that took too long, texts are refused for as long as its thread computes."""
+    if not all(encoding.done() for encoding in _given_up):
+        raise _too_slow()
+    # Unlike `encode`, it lets other threads of this process run.
+    encoding = in_background(
+        "tokenizer", lambda: list(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+    )
     try:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return encoding.result(MAX_S)
+    except TimeoutError:
+        _given_up.append(encoding)
+        raise _too_slow() from None
     except BaseException as error:
         if type(error).__name__ != _PANIC:
             raise
         raise ModelError(f"the model's tokenizer fails on this text: {error}", fix="use another model") from None
+
+
+def _too_slow() -> ModelError:
+    return ModelError(
+        f"the model's tokenizer takes more than {MAX_S:.0f} s for a text", fix="use another model, or shorter prompts"
+    )

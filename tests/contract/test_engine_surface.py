@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,16 +82,22 @@ class Surface:
 
 @pytest.fixture(scope="module")
 def surface(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("engine")
+    with serving(tmp_path_factory.mktemp("engine"), "cpu") as surface:
+        yield surface
+
+
+@contextmanager
+def serving(folder, device, *, shares=True, adapts=True):
     model = write_tiny_model(folder / "model")
     port, log = free_port(), folder / "engine.log"
-    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--enable-lora"]
-    flags += ["--max-lora-rank", "16", "--engine", "transformers", "--device", "cpu"]
-    flags += ["--weights-file", str(folder / "weights"), "--adapter-root", str(folder.parent)]
+    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1"]
+    flags += ["--engine", "transformers", "--device", device, "--adapter-root", str(folder.parent)]
+    flags += ["--weights-file", str(folder / "weights")] if shares else []
+    flags += ["--enable-lora", "--max-lora-rank", "16"] if adapts else []
     with running("engine", *flags, log=log) as process:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(f"{url}/health", process, log)
-        yield Surface(url, model, str(model))
+        yield Surface(url, model, str(model), has_lora=adapts)
 
 
 def plain_logprobs(folder, token_ids, adapter=None):
@@ -128,6 +135,31 @@ def test_generate_gives_tokens_logprobs_text_and_the_version_of_each_completion(
     assert len({tuple(ids) for ids in answer["token_ids"]}) == 3
     check_against_plain(surface, answer)
     assert surface.generate(n=3, seed=7)["token_ids"] == answer["token_ids"]
+
+
+def test_a_list_of_prompts_is_answered_by_a_list(surface):
+    prompts = [{"prompt_token_ids": PROMPT}, "Once upon a time"]
+    answers = surface.generate(prompt=prompts, n=2, temperature=0.0, max_tokens=4)
+    alone = [surface.generate(prompt=prompt, n=2, temperature=0.0, max_tokens=4) for prompt in prompts]
+    assert [answer["token_ids"] for answer in answers] == [answer["token_ids"] for answer in alone]
+    assert [answer["prompt"] for answer in answers] == [surface.text.decode(PROMPT), "Once upon a time"]
+    check_against_plain(surface, answers[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": []}, "1 to 256 prompts"),
+        ({"prompt": ["a"] * 257}, "1 to 256 prompts"),
+        ({"prompt": ["a", {"prompt_token_ids": [-1]}]}, "whole numbers"),
+        ({"prompt": ["a"], "stream": True}, "a request for each prompt"),
+        ({"prompt": ["a"], "wave": {"id": "w", "size": 2, "index": 0}}, "a request for each prompt"),
+    ],
+)
+def test_a_list_of_prompts_that_cannot_be_answered_is_refused(surface, body, why):
+    answer = surface.post("/generate", **body)
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]
 
 
 def test_logprobs_list_the_sampled_token_first_and_then_the_likeliest(surface):
@@ -271,7 +303,8 @@ def test_numbers_of_any_size_are_taken_or_refused_with_a_sentence(surface):
 
 
 def test_bodies_that_are_nested_deeply_are_a_sentence(surface):
-    for body in (b"[" * 100_000, b'{"prompt":' * 20_000, b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"):
+    deep = 50_000  # how deep is too deep depends on the version of Python
+    for body in (b"[" * deep, b'{"prompt":' * deep, b'{"prompt": ' + b"[" * deep + b"]" * deep + b"}"):
         for route in ("/generate", "/v1/chat/completions", "/bridge/pause", "/lora/load"):
             answer = httpx.post(surface.url + route, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400, answer.text
@@ -652,6 +685,9 @@ def test_bridge_info_tells_version_and_engine(surface):
     assert info["update_count"] == surface.version()
     assert (info["enabled"], info["is_paused"], info["dtype"]) == (True, False, "float32")
     assert info["has_lora"] == surface.has_lora
+    assert info["max_num_seqs"] > 0
+    assert info["logprobs_mode"] == "processed_logprobs"
+    assert Path(info["adapter_root"]).is_dir()
 
 
 # Weights
@@ -709,6 +745,13 @@ def test_reloaded_weights_are_served_and_what_runs_goes_on_under_them(surface, o
     table = plain_logprobs(other_weights, PROMPT + tokens)
     expected = [table[len(PROMPT) - 1 + t, tokens[t]].item() for t in range(LONG - 5, LONG)]
     assert sampled_logprobs(last)[-5:] == pytest.approx(expected, abs=surface.tolerance)
+
+
+def test_without_a_body_the_models_own_folder_is_reloaded(surface, other_weights, as_before):
+    surface.post("/reload_weights", path=str(other_weights))
+    answer = httpx.post(f"{surface.url}/reload_weights", timeout=60)
+    assert answer.json()["status"] == "ok", answer.text
+    assert fingerprints(surface, 0) == expected_fingerprints(surface.folder / "model.safetensors", 0)
 
 
 def test_some_weights_may_be_reloaded_alone(surface, other_weights, tmp_path, as_before):

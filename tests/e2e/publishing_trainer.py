@@ -39,6 +39,7 @@ class NumberedPolicy:
         generator = torch.Generator().manual_seed(0)
         self._base = {name: weight.detach().clone() for name, weight in own.live.items()}
         self._noise = {name: SIZE * torch.randn(base.shape, generator=generator) for name, base in self._base.items()}
+        self._noise = {name: noise.to(config.device) for name, noise in self._noise.items()}
         if config.lora:  # as initialized, A differs from process to process, and B is zero
             self._base = {name: torch.zeros_like(base) for name, base in self._base.items()}
             self._noise = {name: 5 * noise for name, noise in self._noise.items()}
@@ -60,9 +61,13 @@ class NumberedPolicy:
 
 
 class PublishingTrainer:
-    def __init__(self, model: Path, save_path: Path, url: str, mode: str, *, write_s: float = 0.0) -> None:
+    """`steps`: its last version. A restart of the engine is waited for then, and with others by the next publish."""
+
+    def __init__(
+        self, model: Path, save_path: Path, url: str, mode: str, device: str, *, steps: int, write_s: float = 0.0
+    ) -> None:
         config = TrainConfig(
-            model=str(model), save_path=save_path, engine_url=url, device="cpu", logprob_chunk=64, steps=1000,
+            model=str(model), save_path=save_path, engine_url=url, device=device, logprob_chunk=64, steps=steps,
             lora_r=4, canary_share=1e-3, publish_timeout_s=60.0, **MODES[mode],
         )  # fmt: skip
         self._sync = choose_sync(config)
@@ -74,11 +79,11 @@ class PublishingTrainer:
         self._sync.settle()
 
 
-def publish_in_process(connection, model, save_path, url, mode, versions, write_s=0.0):
+def publish_in_process(connection, model, save_path, url, mode, device, versions, write_s=0.0):
     """Says of each version that it is published, or why not."""
     torch.set_num_threads(1)
     try:
-        trainer = PublishingTrainer(model, save_path, url, mode, write_s=write_s)
+        trainer = PublishingTrainer(model, save_path, url, mode, device, steps=versions[-1], write_s=write_s)
         for version in versions:
             trainer.publish(version)
             connection.send(version)

@@ -32,6 +32,7 @@ FORKED.set_forkserver_preload(["tests.e2e.publishing_trainer", "peft"])
 class Engine:
     url: str
     folder: Path
+    device: str = "cpu"
 
     def restart(self):
         body = {"model_path": str(self.folder), "policy_version": 0}
@@ -46,15 +47,21 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("engine")
+    with serving(tmp_path_factory.mktemp("engine"), "cpu") as engine:
+        yield engine
+
+
+@contextmanager
+def serving(folder, device, *, shares=True, adapts=True):
     model = write_tiny_model(folder / "model", hidden_size=64, num_layers=2)
     port, log = free_port(), folder / "engine.log"
-    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--device", "cpu"]
-    flags += ["--engine", "transformers", "--enable-lora", "--max-lora-rank", "4", "--max-num-seqs", "8"]
-    flags += ["--weights-file", str(folder / "weights"), "--adapter-root", str(folder.parent)]
+    flags = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--threads", "1", "--device", device]
+    flags += ["--engine", "transformers", "--max-num-seqs", "8", "--adapter-root", str(folder.parent)]
+    flags += ["--weights-file", str(folder / "weights")] if shares else []
+    flags += ["--enable-lora", "--max-lora-rank", "4"] if adapts else []
     with running("engine", *flags, log=log) as process:
         wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
-        yield Engine(f"http://127.0.0.1:{port}", model)
+        yield Engine(f"http://127.0.0.1:{port}", model, device)
 
 
 @contextmanager
@@ -81,7 +88,8 @@ def sampling(engine):
 def trainer_process(engine, save_path, mode, versions, write_s=0.0):
     here, there = FORKED.Pipe()
     process = FORKED.Process(
-        target=publish_in_process, args=(there, engine.folder, save_path, engine.url, mode, versions, write_s)
+        target=publish_in_process,
+        args=(there, engine.folder, save_path, engine.url, mode, engine.device, versions, write_s),
     )
     process.start()
     there.close()
@@ -154,7 +162,7 @@ def test_a_trainer_that_is_killed_leaves_no_mixture_and_the_next_repairs(engine,
 )
 def test_a_second_trainer_is_refused_and_the_first_goes_on(engine, mode, run, said, tmp_path):
     engine.restart()
-    trainer = PublishingTrainer(engine.folder, tmp_path / "first", engine.url, mode)
+    trainer = PublishingTrainer(engine.folder, tmp_path / "first", engine.url, mode, engine.device, steps=2)
     with sampling(engine) as answers:
         trainer.publish(0)
         trainer.publish(1)

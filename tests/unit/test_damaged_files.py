@@ -124,6 +124,7 @@ def test_every_verb_names_a_run_that_was_deleted(verb, path, run, tmp_path, caps
     assert code == 2
     assert len(said.splitlines()) <= 2
     assert said.startswith("treadle: ")
+    assert ("without ~" if path.startswith("~") else Path(path).name) in said
 
 
 def test_lines_of_metrics_that_are_not_utf8_are_left_out(run) -> None:

@@ -44,14 +44,16 @@ class _GuideAction(argparse.Action):
 class FlagParser(argparse.ArgumentParser):
     """argparse without guessing: no abbreviations, and an unknown flag is answered with the nearest known one.
 
-    With a guide, --help is what that says, and --help-all lists every flag.
+    --help-all lists every flag; --help does so too, unless there is a guide for it to show.
     """
 
     def __init__(self, *, guide: Guide | None = None, **kwargs: Any) -> None:
         if guide is not None:
-            kwargs |= {"usage": f"{kwargs['prog']} {guide.usage}", "description": guide.about, "add_help": False}
-        super().__init__(allow_abbrev=False, formatter_class=_Help, **kwargs)
-        if guide is not None:
+            kwargs |= {"usage": f"{kwargs['prog']} {guide.usage}", "description": guide.about}
+        super().__init__(allow_abbrev=False, formatter_class=_Help, add_help=False, **kwargs)
+        if guide is None:
+            self.add_argument("-h", "--help", "--help-all", action="help", help="every flag")
+        else:
             self.add_argument("-h", "--help", action=_GuideAction, guide=guide, help="what most people need")
             self.add_argument("--help-all", action="help", help="every flag")
 
@@ -177,7 +179,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     """What to put there: `--normalize-std [TRUE|FALSE]`, `--steps N`, `--lr X`, `--metrics-file FILE`."""
     kind, last_word = _plain_kind(field.annotation), name.rpartition("_")[2].upper()
     if get_origin(kind) is tuple:
-        return "RANGE" if _plain_kind(get_args(kind)[0]) is int else "NAME"
+        return "RANGE" if _plain_kind(get_args(kind)[0]) is int else "URL" if last_word == "URL" else "NAME"
     if get_origin(kind) is Literal:
         return "NAME"
     if kind is Path:

@@ -17,9 +17,9 @@ from treadle.errors import ModelError
 # Kinds of files that a model folder may hold, here and in its subfolders: weights, settings, words, pictures. A list of
 # what is dangerous (.py, .bin, .pt, .ckpt, .pickle, .so, ...) would never be complete.
 HARMLESS_SUFFIXES = frozenset({
-    "", ".safetensors", ".gguf", ".json", ".jsonl", ".jinja", ".model", ".tiktoken", ".txt", ".md", ".rst", ".yaml",
-    ".yml", ".toml", ".csv", ".tsv", ".log", ".lock", ".metadata", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp",
-    ".pdf",
+    "", ".safetensors", ".tensors", ".gguf", ".json", ".jsonl", ".jinja", ".model", ".tiktoken", ".txt", ".md", ".rst",
+    ".yaml", ".yml", ".toml", ".csv", ".tsv", ".log", ".lock", ".metadata", ".png", ".jpg", ".jpeg", ".gif", ".svg",
+    ".webp", ".pdf",
 })  # fmt: skip
 UNREAD_FOLDERS = (".git", ".cache")  # of git and of the hub's client; no library looks into them
 INDEX = "model.safetensors.index.json"

@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 import httpx
 import msgspec
 
+from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
@@ -67,7 +68,7 @@ class EngineLink:
 
     def wait_for(self, path: str, answer: type[T], wait_s: float = LOADING_S) -> T:
         """The same of an engine that may still be loading its model."""
-        deadline = time.monotonic() + wait_s
+        deadline = awake_s() + wait_s
         while True:
             try:
                 response = self._client.get(path, timeout=LOOK_S)
@@ -76,7 +77,7 @@ class EngineLink:
                 response, reason = None, str(error) or type(error).__name__
             if response is not None and response.status_code != _STILL_LOADING:
                 return self._read("GET", path, response, answer)
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise SyncError(
                     f"the engine at {self.url} is not there after {wait_s:.0f} s: {reason}",
                     fix="start one, or check --engine-url",

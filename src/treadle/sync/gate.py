@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from treadle.clock import awake_s
 from treadle.errors import RequestError, SyncError
 from treadle.wire.bridge import Adopt
 
@@ -153,10 +154,10 @@ def refuse_misled(order: Adopt, served: int, gate: Gate) -> None:
 async def is_written(standing: asyncio.Future[Any], gate: Gate, number: int, timeout_s: float) -> bool:
     """For an engine that has sent somebody to `stand_still`. False: the trainer has ended before it had written, or
     takes too long."""
-    deadline = time.monotonic() + timeout_s
+    deadline = awake_s() + timeout_s
     while not (await asyncio.wait({standing}, timeout=_LOOK_AFTER_TRAINER_S))[0]:
         is_left = not gate.has_trainer and not gate.was_written(number)  # in this order: it writes, then it leaves
-        if is_left or time.monotonic() > deadline:
+        if is_left or awake_s() > deadline:
             return False
     return True
 

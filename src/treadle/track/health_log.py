@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from treadle.config.advice import as_flags_of
+
 _EVENT = re.compile(r"^\S+ (?:INFO|WARNING|ERROR)\s+trainer health(?P<fields>( .*)?)$")
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 
@@ -52,13 +54,17 @@ def parse_health(text: str) -> HealthLine | None:
 
     >>> parse_health('2026-01-02T03:04:05.678 WARNING trainer health step=12 message="mean_kl 0.61"')
     HealthLine(step=12, message='mean_kl 0.61')
+
+    The log is in the folder of a `treadle run`, whose flags the message names: --train.lr for the trainer's own --lr.
     """
     event = _EVENT.match(text)
     if event is None:
         return None
     fields = {name: _unquoted(value) for name, value in _FIELD.findall(event["fields"])}
+    if "message" not in fields:
+        return None
     step = fields.get("step", "")
-    return HealthLine(int(step) if step.isdigit() else None, fields["message"]) if "message" in fields else None
+    return HealthLine(int(step) if step.isdigit() else None, as_flags_of("run", fields["message"], "train"))
 
 
 def _unquoted(value: str) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints: an ordinary model folder, with the trainer's state beside the weights.
 
     step_25/           model.safetensors config.json tokenizer...   loads anywhere
-                       state-000.safetensors ...                    the optimizer's state and the random generators;
+                       state-000.tensors ...                        the optimizer's state and the random generators;
                                                                     of several ranks, each writes its own
                        trainer.json                                 step, time, and the sha256 of every file
     adapter_step_25/   adapter_model.safetensors and the same       when adapters are trained; loads with PEFT

@@ -1,7 +1,9 @@
 """The trainer's state in a checkpoint: the optimizer's tensors and the random generators, in files of a few hundred MB.
 
-    state-000.safetensors ...     of a trainer that runs alone
-    state-1-000.safetensors ...   of rank 1 of several: the parameters it owns, its counters and its generators
+    state-000.tensors ...     of a trainer that runs alone
+    state-1-000.tensors ...   of rank 1 of several: the parameters it owns, its counters and its generators
+
+They are safetensors files under another name: programs that load a model folder take every *.safetensors for weights.
 
 What belongs to a parameter is found by the parameter's name, so any number of ranks can go on from any other.
 """
@@ -28,7 +30,7 @@ def write_state(folder: Path, state: Mapping[str, Tensor], ranks: Ranks) -> dict
     seals: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(1) as sealer:  # files are synced and hashed while the next is written
         for number, shard in enumerate(shards({**state, **random_state()})):
-            file = folder / f"{prefix}{number:03d}.safetensors"
+            file = folder / f"{prefix}{number:03d}.tensors"
             write_tensors(shard, file)
             seals[file.name] = sealer.submit(seal, file)
     return {name: future.result() for name, future in seals.items()}

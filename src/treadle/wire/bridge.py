@@ -61,6 +61,10 @@ class BridgeInfo(msgspec.Struct, kw_only=True):
     is_paused: bool
     has_lora: bool
     max_lora_rank: int | None
+    max_model_len: int
+    max_num_seqs: int
+    logprobs_mode: str
+    adapter_root: str  # the folder from which adapters and weights are loaded
 
 
 class AskFingerprints(msgspec.Struct, kw_only=True):
@@ -80,7 +84,7 @@ class Fingerprints(msgspec.Struct, kw_only=True):
 class ReloadWeights(msgspec.Struct, kw_only=True):
     """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones."""
 
-    path: FilePath
+    path: FilePath | None = None  # None: the folder of the engine's model, as rl-max saves its weights
     policy_version: Version | None = None  # None: one more than now
 
 

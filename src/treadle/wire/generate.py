@@ -13,6 +13,8 @@ MAX_NAME_CHARS = 255
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 FilePath = Annotated[str, msgspec.Meta(max_length=4096)]  # PATH_MAX of Linux; also the name of a model
 
+Prompt = str | dict[str, Any]  # text, or {"prompt_token_ids": [...]}
+
 
 class Wave(msgspec.Struct, kw_only=True):
     """Requests that are to be generated side by side, whatever order they arrive in.
@@ -29,7 +31,7 @@ class Wave(msgspec.Struct, kw_only=True):
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Unknown sampling fields are refused by name, never ignored."""
 
-    prompt: str | dict[str, Any]  # text, or {"prompt_token_ids": [...]}
+    prompt: Prompt | list[Prompt]
     n: int = 1
     max_tokens: int = 16
     temperature: float = 1.0  # below MIN_TEMPERATURE: as 0, the likeliest token
@@ -48,7 +50,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`logprobs[i][t]` is a one-element list holding {token id: logprob}, as Atropos' clients read it: the sampled
+    """The answer to one prompt; a list of prompts is answered by a list of these.
+
+    `logprobs[i][t]` is a one-element list holding {token id: logprob}, as Atropos' clients read it: the sampled
     token first, then the likeliest others. `prompt_logprobs[t]` is such a dict for a token of the prompt, null for the
     first.
 

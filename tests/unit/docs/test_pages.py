@@ -83,9 +83,6 @@ def test_a_command_prints_what_its_page_shows(command: Command) -> None:
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="README: `treadle VERB --help-all` lists every flag; top, chat, report and token refuse it"
-)
 def test_every_verb_lists_all_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     refused = {verb: parse([verb, "--help-all"], monkeypatch, capsys) for verb in VERBS}
     assert not any(code for code, _ in refused.values()), refused

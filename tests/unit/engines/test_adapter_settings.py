@@ -81,6 +81,7 @@ def test_all_that_is_refused_is_named_at_once(tmp_path):
         ('{"peft_type": "LOHA"}', "no LoRA adapter but 'LOHA'"),
         ("{}", "no LoRA adapter but None"),
     ],
+    ids=["nested", "a list", "empty", "truncated", "large", "LoHa", "no kind"],
 )
 def test_a_file_that_is_no_adapters_is_refused_in_a_sentence(tmp_path, words, told):
     with pytest.raises(RequestError, match=told):

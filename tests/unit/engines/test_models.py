@@ -44,7 +44,7 @@ def test_a_file_that_could_run_code_is_refused_wherever_it_lies(folder, name):
 
 def test_what_a_hub_and_git_leave_in_a_folder_is_no_danger(folder):
     for name in ("README.md", "LICENSE", ".gitattributes", "figures/loss.png", ".git/hooks/a.sample",
-                 ".cache/huggingface/a.incomplete", "tokenizer.model", "state-000.safetensors"):  # fmt: skip
+                 ".cache/huggingface/a.incomplete", "tokenizer.model", "state-000.tensors"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "model.safetensors", folder / name)
     assert resolve_model(str(folder)) == folder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.tiny_model import write_tiny_model
+from treadle import tokenizer_file
 from treadle.chat_template import compile_template
 from treadle.engines.text import Text, Written
 from treadle.errors import ModelError, RequestError
@@ -198,3 +200,20 @@ def test_a_tokenizer_that_panics_is_a_sentence(tmp_path, capfd):
     for encode in (text.encode, text.encode_rendered):
         with pytest.raises(ModelError, match=r"tokenizer fails on this text: .*retry-limit"):
             encode("x" * 40)
+
+
+def test_a_tokenizer_that_is_slow_at_every_character_is_given_up(tmp_path, monkeypatch):
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    slow = Regex("(?=(?:x|x){18}y)x|x")  # 2^18 ways at each character: too few for the library to give it up
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(slow, "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text.load(tmp_path)
+    assert text.encode("x") == [0]
+    monkeypatch.setattr(tokenizer_file, "MAX_S", 0.1)
+    for encode in (text.encode, text.encode_rendered):  # the second is not begun
+        with pytest.raises(ModelError, match="the model's tokenizer takes more than"):
+            encode("x" * 200)
+    assert [thread.name for thread in threading.enumerate()].count("tokenizer") == 1
+    tokenizer_file._given_up[0].result(120)  # not before: nothing can end it
+    monkeypatch.setattr(tokenizer_file, "MAX_S", 60.0)
+    assert text.encode("x") == [0]

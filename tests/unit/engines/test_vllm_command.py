@@ -192,7 +192,7 @@ def test_a_device_is_one_of_those_this_process_may_see():
         (GPU, {"device": "cpu"}, "a build for GPUs"),
         (CPU, {"device": "cuda"}, "a build for CPUs"),
         (CPU, {"device": "mps"}, "cpu or cuda"),
-        (GPU, {"weights_file": Path("w"), "tensor_parallel_size": 2}, "split over GPUs"),
+        (GPU, {"weights_file": Path("w"), "tensor_parallel_size": 2}, "split over 2 GPUs"),
         (CPU, {"vllm_args": "--dtype float16"}, "does not go to vLLM from here"),
     ],
 )

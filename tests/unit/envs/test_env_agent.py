@@ -322,19 +322,31 @@ def test_a_command_that_cannot_be_started_is_found_before_any_rollout(tmp_path, 
         asyncio.run(scenario())
 
 
-def test_a_program_is_found_relative_to_the_folder_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    program = tmp_path / "agent"
-    program.write_text(f"#!{sys.executable}\n{ASK}\npost(os.environ['TREADLE_SCORE_URL'], score=0.25)")
+def test_a_program_runs_in_the_folder_where_its_command_was_given(tmp_path, monkeypatch):
+    begun_in = tmp_path / "begun in"
+    begun_in.mkdir()
+    program = begun_in / "agent"
+    program.write_text(
+        f"#!{sys.executable}\n{ASK}\npost(os.environ['TREADLE_SCORE_URL'], score=float(open('s').read()))"
+    )
     program.chmod(0o755)
+    (begun_in / "s").write_text("0.25")
 
-    async def scenario():
-        async with asyncio.timeout(60), opened(tmp_path, command="./agent") as desk:
+    async def scenario(**args):
+        async with asyncio.timeout(60), opened(tmp_path, **args) as desk:
             sampling = Sampling(max_tokens=20, temperature=1.0)
-            return await roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1)
+            (rollout,) = await roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1)
+            return rollout.score.reward, desk.environment.config.args
 
-    (rollout,) = asyncio.run(scenario())
-    assert rollout.score.reward == 0.25
+    monkeypatch.chdir(begun_in)
+    reward, settled = asyncio.run(scenario(command="./agent"))
+    assert (reward, settled) == (0.25, {"command": "./agent", "working_dir": str(begun_in)})
+    monkeypatch.chdir(tmp_path)
+    assert asyncio.run(scenario(**settled)) == (0.25, settled)  # as a resumed run starts it
+    assert asyncio.run(scenario(command="./agent", working_dir="begun in")) == (0.25, settled)
+    begun_in.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"there is no folder .*begun in, in which the agent's command was given"):
+        asyncio.run(scenario(**settled))
 
 
 @pytest.mark.parametrize(("token", "api_key"), [(None, "any"), ("s" * 40, "the value of TREADLE_RECORDER_TOKEN")])

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
@@ -16,9 +17,11 @@ import torch
 from tests.e2e.processes import free_port
 from tests.unit.sync.group_peer import SHAPES, Weights, peer, random_weights
 from treadle.errors import SyncError
+from treadle.sync.background import in_background
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.group_link import GroupLink
-from treadle.sync.process_group import host_store, own_address_towards
+from treadle.sync.process_group import BrokenOff, host_store, own_address_towards
+from treadle.wire.bridge import Received, ReceiveWeights
 
 SOON_S = 10.0  # for what must not take a deadline
 
@@ -145,3 +148,27 @@ def test_the_store_listens_on_the_engines_network_alone(engine):
     with pytest.raises(SyncError, match=r"cannot listen on 192\.0\.2\.1") as error:
         link_to(engine.url, host="192.0.2.1").join(Weights(random_weights(1)))
     assert "--broadcast-host" in error.value.fix
+
+
+def test_a_send_that_failed_ends_after_the_engines_part_of_it():
+    """Else a reload that follows could come before what the engine still does."""
+    steps = []
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_POST(self):
+            time.sleep(0.5)
+            steps.append("the engine has ended")
+            self.send_error(400)
+
+    def send():
+        steps.append("the send has failed")
+        raise BrokenOff("the connection is closed")
+
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        engine = EngineLink(f"http://127.0.0.1:{server.server_port}", timeout_s=60.0)
+        link = GroupLink(engine, "gloo", host="127.0.0.1", timeout_s=60.0)
+        body = ReceiveWeights(group="g", timeout_s=60.0)
+        with pytest.raises(SyncError):
+            link._both("/bridge/receive", body, Received, in_background("send", send))
+    assert steps == ["the send has failed", "the engine has ended"]

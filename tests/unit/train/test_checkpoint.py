@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
+from treadle.engines.model_folder import check_model_folder
+from treadle.engines.reload import read_weights
 from treadle.errors import ConfigError, DiskFull, TrainingError
 from treadle.train import durable
 from treadle.train.checkpoint import Checkpoints, Restored, Totals
@@ -69,7 +71,7 @@ def test_a_restored_run_goes_on_bit_for_bit(model_folder, tmp_path, monkeypatch,
     take_steps(policy, optimizer, 1, 3)
     Checkpoints(tmp_path, model_folder, keep=2).save(3, policy, optimizer, Totals(elapsed_s=12.5, num_tokens=99))
     folder = tmp_path / ("adapter_step_3" if lora else "step_3")
-    assert len(list(folder.glob("state-*.safetensors"))) > 1
+    assert len(list(folder.glob("state-*.tensors"))) > 1
     saved = {name: p.detach().clone() for name, p in policy.live.items()}
     take_steps(policy, optimizer, 4, 6)
 
@@ -156,9 +158,16 @@ def test_the_manifest_covers_every_file(model_folder, tmp_path):
     save_steps(Checkpoints(tmp_path, model_folder, keep=2), model_folder, 1)
     manifest = json.loads((tmp_path / "step_1" / "trainer.json").read_text())
     files = {f.name: f for f in (tmp_path / "step_1").iterdir() if f.name != "trainer.json"}
-    assert {"model.safetensors", "config.json", "state-000.safetensors", "tokenizer.json"} <= files.keys()
+    assert {"model.safetensors", "config.json", "state-000.tensors", "tokenizer.json"} <= files.keys()
     assert manifest["sha256"] == {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in files.items()}
     assert (manifest["step"], manifest["format"], manifest["optimizer"]) == (1, 1, "adamw")
+
+
+def test_a_checkpoint_is_a_model_folder_without_foreign_weights(model_folder, tmp_path):
+    policy, optimizer = new_parts(model_folder)
+    Checkpoints(tmp_path, model_folder, keep=2).save(1, policy, optimizer, Totals())
+    check_model_folder(tmp_path / "step_1")
+    assert read_weights(tmp_path / "step_1", policy.weights, 0, must_be_all=True).keys() == policy.weights.keys()
 
 
 def flip_a_bit(file):
@@ -178,10 +187,10 @@ def rewrite(file, **values):
 @pytest.mark.parametrize(
     ("damage", "file", "reason"),
     [
-        (flip_a_bit, "state-000.safetensors", "the sha256 of state-000.safetensors is wrong"),
+        (flip_a_bit, "state-000.tensors", "the sha256 of state-000.tensors is wrong"),
         (flip_a_bit, "model.safetensors", "the sha256 of model.safetensors is wrong"),
         (flip_a_bit, "tokenizer.json", "the sha256 of tokenizer.json is wrong"),
-        (truncate, "state-000.safetensors", "the sha256 of state-000.safetensors is wrong"),
+        (truncate, "state-000.tensors", "the sha256 of state-000.tensors is wrong"),
         (lambda file: file.unlink(), "model.safetensors", "model.safetensors is missing"),
         (lambda file: file.unlink(), "trainer.json", "trainer.json is missing"),
         (lambda file: file.write_text("{"), "trainer.json", "trainer.json cannot be read"),
@@ -214,7 +223,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(model_folder, 
 def test_when_all_are_damaged_they_are_named_and_nothing_is_loaded(model_folder, tmp_path):
     checkpoints = Checkpoints(tmp_path, model_folder, keep=2)
     save_steps(checkpoints, model_folder, 1, 2)
-    flip_a_bit(tmp_path / "step_1" / "state-000.safetensors")
+    flip_a_bit(tmp_path / "step_1" / "state-000.tensors")
     (tmp_path / "step_2" / "config.json").unlink()
     policy, optimizer = new_parts(model_folder)
     before = {k: v.clone() for k, v in everything(policy, optimizer).items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from msgspec.inspect import CollectionType, Field, ListType, StrType, StructType, TupleType, Type, UnionType, type_info
+from msgspec.inspect import CollectionType, Field, StrType, StructType, TupleType, Type, UnionType, type_info
 
 from treadle.wire import bridge
 from treadle.wire.groups import common_prefix
@@ -29,7 +29,7 @@ REQUESTS = [each for each in vars(bridge).values() if (getattr(each, "__doc__", 
 
 def unbounded(name: str, found: Type) -> Iterator[str]:
     """Texts and lists without a longest length."""
-    if isinstance(found, StrType | ListType) and found.max_length is None:
+    if isinstance(found, StrType | CollectionType) and found.max_length is None:
         yield name
     inner: list[Type] = []
     if isinstance(found, UnionType):

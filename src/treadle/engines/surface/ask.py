@@ -10,6 +10,7 @@ from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
 from treadle.wire.generate import MAX_STOP_CHARS, MAX_STOP_STRINGS, MIN_TEMPERATURE, Wave
 
+MAX_PROMPTS = 256  # in one request
 MAX_STOP_IDS = 1024
 MAX_LOGPROBS = 20  # likeliest tokens a position; more make answers of many megabytes
 

@@ -111,6 +111,10 @@ class BridgeRoutes:
                 is_paused=state.is_held,
                 has_lora=facts.has_lora,
                 max_lora_rank=facts.max_lora_rank,
+                max_model_len=facts.max_model_len,
+                max_num_seqs=facts.max_num_seqs,
+                logprobs_mode=facts.logprobs_mode,
+                adapter_root=str(self._served.adapter_root),
             )
         )
 
@@ -140,7 +144,8 @@ class BridgeRoutes:
 
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
-        folder = await asyncio.to_thread(self._folder, body.path)
+        path = str(self._served.model_folder) if body.path is None else body.path
+        folder = await asyncio.to_thread(self._folder, path)
         with self._served.publishing.by(http):
             held_s = await self._engine.reload(folder, body.policy_version)
         return await self._updated(started, held_s)

@@ -14,11 +14,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from treadle.engines.port import Delta, Generation, Request, Sampled
-from treadle.engines.surface.ask import Ask, request_of
+from treadle.engines.surface.ask import MAX_PROMPTS, Ask, request_of
 from treadle.engines.surface.http import decode, nobody_reads, route
 from treadle.engines.surface.served import Served
+from treadle.engines.surface.side_by_side import generate_all
 from treadle.errors import EngineError, RequestError, TreadleError
-from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateChunk, GenerateRequest
+from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateChunk, GenerateRequest, Prompt
 from treadle.wire.http_bodies import json_answer, unless_gone
 
 HEALTH_DEADLINE_S = 30.0
@@ -29,14 +30,17 @@ def generate_routes(served: Served) -> list[Route]:
 
     async def generate(http: HttpRequest) -> Response:
         body = await decode(http, GenerateRequest)
-        prompt_ids = served.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt.get("prompt_token_ids")
-        request = request_of(prompt_ids, _ask(body), engine.facts)
+        prompts = _prompts(body)
+        requests = [request_of(_encoded(served, prompt), _ask(body), engine.facts) for prompt in prompts]
         if body.stream:
             if body.prompt_logprobs is not None:
                 raise RequestError("a streamed answer has no prompt_logprobs", fix='leave "stream" out')
-            return StreamingResponse(_lines(served, body, request), media_type="application/x-ndjson")
-        generation = await unless_gone(http, engine.generate(request))
-        return nobody_reads() if generation is None else json_answer(_answer(served, body, request, generation))
+            return StreamingResponse(_lines(served, body, prompts[0], requests[0]), media_type="application/x-ndjson")
+        generations = await unless_gone(http, generate_all(engine, requests))
+        if generations is None:
+            return nobody_reads()
+        answers = [_answer(served, body, *each) for each in zip(prompts, requests, generations, strict=True)]
+        return json_answer(answers if isinstance(body.prompt, list) else answers[0])
 
     async def health(_: HttpRequest) -> Response:
         state = await engine.state()
@@ -72,11 +76,25 @@ def generate_routes(served: Served) -> list[Route]:
     ]
 
 
+def _prompts(body: GenerateRequest) -> list[Prompt]:
+    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise RequestError(f"a list must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}")
+    if isinstance(body.prompt, list) and (body.stream or body.wave is not None):
+        raise RequestError('a list of prompts takes neither "stream" nor "wave"', fix="send a request for each prompt")
+    return prompts
+
+
+def _encoded(served: Served, prompt: Prompt) -> object:
+    """Its token ids, as far as they are what they should be: `request_of` checks them."""
+    return served.encode(prompt) if isinstance(prompt, str) else prompt.get("prompt_token_ids")
+
+
 def _ask(body: GenerateRequest) -> Ask:
     return Ask(**{field.name: getattr(body, field.name) for field in fields(Ask)})  # they have the same names
 
 
-async def _lines(served: Served, body: GenerateRequest, request: Request) -> AsyncIterator[bytes]:
+async def _lines(served: Served, body: GenerateRequest, prompt: Prompt, request: Request) -> AsyncIterator[bytes]:
     """What is new, line by line as JSON, and the whole answer at the end. An error is a line too: it is too late for a
     status."""
     started = time.monotonic()
@@ -90,7 +108,7 @@ async def _lines(served: Served, body: GenerateRequest, request: Request) -> Asy
         yield msgspec.json.encode({"error": str(error)}) + b"\n"
         return
     whole = Generation(gathered, seconds=time.monotonic() - started)
-    yield msgspec.json.encode(_answer(served, body, request, whole)) + b"\n"
+    yield msgspec.json.encode(_answer(served, body, prompt, request, whole)) + b"\n"
 
 
 def gather(sampled: Sampled, delta: Delta) -> None:
@@ -115,11 +133,13 @@ def _chunk(delta: Delta, *, wants_logprobs: bool) -> GenerateChunk:
     )
 
 
-def _answer(served: Served, body: GenerateRequest, request: Request, generation: Generation) -> GenerateAnswer:
+def _answer(
+    served: Served, body: GenerateRequest, prompt: Prompt, request: Request, generation: Generation
+) -> GenerateAnswer:
     completions, tops = generation.completions, generation.prompt_tops
     return GenerateAnswer(
         text=[s.text for s in completions],
-        prompt=body.prompt if isinstance(body.prompt, str) else served.text.decode(request.prompt_ids),
+        prompt=prompt if isinstance(prompt, str) else served.text.decode(request.prompt_ids),
         finish_reasons=[s.finish_reason or "length" for s in completions],
         token_ids=[s.token_ids for s in completions],
         prompt_token_ids=request.prompt_ids,

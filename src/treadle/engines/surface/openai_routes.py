@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -11,17 +10,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.port import Generation
-from treadle.engines.surface.ask import Ask, request_of
+from treadle.engines.surface.ask import MAX_PROMPTS, Ask, request_of
 from treadle.engines.surface.http import NotHere, decode, error_body, nobody_reads, route, status_of
 from treadle.engines.surface.openai_reply import ChatReply, CompletionReply, Reply
 from treadle.engines.surface.served import Served
-from treadle.engines.surface.streams import merged
+from treadle.engines.surface.side_by_side import generate_all, merged
 from treadle.errors import RequestError, TreadleError
 from treadle.wire.http_bodies import json_answer, unless_gone
 from treadle.wire.openai import ChatRequest, CompletionRequest, ModelCard, ModelList, Sampling
-
-MAX_PROMPTS = 256
 
 
 def openai_routes(served: Served) -> list[Route]:
@@ -82,18 +78,8 @@ def openai_routes(served: Served) -> list[Route]:
 async def _serve(http: HttpRequest, reply: Reply, *, is_streamed: bool) -> Response:
     if is_streamed:
         return StreamingResponse(_events(reply), media_type="text/event-stream")
-    generations = await unless_gone(http, _generate_all(reply))
+    generations = await unless_gone(http, generate_all(reply.served.engine, reply.requests))
     return nobody_reads() if generations is None else json_answer(reply.whole(generations))
-
-
-async def _generate_all(reply: Reply) -> list[Generation]:
-    """All prompts side by side; when one of them fails, the others are given up with it."""
-    tasks = [asyncio.ensure_future(reply.served.engine.generate(request)) for request in reply.requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _events(reply: Reply) -> AsyncIterator[bytes]:

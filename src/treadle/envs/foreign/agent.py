@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -39,6 +40,7 @@ class Args(RowArgs, frozen=True, forbid_unknown_fields=True):
     """What `--env.args` may say, beside what it may say of rows."""
 
     command: str | list[str] = ""  # empty: agents come by themselves
+    working_dir: str = ""  # where the command is started; empty: where `treadle` was when the command was given
     time_limit_s: float = 0.0  # of one agent; 0: nine tenths of worker_timeout, so that its group is not given up
     at_once: int = 0  # programs that run side by side at most; 0: four for each core
     host: str = "127.0.0.1"
@@ -56,6 +58,9 @@ class Agent(Jsonl):
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)  # with all of its args: `treadle run` starts this environment from `self.config`
         self._command = words_of(self._args.command)
+        self._working_dir = Path(self._args.working_dir).expanduser().absolute()
+        if self._command:  # a resumed run starts the same program, from wherever it is resumed
+            self.config = config.model_copy(update={"args": {**config.args, "working_dir": str(self._working_dir)}})
         self._time_limit_s = self._args.time_limit_s or 0.9 * config.worker_timeout
         self._has_rewards = "rewards" in config.args
         self._sessions = Sessions()
@@ -69,7 +74,7 @@ class Agent(Jsonl):
 
     def prepare(self) -> None:
         if self._command:
-            check_can_start(self._command)
+            check_can_start(self._command, self._working_dir)
         super().prepare()
 
     async def open(self) -> None:
@@ -117,7 +122,13 @@ class Agent(Jsonl):
         if len(item) <= LARGEST_VARIABLE:
             variables["TREADLE_ITEM"] = item.decode()
         running = asyncio.ensure_future(
-            run_program(self._command, stdin=item, environment=variables, time_limit_s=self._time_limit_s)
+            run_program(
+                self._command,
+                stdin=item,
+                environment=variables,
+                time_limit_s=self._time_limit_s,
+                working_dir=self._working_dir,
+            )
         )
         try:
             either: set[asyncio.Future[Any]] = {running, session.score}

@@ -44,9 +44,15 @@ def words_of(command: str | Sequence[str]) -> list[str]:
     return words
 
 
-def check_can_start(command: Sequence[str]) -> None:
-    if shutil.which(command[0]) is None:
-        raise _bad_command(f"cannot start '{command[0]}': there is no such program here, or it may not be run")
+def check_can_start(command: Sequence[str], working_dir: Path) -> None:
+    if not working_dir.is_dir():
+        raise ConfigError(
+            f"there is no folder {working_dir}, in which the agent's command was given",
+            fix="restore it, or give --env.args again with another working_dir",
+        )
+    program = working_dir / command[0] if "/" in command[0] else command[0]
+    if shutil.which(program) is None:
+        raise _bad_command(f"cannot start '{program}': there is no such program here, or it may not be run")
 
 
 def _bad_command(problem: str) -> ConfigError:
@@ -54,7 +60,12 @@ def _bad_command(problem: str) -> ConfigError:
 
 
 async def run_program(
-    command: Sequence[str], *, stdin: bytes, environment: Mapping[str, str], time_limit_s: float
+    command: Sequence[str],
+    *,
+    stdin: bytes,
+    environment: Mapping[str, str],
+    time_limit_s: float,
+    working_dir: Path | None = None,
 ) -> Ended:
     """Run it to its end, or for so long. Whatever it left running is ended with it, even if we are killed meanwhile.
 
@@ -73,6 +84,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**passed_on, **environment},
+            cwd=working_dir,
             pass_fds=(watched,),
             start_new_session=True,  # Ctrl-C is ours
         )

@@ -1,11 +1,21 @@
-"""Several streams as one, in the order in which their parts come."""
+"""Several requests that one client asks at once: their answers together, or their streams as one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from treadle.engines.port import Delta
+from treadle.engines.port import Delta, Engine, Generation, Request
+
+
+async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    """The answer to each; when one of them fails, the others are given up with it."""
+    tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:

@@ -1,0 +1,29 @@
+"""The HTTP surface of the transformers engine on a GPU: the same tests as on a CPU. vLLM's are in tests/vllm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contract.test_engine_surface import *  # noqa: F403
+from tests.contract.test_engine_surface import serving
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("sharing"), "cuda", adapts=False) as surface:
+        yield surface
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("adapting"), "cuda", shares=False) as surface:
+        yield surface
+
+
+@pytest.fixture
+def surface(request):
+    """On a GPU an engine shares its weights or takes adapters, not both."""
+    return request.getfixturevalue("adapting" if "no_adapters_left" in request.fixturenames else "sharing")
