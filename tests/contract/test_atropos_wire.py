@@ -345,13 +345,15 @@ class Test12Endpoints:
         assert calls.register_env()["env_id"] == 0  # nothing of the earlier ones was kept
 
     def test_register_env_answers_the_run(self, calls: Atropos):
-        """Ours adds `groups_accepted`, the cursor of an environment that comes back, and `run_id`."""
+        """Ours adds `groups_accepted`, the cursor of an environment that comes back, `run_id`, and of the trainer how
+        often it publishes and where it logs to."""
         calls.start(starting_step=3)
         registered = calls.register_env(min_batch_allocation=5.0)
         assert len(registered.pop("run_id")) == 32
         assert registered == {
             "status": "success", "env_id": 0, "wandb_name": "math_0", "checkpoint_dir": "c", "starting_step": 3,
-            "checkpoint_interval": 5, "num_steps": 10, "groups_accepted": 0,
+            "checkpoint_interval": 5, "num_steps": 10, "groups_accepted": 0, "publish_interval": 1,
+            "trackers": {"sinks": [], "project": "", "group": ""},
         }  # fmt: skip
 
     def test_register_env_tells_the_current_step(self, calls: Atropos):

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from treadle.config.section import DEFAULT_MODEL, Count, PositiveInt, Seconds, Section, option
+from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -28,29 +28,73 @@ def parse_object(value: Any) -> Any:
     return parsed
 
 
+def check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    for pair in pairs:
+        name, equals, column = pair.partition("=")
+        if not (name and equals and column):
+            raise ValueError(f"'{pair}' is not NAME=COLUMN; write for example question=problem answer=solution")
+    return pairs
+
+
 MIN_GROUP_SIZE = 2  # a group of one teaches nothing
 
 
 class ServerConfig(Section):
     """Where an environment finds its model (Atropos' `--openai.*` flags)."""
 
-    base_url: str = option("http://127.0.0.1:9001/v1", "URL of the engine, with or without /v1")
+    base_url: Names = option(
+        ("http://127.0.0.1:9001/v1",),
+        "URL of the engine, with or without /v1; several: requests are spread over the engines whose weights are new "
+        "enough",
+    )
     model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
     api_key: str = option(
-        "", "bearer token, when the engine asks for one; empty: $TREADLE_ENGINE_TOKEN, which process lists do not show"
+        "",
+        "bearer token, when the engine asks for one; several engines: one for all, or one each, with spaces between; "
+        "empty: $TREADLE_ENGINE_TOKEN, which process lists do not show",
     )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
     patience_s: Seconds = option(
         900.0, "when the engine has finished no completion for so long, it and the environment write their stacks"
     )
 
+    @model_validator(mode="after")
+    def _a_key_for_each(self) -> ServerConfig:
+        num_urls, num_keys = len(self.base_url), len(self.api_key.split())
+        if len(set(self.base_url)) != num_urls or not num_urls:
+            raise ValueError(
+                f"openai.base_url must name each engine once, and it is {' '.join(self.base_url) or 'empty'}"
+            )
+        if num_keys > 1 and num_keys != num_urls:
+            raise ValueError(
+                f"openai.api_key has {num_keys} keys for {num_urls} engines: give one for all, or one each"
+            )
+        return self
+
+    def each(self) -> tuple[ServerConfig, ...]:
+        """The same settings for each engine by itself."""
+        keys = self.api_key.split()
+        return tuple(
+            self.model_copy(update={"base_url": (url,), "api_key": keys[i if len(keys) > 1 else 0] if keys else ""})
+            for i, url in enumerate(self.base_url)
+        )
+
 
 class DataOptions(Section):
     """What is asked. Which of these a task looks at, `treadle env NAME validate` says."""
 
-    data: str = option("", "training rows: a JSONL file, a folder of them, or the name of a dataset")
+    data: str = option(
+        "", "training rows: a JSONL file, a folder of them, or the id of a dataset (openai/gsm8k, openai/gsm8k:main)"
+    )
+    data_split: str = option("", "split of a dataset to train on, also a part of one: train[:500]; empty: train")
+    data_columns: Annotated[Names, AfterValidator(check_columns)] = option(
+        (), "columns under the names that the environment looks for, as NAME=COLUMN: question=problem answer=solution"
+    )
     eval_data: str = option("", "held-out rows; empty: the dataset's test split, or some rows of the training data")
+    eval_split: str = option(
+        "", "split of a dataset to hold out; empty: test, else eval or validation, where it has it"
+    )
     task: str = option("", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
     difficulty: Count = option(0, "how hard generated tasks are, where there is a choice; 0: as always")
     system_prompt: str | None = option(None, "what the model is told first; empty: the environment's own words")
@@ -90,7 +134,9 @@ class PaceOptions(Section):
         flags=("max_batches_offpolicy",),
     )
     max_num_workers: int = option(
-        -1, "stream: groups in flight at most; -1: as many as the engine works on", flags=("max_num_workers_per_node",)
+        -1,
+        "stream: groups in flight at most; -1: as many as the engine works on",
+        flags=("max_num_workers_per_node", "max_num"),
     )
     worker_timeout: Seconds = option(600.0, "stream: a group that takes longer is given up, and asked for again later")
     trainer_patience_s: Seconds = option(
@@ -115,6 +161,10 @@ class EvaluationOptions(Section):
     eval_limit_ratio: Share = option(0.5, "share of the engine that an evaluation may take beside training (stream)")
     data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
     data_path_to_save_groups: Path | None = option(None, "also write every group to this JSONL file")
+    use_trackers: bool = option(
+        True, "log evaluations and some rollouts to the trackers that the trainer uses", flags=("use_wandb",)
+    )
+    num_rollouts_to_keep: Count = option(32, "rows of the tables of rollouts at the trackers; 0: no tables")
 
 
 class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
@@ -145,10 +195,8 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
 # Flags of Atropos' environments that decide nothing here, and why.
 WITHOUT_EFFECT = {
     "env.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
-    "env.use-wandb": "metrics ride on every group to the trainer, which logs them",
     "env.batch-size": "the trainer says how large a batch is",
-    "env.num-rollouts-to-keep": "every rollout is in the hub",
-    "env.num-rollouts-per-group-for-logging": "every rollout is in the hub",
+    "env.num-rollouts-per-group-for-logging": "one rollout of a group is in the table; all of them are in the hub",
     "env.min-items-sent-before-logging": "metrics ride on every group",
     "env.include-messages": "messages are always sent",
     "env.max-eval-workers": "an evaluation takes --env.eval-limit-ratio of the engine",
@@ -165,6 +213,8 @@ WITHOUT_EFFECT = {
     "openai.health-check": "an engine that is away is waited for",
     "openai.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
     "slurm": "give the engine's URL by --openai.base-url",
+    "slurm.num-requests-per-time-interval": "requests are not counted by time: --env.max-num-workers bounds them",
+    "slurm.time-interval": "requests are not counted by time: --env.max-num-workers bounds them",
     "testing": "treadle env NAME validate needs no model",
     "max-n-completions": "the engine takes any n",
     "proxy-url": "give the engine's URL by --openai.base-url",

@@ -4,8 +4,9 @@ env:
   group_size: 8
   max_batches_offpolicy: 3      # our max_age
   tokenizer_name: Qwen/Qwen3-4B # named on standard error, and passed over
-openai:                         # a mapping, or a list of one
+openai:                         # a mapping, or a list of servers that differ in base_url and api_key
   - base_url: http://localhost:9001/v1
+  - base_url: http://localhost:9002/v1
 slurm: false
 
 The sections of a whole run (`train:`, `hub:`, ...) are understood as well, as in TOML.
@@ -33,9 +34,10 @@ def read_yaml(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
         del values[key]
     for section, model in _SECTIONS.items():
         if section in values:
-            found = _one_mapping(section, values[section], source)
-            values[section] = _our_spelling(section, model, found, source, notes)
-    return values, notes
+            found = values[section] if isinstance(values[section], list) and section == "openai" else [values[section]]
+            each = [_our_spelling(section, model, _mapping(section, one, source), source, notes) for one in found]
+            values[section] = _one_for_all(each, source) if len(each) > 1 else (each or [{}])[0]
+    return values, list(dict.fromkeys(notes))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
@@ -68,17 +70,43 @@ def _keys_given_twice(root: Any) -> Iterator[str]:
         waiting += [value for _, value in pairs] if pairs else node.value
 
 
-def _one_mapping(section: str, found: Any, source: str) -> dict[str, Any]:
-    if isinstance(found, list):
-        if len(found) > 1:
-            raise ConfigError(
-                f"{source} names {len(found)} servers under '{section}', an environment asks one engine",
-                fix="keep the entry of the engine; for more, start an environment for each",
-            )
-        found = found[0] if found else {}
+def _mapping(section: str, found: Any, source: str) -> dict[str, Any]:
     if not isinstance(found, dict | None):
         raise ConfigError(f"'{section}' is {found!r} in {source}", fix=f"write its settings below '{section}:'")
     return found or {}
+
+
+def _one_for_all(servers: list[dict[str, Any]], source: str) -> dict[str, Any]:
+    """Several servers as one section: their URLs and keys side by side, everything else once.
+
+    >>> _one_for_all([{"base_url": "http://a"}, {"base_url": "http://b", "timeout": 60}], "env.yaml")
+    {'timeout': 60, 'base_url': ['http://a', 'http://b']}
+    """
+    shared: dict[str, Any] = {}
+    for server in servers:
+        for key, value in server.items():
+            if key not in ("base_url", "api_key") and shared.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"the servers under 'openai' in {source} have different values of '{key}': {shared[key]!r} and "
+                    f"{value!r}",
+                    fix="give all of them the same: an environment samples one policy, and they differ in base_url and "
+                    "api_key only",
+                )
+    if any("base_url" not in server for server in servers):
+        raise ConfigError(
+            f"{source} names {len(servers)} servers under 'openai', and not all of them have a base_url",
+            fix="write 'base_url: http://HOST:PORT/v1' for each",
+        )
+    shared["base_url"] = [server["base_url"] for server in servers]
+    keys = [server["api_key"] for server in servers if server.get("api_key")]
+    if len(set(keys)) > 1 and len(keys) < len(servers):
+        raise ConfigError(
+            f"{len(keys)} of the {len(servers)} servers under 'openai' in {source} have an api_key",
+            fix="give each of them its own, or all of them the same; one that needs none takes any word",
+        )
+    if keys:
+        shared["api_key"] = keys[0] if len(set(keys)) == 1 else " ".join(keys)
+    return shared
 
 
 def _our_spelling(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -14,6 +14,14 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 EngineDtype = Literal["fast", "auto", "bfloat16", "float16", "float32"]
+
+
+def parse_names(value: Any) -> Any:
+    """ "q_proj,v_proj" and "q_proj v_proj" -> ("q_proj", "v_proj")."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:

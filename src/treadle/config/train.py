@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treadle.config.section import DEFAULT_MODEL, Count, Dtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.section import (
+    DEFAULT_MODEL,
+    Count,
+    Dtype,
+    Names,
+    Port,
+    PositiveInt,
+    Seconds,
+    Section,
+    option,
+    parse_names,
+)
 from treadle.config.sync import LORA_MODES, SyncOptions
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -35,13 +46,7 @@ def parse_layers(value: Any) -> Any:
     return tuple(sorted(layers))
 
 
-def parse_names(value: Any) -> Any:
-    """ "q_proj,v_proj" and "q_proj v_proj" -> ("q_proj", "v_proj")."""
-    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
-
-
 Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
-Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 # What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
 ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
@@ -339,6 +344,10 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
         """The same with what was left open filled in."""
         defaults = ON_GPU if gpu else ON_CPU
         return self.model_copy(update={name: getattr(self, name) or value for name, value in defaults.items()})
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.metrics_file or self.save_path / "metrics.jsonl"
 
     @property
     def sequences_per_step(self) -> int:

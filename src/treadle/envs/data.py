@@ -14,25 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.rows import SUFFIXES, BrokenRow, Row, RowError, parse_rows
 from treadle.envs.seeds import stable_seed, stable_shuffle
-from treadle.errors import ConfigError, MissingExtra
+from treadle.errors import ConfigError, MissingExtra, require
 from treadle.log import get_logger
 
 log = get_logger("env")
 
 MAX_HELD_OUT = 256  # rows set aside when no held-out ones are given, but never more than one in ten
 _NUM_REPORTED = 5  # broken rows that get a line of their own
+_PARQUET = ".parquet"  # read by the library datasets, as are datasets by their id
 _HELD_OUT_NAMES = ("test", "eval", "validation", "valid", "val", "dev")
 
 
@@ -95,11 +95,13 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
         raise ConfigError(
             f"the environment '{config.name}' needs data", fix="pass --env.data FILE (JSONL, JSON or CSV)"
         )
-    splits = read_splits(name)
+    to_item = _with_columns(to_item, config.data_columns)
+    splits = read_splits(name, split=config.data_split, held_out_split="" if config.eval_data else config.eval_split)
     train, broken = _to_items(splits.train, to_item, name)
     if config.eval_data:
-        given = read_splits(config.eval_data)
-        held_out, also_broken = _to_items(given.held_out or given.train, to_item, config.eval_data)
+        given = read_splits(config.eval_data, split=config.eval_split)
+        asked_for = given.train if config.eval_split else given.held_out or given.train
+        held_out, also_broken = _to_items(asked_for, to_item, config.eval_data)
     elif splits.held_out:
         held_out, also_broken = _to_items(splits.held_out, to_item, name)
     else:
@@ -129,24 +131,46 @@ def hold_out(items: Sequence[Item]) -> list[Item]:
     return [distinct[question] for question in chosen]
 
 
-def read_splits(name: str) -> Splits:
-    """A file, a folder with train.jsonl and test.jsonl (or any files to train on), or a dataset "name:part"."""
+def read_splits(name: str, *, split: str = "", held_out_split: str = "") -> Splits:
+    """A file, a folder with train.jsonl and test.jsonl (or any files to train on), or a dataset "id" or "id:part".
+
+    `split` is trained on, `held_out_split` held out; empty: the usual ones.
+    """
     path = Path(name).expanduser()
-    if path.is_file():
+    if path.is_file() and path.suffix != _PARQUET:
+        if split or held_out_split:
+            raise ConfigError(
+                f"{name} is a file, and has no split '{split or held_out_split}'",
+                fix="leave --env.data-split and --env.eval-split out, or name a folder or a dataset",
+            )
         return Splits(train=_read_files([path]))
     if path.is_dir():
-        return _read_folder(path)
-    if name.startswith((".", "/", "~")) or path.suffix in SUFFIXES:
+        if _is_saved(path) or (not _row_files(path) and next(path.rglob(f"*{_PARQUET}"), None) is not None):
+            return _read_dataset(name, split, held_out_split)
+        return _read_folder(path, split, held_out_split)
+    if not path.is_file() and (name.startswith((".", "/", "~")) or path.suffix in (*SUFFIXES, _PARQUET)):
         raise ConfigError(f"there is no file or folder {name}", fix="check --env.data and --env.eval-data")
-    return _read_dataset(name)
+    return _read_dataset(name, split, held_out_split)
 
 
-def _read_folder(folder: Path) -> Splits:
-    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
-    held_out_name = next((name for name in _HELD_OUT_NAMES if any(_split_of(path) == name for path in files)), None)
+def _row_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether the library datasets wrote it, by its save_to_disk."""
+    return any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
+
+
+def _read_folder(folder: Path, split: str, held_out_split: str) -> Splits:
+    files = _row_files(folder)
+    there = list(dict.fromkeys(map(_split_of, files)))
+    held_out_name = _choose_held_out(str(folder), there, split, held_out_split)
     held_out = [path for path in files if _split_of(path) == held_out_name]
-    train = [path for path in files if _split_of(path) == "train"]
-    train = train or [path for path in files if _split_of(path) not in _HELD_OUT_NAMES]
+    train = [path for path in files if _split_of(path) == (split or "train")]
+    train = train or [path for path in files if not split and _split_of(path) not in _HELD_OUT_NAMES]
+    if not train and split:
+        raise ConfigError(f"the folder {folder} has no split '{split}'", fix=f"it has: {', '.join(there)}")
     if not train:
         wanted = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise ConfigError(f"the folder {folder} has no rows to train on", fix=f"put train.jsonl there, or any {wanted}")
@@ -154,6 +178,15 @@ def _read_folder(folder: Path) -> Splits:
     if held_out and not splits.held_out:
         raise ConfigError(f"{held_out[0]} has no rows", fix="delete it to hold out some of the training rows")
     return splits
+
+
+def _choose_held_out(name: str, there: Sequence[str], split: str, held_out_split: str) -> str | None:
+    """The split to hold out: the one that was asked for, or the first of the usual ones that is not trained on."""
+    if held_out_split and held_out_split.partition("[")[0] not in there:
+        raise ConfigError(f"{name} has no split '{held_out_split}' to hold out", fix=f"it has: {', '.join(there)}")
+    trained = split.partition("[")[0] or "train"
+    usual = (one for one in _HELD_OUT_NAMES if one in there and one != trained)
+    return held_out_split or next(usual, None)
 
 
 def _split_of(path: Path) -> str:
@@ -165,31 +198,106 @@ def _read_files(paths: Iterable[Path]) -> list[Row | BrokenRow]:
     return [row for path in paths for row in parse_rows(path.read_bytes(), str(path))]
 
 
-def _read_dataset(name: str) -> Splits:
-    if importlib.util.find_spec("datasets") is None:
-        raise MissingExtra(
-            f"'{name}' is no file or folder here, and to fetch it as a dataset, the package datasets is missing",
-            fix="pip install datasets; or save the rows as train.jsonl and test.jsonl and pass --env.data FOLDER",
+def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
+    """From the library's cache, where it is there already and the network is not."""
+    try:
+        require("data", "datasets")
+    except MissingExtra as error:
+        what = (
+            "holds a dataset" if Path(name).expanduser().exists() else "is no file or folder here, so it is a dataset"
         )
+        raise MissingExtra(
+            f"'{name}' {what}, and the package datasets, which reads it, is missing",
+            fix=f"{error.fix}; or save the rows as train.jsonl and test.jsonl and pass --env.data FOLDER",
+        ) from None
     # Before it is imported: versions before 4 could run a script that lies beside the rows.
     os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] = "0"
-    load_dataset = importlib.import_module("datasets").load_dataset
-    dataset, _, part = name.partition(":")
+    load = _dataset_loader(name)
     try:
-        found = load_dataset(dataset, part or None)
+        found = load(None)
+        there = list(found)
+        if (split.partition("[")[0] or "train") not in there:
+            problem = f"the dataset '{name}' has no split '{split or 'train'}'"
+            raise ConfigError(problem, fix=f"--env.data-split: it has {', '.join(there)}")
+        held_out_name = _choose_held_out(f"the dataset '{name}'", there, split, held_out_split)
+
+        def rows(one: str) -> list[Row | BrokenRow]:
+            rows_of = found[one] if one in there else load(one)  # train[:500] is cut by the library
+            return [Row(fields, f"{name} {one}[{number}]") for number, fields in enumerate(rows_of)]
+
+        return Splits(train=rows(split or "train"), held_out=rows(held_out_name) if held_out_name else ())
+    except ConfigError:
+        raise
     except Exception as error:  # no network, no such dataset, no such part: the library has many errors
         raise ConfigError(
             f"the dataset '{name}' cannot be loaded ({type(error).__name__}: {str(error)[:200]})",
-            fix="check its name (name:part), or save its rows as train.jsonl and test.jsonl and pass --env.data FOLDER",
+            fix="check its name (id, or id:part), or save its rows as train.jsonl and test.jsonl and pass "
+            "--env.data FOLDER",
         ) from None
-    if "train" not in found:
-        raise ConfigError(f"the dataset '{name}' has no split 'train'", fix=f"it has: {', '.join(found)}")
-    held_out_name = next((split for split in _HELD_OUT_NAMES if split in found), None)
 
-    def rows(split: str) -> list[Row | BrokenRow]:
-        return [Row(fields, f"{name} {split}[{number}]") for number, fields in enumerate(found[split])]
 
-    return Splits(train=rows("train"), held_out=rows(held_out_name) if held_out_name else ())
+def _dataset_loader(name: str) -> Callable[[str | None], Any]:
+    """What loads one split, or with None all of them by their names."""
+    library = importlib.import_module("datasets")
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        return lambda split: library.load_dataset("parquet", data_files={"train": str(folder)}, split=split)
+    if _is_saved(folder):
+        saved = library.load_from_disk(str(folder))
+        splits = saved if isinstance(saved, dict) else {"train": saved}
+        return lambda split: splits if split is None else splits[split]
+    if folder.is_dir():
+        return lambda split: library.load_dataset(str(folder), split=split)
+    dataset, _, part = name.partition(":")
+    # A dataset of several parts wants one to be named; "main" is the usual one, also of openai/gsm8k.
+    parts = (part,) if part else (None, "main")
+    cached = next((found for one in parts if (found := _cached(dataset, one)) is not None), None)
+    if cached is not None:
+        return lambda split: cached.as_dataset(split=split)
+
+    def fetch(split: str | None) -> Any:
+        try:
+            return library.load_dataset(dataset, parts[0], split=split)
+        except ValueError as error:
+            if part or "main" not in str(error):
+                raise
+            return library.load_dataset(dataset, "main", split=split)
+
+    return fetch
+
+
+def _cached(dataset: str, part: str | None) -> Any:
+    """The library's builder of a dataset that was fetched before; None where it was not.
+
+    By itself the library asks the network first, and without one it asks again and again for a minute.
+    """
+    try:
+        cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
+        found = cache(
+            repo_id=dataset,
+            dataset_name=dataset.rsplit("/", maxsplit=1)[-1],
+            config_name=part,
+            version="auto",
+            hash="auto",
+        )
+    except (ImportError, ValueError, OSError):
+        return None
+    log.info("dataset_from_cache", dataset=dataset, part=found.config.name, folder=str(found.cache_dir))
+    return found
+
+
+def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str]) -> Callable[[Row], Item]:
+    """`to_item` of rows whose columns have the names on the left of ("question=problem", "answer=solution")."""
+    columns = dict(pair.split("=", 1) for pair in pairs)
+
+    def renamed(row: Row) -> Item:
+        missing = [column for column in columns.values() if row.has(column) is None]
+        if missing:
+            raise RowError(row.lacks(*missing), fix="check --env.data-columns NAME=COLUMN")
+        own = {name: value for name, value in row.fields.items() if name not in columns.values()}
+        return to_item(Row({**own, **{name: row.fields[column] for name, column in columns.items()}}, row.place))
+
+    return renamed if columns else to_item
 
 
 def _to_items(

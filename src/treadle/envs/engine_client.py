@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -40,6 +40,40 @@ class Generation:
 
     completions: list[Completion]
     seconds: float
+
+
+class Engine(Protocol):
+    """What an environment asks for completions: one engine (EngineClient), or several (engine_pool.EnginePool)."""
+
+    async def health(self) -> EngineHealth: ...
+
+    async def served_models(self) -> list[ServedModel]: ...
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation: ...
+
+    async def generate_wave(
+        self,
+        wave_id: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Generation]: ...
+
+
+class EngineAway(EngineError):
+    """The engine gave no answer, or none that was worth reading, for as long as it was asked again."""
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
@@ -80,17 +114,20 @@ class EngineClient:
                 f"server type '{config.server_type}' returns no token ids, which training needs",
                 fix="pass --openai.server-type vllm and the URL of an engine",
             )
+        (url,) = config.base_url
+        self.url = shown_url(url)
         self._patience = patience or Patience(give_up_after_s=config.timeout)
         self._waits = waits or Waits()
         self._completion = Wanted(
-            f"the engine at {shown_url(config.base_url)} to finish a completion",
+            f"the engine at {self.url} to finish a completion",
             of="engine",
             deadline_s=config.patience_s,
         )
         self._peer = Peer(
             "engine",
-            config.base_url.rstrip("/").removesuffix("/v1"),
+            url.rstrip("/").removesuffix("/v1"),
             error=EngineError,
+            away=EngineAway,
             timeout_s=config.timeout,
             api_key=config.api_key or os.environ.get(TOKEN_VARIABLE, ""),
             transport=transport,
@@ -104,8 +141,9 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self._peer.__aexit__()
 
-    async def health(self) -> EngineHealth:
-        return self._peer.read(await self._peer.send("GET", "/health", patience=self._patience), EngineHealth)
+    async def health(self, patience: Patience | None = None) -> EngineHealth:
+        answer = await self._peer.send("GET", "/health", patience=patience or self._patience)
+        return self._peer.read(answer, EngineHealth)
 
     async def served_models(self) -> list[ServedModel]:
         """What can be asked for by name; for a server that does not list it, what its /health says it runs."""

@@ -234,13 +234,23 @@ def save_result(result: EvalResult, folder: Path) -> Path:
     return path
 
 
-def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
-    """The same in the two files that Atropos' `evaluate` leaves, for whatever reads those."""
-    figures = {
+def figures(result: EvalResult) -> dict[str, float]:
+    """What is drawn of an evaluation, under Atropos' names where it has them."""
+    low, high = result.interval_95
+    return {
         "eval/percent_correct": result.accuracy,
+        "eval/percent_correct_low": low,
+        "eval/percent_correct_high": high,
         **{f"eval/pass@{k}": share for k, share in result.pass_at_k.items()},
         "eval/num_unscored": result.num_unscored,
+        "eval/mean_completion_tokens": result.mean_completion_tokens,
+        **({} if result.ended is None else {"eval/ended": result.ended}),
     }
+
+
+def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
+    """The same in the two files that Atropos' `evaluate` leaves, for whatever reads those."""
+    shown = figures(result)
     params = {**result.generation_params, "max_new_tokens": result.generation_params["max_tokens"]}
     metrics = {
         "config_general": {
@@ -248,7 +258,7 @@ def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> No
             "total_evaluation_time_seconds": str(result.seconds),
             "generation_parameters": params,
         },
-        "results": {f"atropos|{Path(result.env).stem}_eval|0": figures, "all": figures},
+        "results": {f"atropos|{Path(result.env).stem}_eval|0": shown, "all": shown},
     }
     _write_whole(folder / "metrics.json", msgspec.json.format(msgspec.json.encode(metrics), indent=2) + b"\n")
     lines = b"".join(msgspec.json.encode(sample) + b"\n" for sample in result.samples)

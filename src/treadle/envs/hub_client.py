@@ -42,6 +42,8 @@ class HubClient:
         waits: Waits | None = None,
     ) -> None:
         self.waits = waits or Waits()
+        self._step = 0  # optimizer steps taken, as the hub said last
+        self._publish_interval = 1
         self._patience = patience or Patience(give_up_after_s=300.0)
         self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
         self._peer = Peer(
@@ -71,6 +73,7 @@ class HubClient:
                     answer = await self._try_to_register(registration)
         if answer.status != "success":
             raise HubError(f"the hub did not register '{registration.desired_name}': {answer.status}")
+        self._publish_interval = max(1, answer.publish_interval)
         return answer
 
     async def _try_to_register(self, registration: RegisterEnv) -> RegisteredEnv:
@@ -99,7 +102,13 @@ class HubClient:
     async def standing(self, env_id: int) -> EnvStanding:
         """What to decide by whether to sample more; also tells the hub that this environment is alive."""
         response = await self._peer.send("GET", f"/v1/envs/{env_id}", patience=self._never_give_up)
-        return self._peer.read(response, EnvStanding)
+        standing = self._peer.read(response, EnvStanding)
+        self._step = standing.step
+        return standing
+
+    def oldest_version(self, max_age: int) -> int:
+        """The oldest policy version that may be sampled now: `max_age` behind what the trainer has published."""
+        return self._step - (self._publish_interval - 1) - max_age
 
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
         """Deliver groups, once: the hub knows a repeated delivery by its key. What is too large goes in parts."""

@@ -16,7 +16,8 @@ import uvloop
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.envs.engine_client import EngineClient
+from treadle.envs.engine_client import Engine
+from treadle.envs.engine_pool import open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
@@ -47,10 +48,12 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
         describe=lambda: ledger.report().as_about(),
         loop=asyncio.get_running_loop(),
     )
-    async with (
-        EngineClient(server, waits=ledger.waits) as engine,
-        HubClient(env.rollout_server_url, waits=ledger.waits) as hub,
-    ):
+    hub = HubClient(env.rollout_server_url, waits=ledger.waits)
+
+    def oldest_allowed(_: int) -> int:
+        return hub.oldest_version(environment.config.max_age)
+
+    async with hub, open_engine(server, oldest_allowed=oldest_allowed, waits=ledger.waits) as engine:
         with watchdog:
             tokenizer = await load_tokenizer(engine, server)
             async with open_desk(environment, engine, tokenizer) as desk:
@@ -65,7 +68,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
         raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
     eval_temperature(config)  # one that makes no sense is told before an engine is asked
     # A person waits for this one, so an engine that does not run is told soon.
-    async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
+    async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
         health = await engine.health()
         tokenizer = await load_tokenizer(engine, server)
         async with open_desk(environment, engine, tokenizer) as desk:
@@ -91,7 +94,7 @@ async def prepare_environment(config: EnvConfig) -> Environment:
 
 
 @asynccontextmanager
-async def open_desk(environment: Environment, engine: EngineClient, tokenizer: ChatTokenizer) -> AsyncIterator[Desk]:
+async def open_desk(environment: Environment, engine: Engine, tokenizer: ChatTokenizer) -> AsyncIterator[Desk]:
     """The environment opened, and workers for its rewards."""
     async with reward_pool(environment.config) as pool:
         await environment.open()
@@ -136,7 +139,7 @@ async def _cancel_on_signal(work: Coroutine[None, None, int | None], last_resort
             loop.remove_signal_handler(number)
 
 
-async def load_tokenizer(engine: EngineClient, server: ServerConfig) -> ChatTokenizer:
+async def load_tokenizer(engine: Engine, server: ServerConfig) -> ChatTokenizer:
     engine_model = (await engine.health()).model
     # In a thread, because it may download: the process must hear a signal meanwhile.
     folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model_name, engine_model)
@@ -146,7 +149,7 @@ async def load_tokenizer(engine: EngineClient, server: ServerConfig) -> ChatToke
     return ChatTokenizer.load(folder)
 
 
-async def _compare_models(engine: EngineClient, asked: str, tokenizer: Path) -> None:
+async def _compare_models(engine: Engine, asked: str, tokenizer: Path) -> None:
     """Another model than the user named is sampled from all the same: it is the one that is trained."""
     served = await engine.served_models()
     if any(model.is_called(asked) for model in served):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, Sampling, Transcript
-from treadle.envs.engine_client import Completion, EngineClient, Generation
+from treadle.envs.engine_client import Completion, Engine, Generation
 from treadle.envs.scoring import Judge, as_score, failed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
@@ -38,7 +38,7 @@ class Desk:
     """What an environment process works with; made once at its start."""
 
     environment: Environment
-    engine: EngineClient
+    engine: Engine
     tokenizer: ChatTokenizer
     judge: Judge
 

@@ -36,7 +36,7 @@ class Row:
         """The first of these fields that is there, as text. A number is text too: 51.0 is "51"."""
         name = self.has(*names)
         if name is None:
-            raise RowError(self.lacks(*names))
+            raise RowError(self.lacks(*names), fix=f"say which column it is: --env.data-columns {names[0]}=COLUMN")
         value = self.fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):
             return _plain(value)

@@ -81,6 +81,7 @@ class Peer:
         base_url: str,
         *,
         error: type[TreadleError],
+        away: type[TreadleError] | None = None,
         timeout_s: float,
         api_key: str = "",
         transport: HttpClient | None = None,
@@ -90,6 +91,7 @@ class Peer:
         self.name = name
         self.url = _checked_url(name, base_url)
         self._error = error
+        self._away = away or error  # raised when patience runs out
         self._waits = waits or Waits()
         self._wanted = Wanted(
             f"the {name} at {shown_url(self.url)}", fix=how_to_start or f"see whether the {name} runs", of=name
@@ -128,7 +130,7 @@ class Peer:
                 num_failures += 1
                 pause_s = max(patience.pause_s(num_failures), outcome.wait_s)
                 if patience.is_over(awake_s() + pause_s - began):
-                    raise self._error(
+                    raise self._away(
                         f"{method} {path} at the {self.name} ({shown_url(self.url)}) failed {num_failures} times: "
                         f"{outcome.problem}",
                         fix=f"see whether the {self.name} runs and listens at {shown_url(self.url)}",

@@ -16,7 +16,7 @@ from pathlib import Path
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
-from treadle.envs.engine_client import EngineClient
+from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, as_written
 from treadle.envs.grouping import build_group, settle, why_useless
 from treadle.envs.page import write_page
@@ -83,7 +83,7 @@ async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
     environment = await prepare_environment(env)
     total = num_groups_to_write(environment.config)
     # A person waits for this one, so an engine that does not run is told soon.
-    async with EngineClient(server, patience=Patience(give_up_after_s=5.0)) as engine:
+    async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
         tokenizer = await load_tokenizer(engine, server)
         async with open_desk(environment, engine, tokenizer) as desk:
             with GroupFile(groups_path(desk.config)) as file:

@@ -184,6 +184,8 @@ class AtroposRoutes:
                 num_steps=run.trainer.num_steps,
                 groups_accepted=registered.groups_accepted,
                 run_id=run.run_id,
+                publish_interval=run.trainer.publish_interval,
+                trackers=run.trainer.trackers,
             )
         )
 

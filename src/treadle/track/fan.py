@@ -12,14 +12,14 @@ from treadle.errors import TreadleError
 from treadle.log import get_logger
 from treadle.track.jsonl import JsonlTracker, read_steps
 from treadle.track.names import with_aliases
-from treadle.track.sink import Metric, RunIdentity, Tracker
+from treadle.track.sink import Metric, RunIdentity, Table, TableTracker, Tracker
 
 DEFAULT_PROJECT = "treadle"
 MAX_FAILURES_IN_A_ROW = 10
 log = get_logger("track")
 
 
-def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> Tracker:
+def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> FanTracker:
     """Open every sink that `config` asks for; `resolved` is what a service shows as the run's settings.
 
     `build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})` writes
@@ -27,7 +27,7 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     """
     if config.unused_name:
         log.warning("no_tracker", note=config.unused_name)
-    last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=0)
+    last_step = max((int(step["step"]) for step in read_steps(metrics_file)), default=-1)
     folder = metrics_file.resolve().parent
     folder.mkdir(parents=True, exist_ok=True)
     opened = {name: _open(name, config, folder, resolved, last_step) for name in config.sinks}
@@ -35,10 +35,15 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     return FanTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
 
 
+def group_of(config: TrackOptions, metrics_file: Path) -> str:
+    """The group at W&B or Trackio that the runs of the trainer and its environments are in."""
+    return config.wandb_group or config.wandb_run_name or metrics_file.resolve().parent.name
+
+
 class FanTracker:
     """Hands every call to all sinks. The file must work; any other sink may fail without the training noticing."""
 
-    def __init__(self, file: Tracker, others: Mapping[str, Tracker], dialects: Sequence[str] = ()) -> None:
+    def __init__(self, file: Tracker, others: Mapping[str, TableTracker], dialects: Sequence[str] = ()) -> None:
         self._file = file
         self._others = dict(others)
         self._dialects = tuple(dialects)
@@ -50,6 +55,10 @@ class FanTracker:
         self._file.log(step, named)
         self._each(lambda sink: sink.log(step, named))
 
+    def log_table(self, step: int, table: Table) -> None:
+        """For the sinks that show tables; the file has figures only."""
+        self._each(lambda sink: sink.log_table(step, table))
+
     def truncate_after(self, step: int) -> None:
         self._file.truncate_after(step)
         self._each(lambda sink: sink.truncate_after(step))
@@ -58,7 +67,7 @@ class FanTracker:
         self._file.close()
         self._each(lambda sink: sink.close())
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[[TableTracker], None]) -> None:
         for name, sink in list(self._others.items()):
             try:
                 act(sink)
@@ -76,7 +85,9 @@ class FanTracker:
             del self._others[name]
 
 
-def _open(name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int) -> Tracker | None:
+def _open(
+    name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int
+) -> TableTracker | None:
     """None for a service that cannot be reached now: what a user can mend is an error, a network is not."""
     try:
         if name == "tensorboard":
@@ -93,7 +104,7 @@ def _open(name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, 
 
 def _open_service(
     name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int
-) -> Tracker:
+) -> TableTracker:
     """The run at the service goes on when an earlier life of ours left its id beside the metrics."""
     id_file = folder / f"{name}-run-id.txt"
     known_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
@@ -102,11 +113,11 @@ def _open_service(
         folder=folder,
         project=config.wandb_project or DEFAULT_PROJECT,
         name=config.wandb_run_name or folder.name,
-        group=config.wandb_group,
+        group=group_of(config, folder / "metrics.jsonl"),
         config=resolved,
-        sent_until=last_step if known_id else 0,
+        sent_until=last_step if known_id else -1,
     )
-    tracker: Tracker
+    tracker: TableTracker
     if name == "wandb":
         from treadle.track.wandb_sink import WandbTracker
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,21 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
+class Table:
+    """A few rows for people to read: `Table("train/rollouts", ("question", "reward"), [("1 + 1?", 0.5)])`."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str | float | bool | None]]
+
+
+class TableTracker(Tracker, Protocol):
+    """A sink that shows tables too."""
+
+    def log_table(self, step: int, table: Table) -> None: ...
+
+
+@dataclass(frozen=True)
 class RunIdentity:
     """How a run is known at a service. It is kept in a file, so that a resumed run goes on where it was."""
 
@@ -33,24 +48,35 @@ class RunIdentity:
     name: str
     group: str | None
     config: Mapping[str, Any]
-    sent_until: int  # the last step that the service has from an earlier life; 0 for a new run
+    sent_until: int  # the last step that the service has from an earlier life; -1 for a new run
 
 
 class ForwardOnly:
     """A run at a service that cannot take a step back: steps that it has already are not sent again."""
 
-    _run: Any  # the service's own object, with `log(numbers, step=)`
+    _run: Any  # the service's own object, with `log(values, step=)`
 
     def __init__(self, identity: RunIdentity) -> None:
-        self._sent_until = identity.sent_until
+        self._sent_before = identity.sent_until
+        self._newest = identity.sent_until
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        if step > self._sent_until:
-            self._run.log(finite_numbers(metrics), step=step)
-            self._sent_until = step
+        self._send(step, lambda: finite_numbers(metrics))
+
+    def log_table(self, step: int, table: Table) -> None:
+        self._send(step, lambda: {table.name: self._as_table(table)})
+
+    def _as_table(self, table: Table) -> Any:
+        """As the service wants it."""
+        raise NotImplementedError
+
+    def _send(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        if step > self._sent_before and step >= self._newest:  # figures and tables of one step may come one by one
+            self._run.log(dict(values()), step=step)
+            self._newest = step
 
     def truncate_after(self, step: int) -> None:
-        return  # see `log`
+        return  # see `_send`
 
 
 def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:

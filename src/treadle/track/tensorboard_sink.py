@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from treadle.errors import MissingExtra
-from treadle.track.sink import Metric, finite_numbers
+from treadle.track.sink import Metric, Table, finite_numbers
 
 
 class TensorboardTracker:
@@ -29,6 +30,14 @@ class TensorboardTracker:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
+    def log_table(self, step: int, table: Table) -> None:
+        """As text, which its page "Text" shows as a table."""
+        from tensorboard.plugins.text import summary_v2
+
+        summary = summary_v2.text_pb(table.name, as_markdown(table))
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
     def truncate_after(self, step: int) -> None:
         """Tell every reader that what earlier files hold from `step` + 1 on did not happen."""
         restart = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -37,3 +46,23 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def as_markdown(table: Table) -> str:
+    r"""What a model wrote is shown as it is: no cell ends early, and no markup in it is obeyed.
+
+    >>> print(as_markdown(Table("t", ("question", "reward"), [("a|b\n<c>", 0.25)])))
+    | question | reward |
+    |---|---|
+    | a&#124;b ↵ &lt;c&gt; | 0.25 |
+    """
+    head = ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+    return "\n".join([*head, *("| " + " | ".join(map(_cell, row)) + " |" for row in table.rows)])
+
+
+def _cell(value: str | float | bool | None) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return html.escape(value, quote=False).replace("|", "&#124;").replace("\n", " ↵ ")

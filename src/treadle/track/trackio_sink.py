@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from treadle.errors import MissingExtra
 from treadle.log import get_logger
-from treadle.track.sink import ForwardOnly, RunIdentity
+from treadle.track.sink import ForwardOnly, RunIdentity, Table
 
 log = get_logger("track")
 
@@ -32,6 +34,11 @@ class TrackioTracker(ForwardOnly):
             auto_log_cpu=False,  # the machine's load is not the run's; ours stand under perf/
         )
         log.info("trackio", project=identity.project, run=name)
+
+    def _as_table(self, table: Table) -> Any:
+        import trackio
+
+        return trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
 
     def close(self) -> None:
         self._run.finish()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from treadle.errors import ConfigError, MissingExtra
 from treadle.log import get_logger
-from treadle.track.sink import ForwardOnly, RunIdentity
+from treadle.track.sink import ForwardOnly, RunIdentity, Table
 
 CLOSE_TIMEOUT_S = 20.0  # an upload that hangs must not keep a finished trainer alive
 log = get_logger("track")
@@ -42,6 +43,12 @@ class WandbTracker(ForwardOnly):
                 fix="run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline",
             ) from None
         log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
+
+    def _as_table(self, table: Table) -> Any:
+        import wandb
+
+        # Columns may hold values of several kinds: a reward that could not be computed is empty.
+        return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
 
     def close(self) -> None:
         finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)

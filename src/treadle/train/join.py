@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import msgspec
@@ -19,12 +20,16 @@ from treadle.train.ranks import ALONE, Ranks, Together
 log = get_logger("ranks")
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+# What Atropos' broadcast of weights is set up by. MASTER_* also come from torchrun, which sets WORLD_SIZE beside them.
+_OF_THE_BROADCAST = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
 _START_TOGETHER = "start the trainer with torchrun --nproc-per-node N -m treadle train ..."
 
 
 def join_ranks(config: TrainConfig) -> Ranks:
     """Find the other ranks, as torchrun or --trainer-rank and --world-size say; `ALONE` when there are none."""
     rank, size, local_rank = _who_am_i(config)
+    if rank == 0 and (note := unused_variables(os.environ, size)):
+        log.warning("environment_without_effect", note=note)
     if size == 1:
         return ALONE
     if not 0 <= rank < size:
@@ -78,6 +83,18 @@ def _refuse_other_settings(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             f"rank {ranks.rank} has another {', '.join(different)} than rank 0", fix="give all ranks the same flags"
         )
+
+
+def unused_variables(environment: Mapping[str, str], num_ranks: int) -> str:
+    """Variables of Atropos' broadcast that decide nothing here, in a sentence; "" where none is set.
+
+    >>> unused_variables({"NUM_INFERENCE_NODES": "0", "MASTER_PORT": "29500"}, 2)
+    'NUM_INFERENCE_NODES has no effect: the trainer finds the engine by --engine-url'
+    """
+    of_ranks = num_ranks > 1 or "WORLD_SIZE" in environment
+    names = [name for name in _OF_THE_BROADCAST if name in environment and not (of_ranks and name.startswith("MASTER"))]
+    verb = "has" if len(names) == 1 else "have"
+    return f"{', '.join(names)} {verb} no effect: the trainer finds the engine by --engine-url" if names else ""
 
 
 def _who_am_i(config: TrainConfig) -> tuple[int, int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import torch
 from safetensors import SafetensorError
@@ -18,7 +16,7 @@ from treadle.sync.loading import telling_of_weights
 from treadle.sync.modes import choose_sync
 from treadle.sync.saved_weights import refuse_misplaced
 from treadle.track import Tracker, build_tracker
-from treadle.track.fan import DEFAULT_PROJECT
+from treadle.track.fan import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed
 from treadle.train.join import join_ranks
@@ -32,7 +30,7 @@ from treadle.train.token_record import open_token_record
 from treadle.train.watched import Progress, WatchedMode
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
-from treadle.wire.hub import RegisterTrainer
+from treadle.wire.hub import RegisterTrainer, Trackers
 
 MAX_REASON_CHARS = 1000
 # What goes wrong around a batch and not with it: settings, a full disk, the hub, the engine, the files, a key press.
@@ -97,8 +95,7 @@ def _train(
         _refuse_trained_weights(engine.layout)
         if policy.is_the_engines:
             log.info("weights_compared", number=refuse_misplaced(policy.served_weights(), engine.folder))
-    metrics_file = config.metrics_file or config.save_path / "metrics.jsonl"
-    tracker = _open_tracker(config, metrics_file) if ranks.leads else FollowingTracker()
+    tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
@@ -114,7 +111,7 @@ def _train(
         train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=progress.check,
-            tokens=open_token_record(config, metrics_file, ranks.rank),
+            tokens=open_token_record(config, config.metrics_path, ranks.rank),
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # not before the weights are published: environments now evaluate them
@@ -130,8 +127,8 @@ def _train(
         tracker.close()
 
 
-def _open_tracker(config: TrainConfig, metrics_file: Path) -> Tracker:
-    return build_tracker(config, metrics_file, without_secrets(config.model_dump(mode="json")))
+def _open_tracker(config: TrainConfig) -> Tracker:
+    return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
 
 
 def _refuse_trained_weights(layout: Layout) -> None:
@@ -152,10 +149,15 @@ def _refuse_trained_weights(layout: Layout) -> None:
 
 
 def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTrainer:
+    trackers = Trackers(
+        sinks=config.sinks,
+        project=config.wandb_project or DEFAULT_PROJECT,
+        group=group_of(config, config.metrics_path) if config.sinks else "",
+    )
     uses_wandb = "wandb" in config.sinks
-    return RegisterTrainer(  # environments of Atropos log to this project and group
-        wandb_group=(config.wandb_group or "") if uses_wandb else "",
-        wandb_project=(config.wandb_project or DEFAULT_PROJECT) if uses_wandb else "",
+    return RegisterTrainer(  # environments of Atropos log to this project and group at W&B
+        wandb_group=trackers.group if uses_wandb else "",
+        wandb_project=trackers.project if uses_wandb else "",
         batch_size=config.sequences_per_step,
         max_token_len=config.seq_len,
         checkpoint_dir=str(config.save_path),
@@ -163,4 +165,6 @@ def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTr
         starting_step=step,
         num_steps=config.steps,
         vocab_size=vocab_size,
+        publish_interval=config.publish_interval,
+        trackers=trackers,
     )

@@ -9,6 +9,14 @@ import msgspec
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
 
+class Trackers(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the trainer logs to, for environments that log to the same places."""
+
+    sinks: tuple[str, ...] = ()  # wandb, tensorboard, trackio
+    project: str = ""
+    group: str = ""
+
+
 class RegisterTrainer(msgspec.Struct, kw_only=True):
     wandb_group: str
     wandb_project: str
@@ -19,6 +27,8 @@ class RegisterTrainer(msgspec.Struct, kw_only=True):
     starting_step: int
     num_steps: int
     vocab_size: int | None = None  # ours: token ids in posted groups must be below it
+    publish_interval: int = 1  # ours: steps from one publish of the weights to the next
+    trackers: Trackers = Trackers()  # ours
 
 
 class RegisterEnv(msgspec.Struct, kw_only=True):
@@ -41,6 +51,8 @@ class RegisteredEnv(msgspec.Struct, kw_only=True):
     num_steps: int | None = None
     groups_accepted: int = 0  # ours: how many groups this name has already delivered; the cursor after a restart
     run_id: str = ""  # ours: another one means another run, or that the hub was reset
+    publish_interval: int = 1  # ours: of the trainer, as it registered
+    trackers: Trackers = Trackers()  # ours: the same
 
 
 class BatchInfo(msgspec.Struct, kw_only=True):

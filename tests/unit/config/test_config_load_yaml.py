@@ -33,7 +33,7 @@ def test_an_environments_file(tmp_path: Path, name: str) -> None:
     )
     assert (run.env.group_size, run.env.max_age, run.env.max_num_workers, run.env.total_steps) == (4, 3, 24, -1)
     assert run.env.ensure_scores_are_not_same
-    assert run.openai.base_url == "http://localhost:9004/v1"
+    assert run.openai.base_url == ("http://localhost:9004/v1",)
 
 
 def test_a_list_of_one_server_is_that_server(tmp_path: Path) -> None:
@@ -41,21 +41,62 @@ def test_a_list_of_one_server_is_that_server(tmp_path: Path) -> None:
     assert run.openai == ServerConfig(base_url="http://localhost:9004/v1", api_key="x")
 
 
-def test_several_servers_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names 2 servers under 'openai'") as caught:
-        load(tmp_path, "openai:\n  - base_url: http://a/v1\n  - base_url: http://b/v1\n")
-    assert "start an environment for each" in caught.value.fix
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [(("", ""), ""), (("  api_key: a\n", "  api_key: a\n"), "a"), (("  api_key: a\n", "  api_key: b\n"), "a b")],
+)
+def test_a_list_of_servers_is_one_section_with_all_of_them(
+    tmp_path: Path, keys: tuple[str, str], expected: str
+) -> None:
+    text = f"openai:\n- base_url: http://a/v1\n  timeout: 60\n{keys[0]}- base_url: http://b/v1\n{keys[1]}"
+    run = load(tmp_path, text, {"openai.patience_s": "5"})
+    assert run.openai == ServerConfig(
+        base_url=("http://a/v1", "http://b/v1"), api_key=expected, timeout=60.0, patience_s=5.0
+    )
+    first, second = run.openai.each()
+    assert (first.base_url, second.base_url) == (("http://a/v1",), ("http://b/v1",))
+    assert (first.api_key, second.api_key) == (expected[:1], expected[-1:])
+
+
+@pytest.mark.parametrize(
+    ("servers", "says", "fix"),
+    [
+        ("{base_url: a, timeout: 1}, {base_url: b, timeout: 2}", "different values of 'timeout': 1 and 2", "the same"),
+        ("{base_url: a}, {timeout: 2}", "names 2 servers under 'openai', and not all", "write 'base_url: http://"),
+        ("{base_url: a, api_key: x}, {base_url: b, api_key: y}, {base_url: c}", "2 of the 3 servers", "give each"),
+        ("{base_url: a}, {base_url: a}", "must name each engine once, and it is a a", ""),
+        ("{base_url: a}, 7", "'openai' is 7", "write its settings below"),
+    ],
+)
+def test_servers_that_do_not_go_together_are_refused(tmp_path: Path, servers: str, says: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, f"openai: [{servers}]\n")
+    assert says in caught.value.message
+    assert fix in caught.value.fix
+
+
+def test_several_urls_may_be_given_as_flags() -> None:
+    parser = FlagParser(prog="treadle env")
+    add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
+    words = ["--openai.base_url", "http://a/v1", "http://b/v1", "--openai.api_key", "x"]
+    assert load_run(None, given(parser.parse_args(words))).openai.base_url == ("http://a/v1", "http://b/v1")
 
 
 def test_what_has_no_effect_is_named_and_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = load(
         tmp_path,
-        "env:\n  tokenizer_name: Qwen/Qwen3-4B\n  use_wandb: true\n  batch_size: 64\n  group_size: 4\n"
+        "env:\n  tokenizer_name: Qwen/Qwen3-4B\n  include_messages: true\n  batch_size: 64\n  group_size: 4\n"
         "openai:\n  num_requests_for_eval: 256\nslurm: false\ntesting: true\n",
     )
     assert run == RunConfig(env=EnvConfig(group_size=4))
     told = capsys.readouterr().err
-    for key in ("env.tokenizer_name", "env.use_wandb", "env.batch_size", "openai.num_requests_for_eval", "slurm"):
+    for key in (
+        "env.tokenizer_name",
+        "env.include_messages",
+        "env.batch_size",
+        "openai.num_requests_for_eval",
+        "slurm",
+    ):
         assert f"env.yaml: '{key}' has no effect: " in told
     assert len(told.splitlines()) == 6
 
@@ -120,13 +161,13 @@ def test_a_negative_number_is_a_value_and_no_flag(spelling: list[str]) -> None:
 
 
 def test_the_command_line_reads_the_file_and_tells_what_has_no_effect(tmp_path: Path) -> None:
-    (tmp_path / "env.yaml").write_text("env:\n  use_wandb: true\n  total_steps: 0\n")
+    (tmp_path / "env.yaml").write_text("env:\n  include_messages: true\n  total_steps: 0\n")
     words = ["env", "arithmetic", "process", "--config", "env.yaml", "--env.batch_size", "64"]
     done = subprocess.run(
         [sys.executable, "-m", "treadle", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert "env.yaml: 'env.use_wandb' has no effect: " in done.stderr
+    assert "env.yaml: 'env.include_messages' has no effect: " in done.stderr
     assert "--env.batch-size has no effect: " in done.stderr
     assert "there is nothing to write: total_steps is 0" in done.stderr, "so the file was read"
 

@@ -102,6 +102,7 @@ class HubDouble:
         self.num_steps = num_steps
         self.groups_accepted = 0
         self.run_id = "run"
+        self.trackers: tuple[str, ...] = ()  # of the (absent) trainer
         self.share = 1.0  # of a batch, for the environment
         self.current_step = 0
         self.steps_at_once = True
@@ -136,6 +137,7 @@ class HubDouble:
                 "num_steps": self.num_steps,
                 "groups_accepted": self.groups_accepted,
                 "run_id": self.run_id,
+                "trackers": {"sinks": self.trackers, "project": "sums", "group": "night"},
             }
         )
 

@@ -9,6 +9,7 @@ import pytest
 
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
+from treadle.config.load import load_run
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.data import hold_out, load_data, read_splits
@@ -211,6 +212,38 @@ def test_at_most_256_rows_are_set_aside_and_at_least_one():
     assert len(hold_out(items[:2])) == 1
 
 
+def test_columns_get_the_names_that_the_environment_looks_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"problem": "Q{n}?", "solution": {n}, "id": {n}}}\n' for n in range(20)))
+    data = load_data(EnvConfig(data=str(path), data_columns="question=problem answer=solution"), to_item)
+    assert questions([*data.train, *data.held_out]) == {f"Q{n}?" for n in range(20)}
+    with pytest.raises(ConfigError, match="has no field 'text'; it has 'problem', 'solution', 'id'") as caught:
+        load_data(EnvConfig(data=str(path), data_columns="question=text answer=solution"), to_item)
+    assert caught.value.fix == "check --env.data-columns NAME=COLUMN"
+    with pytest.raises(ConfigError, match="'problem' is not NAME=COLUMN"):
+        load_run(None, {"env.data_columns": "problem"})
+
+
+def test_splits_of_a_folder_are_chosen_by_name(tmp_path):
+    for split, start in (("train", 0), ("extra", 20), ("test", 40), ("hard", 60)):
+        (tmp_path / f"{split}.jsonl").write_bytes(rows_as_bytes(5, start=start))
+
+    def chosen(**settings):
+        data = load_data(EnvConfig(data=str(tmp_path), **settings), to_item)
+        return min(int(item.answer) for item in data.train), min(int(item.answer) for item in data.held_out)
+
+    assert chosen() == (0, 40)
+    assert chosen(data_split="extra") == (20, 40)
+    assert chosen(data_split="test", eval_split="hard") == (40, 60)
+    assert chosen(eval_data=str(tmp_path), eval_split="extra") == (0, 20)
+    for settings in ({"data_split": "validation"}, {"eval_split": "validation"}):
+        with pytest.raises(ConfigError, match="has no split 'validation'") as caught:
+            chosen(**settings)
+        assert caught.value.fix == "it has: extra, hard, test, train"
+    with pytest.raises(ConfigError, match="is a file, and has no split 'train'"):
+        load_data(EnvConfig(data=str(tmp_path / "train.jsonl"), data_split="train"), to_item)
+
+
 # Datasets by name
 
 
@@ -223,7 +256,7 @@ def test_without_the_package_a_dataset_names_the_remedy():
     )
     run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert "MissingExtra" in run.stderr
-    assert "pip install datasets" in run.stderr
+    assert "pip install 'treadle[data]'" in run.stderr
     assert "--env.data FOLDER" in run.stderr
 
 
@@ -232,8 +265,9 @@ def test_a_dataset_is_loaded_by_name_and_part(tmp_path):
     (tmp_path / "datasets.py").write_text(
         "import os\n"
         "assert os.environ['HF_DATASETS_TRUST_REMOTE_CODE'] == '0'\n"  # no script of a dataset is run
-        "def load_dataset(name, part=None):\n"
+        "def load_dataset(name, part=None, split=None):\n"
         "    if name != 'openai/gsm8k': raise FileNotFoundError('no such dataset: ' + name)\n"
+        "    if part is None: raise ValueError(\"Config name is missing: pick one of ['main', 'socratic']\")\n"
         "    rows = [{'question': 'Q%d?' % n, 'answer': part} for n in range(4)]\n"
         "    return {'train': rows[:3], 'test': rows[3:]}\n"
     )
@@ -243,6 +277,7 @@ def test_a_dataset_is_loaded_by_name_and_part(tmp_path):
         "from treadle.envs.data import read_splits\n"
         "splits = read_splits('openai/gsm8k:main')\n"
         "print(json.dumps([len(splits.train), len(splits.held_out), splits.train[2].place, splits.train[2].fields]))\n"
+        "assert read_splits('openai/gsm8k').train[2].fields == splits.train[2].fields\n"
         "read_splits('openai/gsm9k')\n"
     )
     run = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
@@ -275,6 +310,16 @@ def test_a_run_whose_data_is_not_there_ends_before_anything_is_started(tmp_path)
     assert f"there is no file or folder {tmp_path / 'rows.jsonl'}" in ended.stderr
     assert "--resume" not in ended.stderr
     assert ended.stdout.split() == ["False"], "torch was loaded to look at a file"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_package_for_a_dataset_is_said_before_a_run_starts(tmp_path):
+    words = ["run", "--plain", "--output", str(tmp_path / "runs"), "--env.name", "jsonl", "--env.data", "openai/gsm8k"]
+    code = f"import sys\nsys.modules['datasets'] = None\nfrom treadle.cli import main\nmain({words!r})"
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "'openai/gsm8k' is no file or folder here, so it is a dataset, and the package datasets" in ended.stderr
+    assert "-> pip install 'treadle[data]'" in ended.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.errors import ConfigError, DiskFull
-from treadle.launch.job import settle_environment
+from treadle.launch.settings import settle_environment
 
 
 @contextlib.contextmanager

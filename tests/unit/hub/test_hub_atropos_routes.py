@@ -82,14 +82,15 @@ def test_data_before_the_registration_does_not_wedge_the_hub(client, desk):
 
 def test_envs_wait_for_the_first_batch_call(client, desk):
     assert desk.register_env() == {"status": "wait for trainer to start"}
-    desk.register()
+    desk.register(publish_interval=3, trackers={"sinks": ["wandb", "tensorboard"], "project": "sums", "group": "night"})
     assert desk.register_env() == {"status": "wait for trainer to start"}
     assert client.get("/batch").json() == {"batch": None}
     registered = desk.register_env()
     assert registered.pop("run_id")
     assert registered == {
         "status": "success", "env_id": 0, "wandb_name": "math_0", "checkpoint_dir": "c", "starting_step": 0,
-        "checkpoint_interval": 5, "num_steps": 10, "groups_accepted": 0,
+        "checkpoint_interval": 5, "num_steps": 10, "groups_accepted": 0, "publish_interval": 3,
+        "trackers": {"sinks": ["wandb", "tensorboard"], "project": "sums", "group": "night"},
     }  # fmt: skip
     assert desk.register_env()["wandb_name"] == "math_1"
     assert desk.register_env(desired_name=None, weight=None)["wandb_name"] == "env_0"

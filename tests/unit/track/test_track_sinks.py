@@ -20,8 +20,11 @@ from treadle.errors import MissingExtra
 from treadle.track import Tracker, build_tracker
 from treadle.track.fan import MAX_FAILURES_IN_A_ROW, FanTracker
 from treadle.track.jsonl import JsonlTracker, read_steps
-from treadle.track.sink import Metric
+from treadle.track.sink import Metric, Table
 
+TABLE = Table(
+    "train/rollouts", ("prompt", "reward", "is_right"), [("1 + 1 | 2?\n<think>", 0.5, True), ("no", None, False)]
+)
 SETTINGS = {"lr": 3e-5, "model": "smollm2-135m-instruct"}
 
 
@@ -32,6 +35,7 @@ def live_twice(options: TrackOptions, folder: Path) -> None:
         tracker.truncate_after(first)
         for step in range(first + 1, first + 4):
             tracker.log(step, {"reward": step + life / 10, "grad_norm": float("nan"), "note": "text"})
+        tracker.log_table(first + 3, TABLE)
         tracker.close()
     steps = [(step["step"], step["reward"]) for step in read_steps(folder / "metrics.jsonl")]
     assert steps == [(1, 1.1), (2, 2.1), (3, 3.2), (4, 4.2), (5, 5.2)]
@@ -54,6 +58,11 @@ def test_tensorboard_shows_the_steps_of_the_last_life(tmp_path: Path) -> None:
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
     assert sorted(reader.Tags()["scalars"]) == ["critic/rewards/mean", "reward"]
+    [table] = [event for event in reader.Tensors("train/rollouts") if event.step == 5]
+    assert table.tensor_proto.string_val[0].decode().splitlines()[-2:] == [
+        "| 1 + 1 &#124; 2? ↵ &lt;think&gt; | 0.5 | True |",
+        "| no |  | False |",
+    ]
     for name in reader.Tags()["scalars"]:
         points = [(event.step, round(event.value, 5)) for event in reader.Scalars(name)]
         assert points == [(1, 1.1), (2, 2.1), (3, 3.2), (4, 4.2), (5, 5.2)]
@@ -76,6 +85,10 @@ def test_wandb_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytest.
     # W&B cannot take step 3 back: it keeps what the first life said of it
     assert [(row["_step"], row["reward"]) for row in rows] == [(1, 1.1), (2, 2.1), (3, 3.1), (4, 4.2), (5, 5.2)]
     assert all("grad_norm" not in row and "note" not in row for row in rows)
+    tables = [row["train/rollouts/path"] for row in rows if "train/rollouts/path" in row]
+    assert len(tables) == 2, "at the last step of each life"
+    [file] = tmp_path.glob(f"wandb/offline-run-*/files/{tables[1]}")
+    assert json.loads(file.read_text())["data"] == [list(row) for row in TABLE.rows]
 
 
 def wandb_row(record: Any) -> dict[str, Any]:
@@ -89,7 +102,9 @@ def test_trackio_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytes
         "from test_track_sinks import TrackOptions, live_twice;"
         "folder = Path(sys.argv[1]); live_twice(TrackOptions(track=('trackio',), wandb_project='sums'), folder);"
         "[run] = Storage.get_runs('sums');"
-        "print(run, [(row['step'], row['reward']) for row in Storage.get_logs('sums', run)])"
+        "logs = Storage.get_logs('sums', run);"
+        "print(run, [(row['step'], row['reward']) for row in logs if 'reward' in row]);"
+        "print([row['train/rollouts']['_value'][0]['prompt'] for row in logs if 'train/rollouts' in row])"
     )
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read when trackio is imported: hence a process
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -98,6 +113,7 @@ def test_trackio_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytes
     )
     run_id = (tmp_path / "run" / "trackio-run-id.txt").read_text().strip()
     assert f"run-{run_id} [(1, 1.1), (2, 2.1), (3, 3.1), (4, 4.2), (5, 5.2)]" in done.stdout
+    assert repr([TABLE.rows[0][0]] * 2) in done.stdout, done.stdout
 
 
 def test_only_what_was_asked_for_is_imported(tmp_path: Path) -> None:

@@ -173,12 +173,22 @@ PLACES = {"save_file": (durable, "save_file"), "fsync": (os, "fsync"), "backward
 def test_the_hub_learns_the_project_and_group_at_wandb(folder, tmp_path):
     def registered(**changes):
         found = _registration(settings(folder, tmp_path, **changes), 0, vocab_size=80)
-        return found.wandb_project, found.wandb_group
+        assert found.trackers.sinks == (
+            ("wandb",) if "use_wandb" in changes else tuple(changes.get("track", "").split())
+        )
+        return found.wandb_project, found.wandb_group, found.trackers.project, found.trackers.group
 
-    assert registered() == ("", "")
-    assert registered(use_wandb=True) == ("treadle", "")
-    assert registered(track="wandb", wandb_project="mine", wandb_group="night") == ("mine", "night")
-    assert registered(track="trackio", wandb_project="mine") == ("", "")
+    assert registered() == ("", "", "treadle", "")
+    assert registered(use_wandb=True) == ("treadle", "saved", "treadle", "saved"), "the folder names the group"
+    assert registered(track="wandb", wandb_project="mine", wandb_group="night") == ("mine", "night") * 2
+    assert registered(track="trackio", wandb_project="mine", wandb_run_name="r") == ("", "", "mine", "r")
+
+
+def test_the_hub_learns_how_often_weights_are_published(folder, tmp_path):
+    def interval(**changes):
+        return _registration(settings(folder, tmp_path, **changes), 0, vocab_size=80).publish_interval
+
+    assert (interval(), interval(weight_bridge_mode="lora_restart")) == (1, 3)
 
 
 def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path, monkeypatch):

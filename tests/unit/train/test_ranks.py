@@ -310,6 +310,20 @@ def test_alone_nothing_is_opened(monkeypatch):
     assert ALONE.own([3.0, 1.0, 2.0]) == [0, 1, 2]
 
 
+def test_variables_of_atropos_broadcast_are_said_to_have_no_effect(monkeypatch, caplog):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in (("NUM_INFERENCE_NODES", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "26756")):
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("WARNING", logger="treadle.ranks"):
+        join_ranks(TrainConfig(device="cpu"))
+        monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it, MASTER_ADDR and MASTER_PORT too
+        join_ranks(TrainConfig(device="cpu"))
+    assert [record.treadle_fields["note"] for record in caplog.records] == [
+        "NUM_INFERENCE_NODES, MASTER_ADDR, MASTER_PORT have no effect: the trainer finds the engine by --engine-url",
+        "NUM_INFERENCE_NODES has no effect: the trainer finds the engine by --engine-url",
+    ]
+
+
 def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Sampling
-from treadle.envs.engine_client import Completion, EngineClient, Generation
+from treadle.envs.engine_client import Completion, Engine, Generation
 from treadle.envs.rollout import Desk, roll_group
 from treadle.envs.scoring import Judge
 from treadle.envs.seeds import stable_seed
@@ -91,7 +91,7 @@ class Trials:
     async def _play(self, item: Item, text: str) -> Score:
         if self._hung is not None:
             return self._hung
-        script = cast(EngineClient, _Script(text))  # a rollout of several turns asks it for nothing but `generate`
+        script = cast(Engine, _Script(text))  # a rollout of several turns asks it for nothing but `generate`
         desk = Desk(self._environment, script, _byte_tokenizer(), self._judge)
         sampling = Sampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
         try:

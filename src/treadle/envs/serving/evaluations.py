@@ -71,6 +71,7 @@ async def evaluate(
         )
     if folder is not None:
         save_result(result, folder)
+    ledger.tracking.log_evaluation(result)
     log.info(
         "evaluated",
         step=step,

@@ -17,6 +17,7 @@ import msgspec
 
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
+from treadle.envs.serving.tracking import Tracking
 from treadle.envs.side_by_side import Tell
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
@@ -94,6 +95,7 @@ class Ledger:
         self.waits = waits or Waits()
         self.num_undelivered = 0
         self.env_id: int | None = None
+        self.tracking = Tracking(None, 0)  # until the hub has said where the trainer logs to
         self._evaluation: WorkReport | None = None
         self._env_name = env_name
         self._lock = threading.Lock()
@@ -123,6 +125,8 @@ class Ledger:
             self._recent.append(ending)
             self._num_rollouts += len(rollouts)
             self._unscored.update(rollout.score.outcome for rollout in rollouts if rollout.score.reward is None)
+        if dropped_for is None:
+            self.tracking.add(rollouts, may_log=self._evaluation is None)
 
     @contextmanager
     def evaluating(self, step: int, total: int) -> Iterator[Tell]:

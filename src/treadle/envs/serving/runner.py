@@ -38,6 +38,7 @@ from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
 from treadle.envs.serving.spool import Spool
 from treadle.envs.serving.stream import Stream, item_of
+from treadle.envs.serving.tracking import open_tracking
 from treadle.envs.serving.waves import Waves
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
@@ -77,6 +78,8 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
         groups_accepted=course.groups_accepted,
         steps=course.num_steps,
     )
+    # In a thread, because a service may be slow to answer: the process must hear a signal meanwhile.
+    ledger.tracking = await asyncio.to_thread(open_tracking, config, desk.name, registered)
     try:
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
@@ -84,6 +87,7 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
             await (_run_waves if pace == "waves" else _run_stream)(desk, hub, course, ledger, keep)
     finally:
         await _say_goodbye(hub, course.env_id)
+        await asyncio.to_thread(ledger.tracking.close)
 
 
 def _registration(desk: Desk) -> RegisterEnv:

@@ -1,0 +1,304 @@
+"""Spread the requests of an environment over several engines, of those whose weights are new enough.
+
+    async with open_engine(ServerConfig(base_url=("http://a:9001/v1", "http://b:9001/v1"))) as engine:
+        await engine.generate([1, 2, 3], max_tokens=24, temperature=1.0)
+
+The trainer hands new weights to the engine of its --engine-url. Others have them only where they share them with it; an
+engine whose policy version is too far behind gets no request until it has caught up. A single engine is not checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self, TypeVar
+
+from treadle.clock import awake_s
+from treadle.config.env import ServerConfig
+from treadle.envs.engine_client import EngineAway, EngineClient, Generation, ServedModel
+from treadle.envs.transport import Patience
+from treadle.errors import ConfigError, EngineError
+from treadle.log import get_logger
+from treadle.watch.waits import Waits, Wanted
+from treadle.wire.generate import EngineHealth
+
+log = get_logger("env")
+T = TypeVar("T")
+
+FAILOVER_S = 5.0  # a request that an engine has not answered by then goes to another one
+LOOK_S = 1.0  # how often an engine that is away or too old is looked at again
+LOOK_TIMEOUT_S = 2.0
+POLL_S = 0.05
+AT_ONCE = Patience(give_up_after_s=0.0)
+OldestAllowed = Callable[[int], int]  # the newest version of all engines -> the oldest that may still be sampled
+
+
+@dataclass
+class _Member:
+    client: EngineClient
+    health: EngineHealth | None = None  # None: it is away, or was not asked yet
+    num_running: int = 0  # completions that were asked for and have not come
+    looked_s: float = -math.inf
+    looked_for: int = -1  # the oldest version that was allowed when it was last looked at
+    is_looked_at: bool = False  # now
+    is_left_out: bool = False  # as the log has said
+
+    @property
+    def version(self) -> int:
+        return -1 if self.health is None else self.health.policy_version
+
+    def __str__(self) -> str:
+        health = self.health
+        return f"{self.client.url} " + (
+            "is away" if health is None else f"has version {health.policy_version} of {health.model}"
+        )
+
+
+def open_engine(
+    config: ServerConfig,
+    *,
+    oldest_allowed: OldestAllowed = lambda newest: newest,
+    patience: Patience | None = None,
+    waits: Waits | None = None,
+) -> EngineClient | EnginePool:
+    """The one engine that `config` names, or all of them as a pool."""
+    if len(config.base_url) == 1:
+        return EngineClient(config, patience=patience, waits=waits)
+    patience = patience or Patience(give_up_after_s=config.timeout)
+    failover = Patience(give_up_after_s=FAILOVER_S)
+    clients = [EngineClient(one, patience=failover, waits=waits) for one in config.each()]
+    return EnginePool(clients, oldest_allowed, patience=patience, waits=waits)
+
+
+class EnginePool:
+    """Several engines that serve the same policy, behind the calls of one (engine_client.Engine)."""
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        oldest_allowed: OldestAllowed,
+        *,
+        patience: Patience,
+        waits: Waits | None = None,
+    ) -> None:
+        self._members = [_Member(client) for client in clients]
+        self._oldest_allowed = oldest_allowed
+        self._patience = patience
+        self._waits = waits or Waits()
+        self._model: ServedModel | None = None  # of the first engine that was there; others must serve the same
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        async with AsyncExitStack() as stack:
+            for member in self._members:
+                await stack.enter_async_context(member.client)
+
+    async def health(self) -> EngineHealth:
+        """All engines as one: the sum of their work, and the newest version."""
+        is_first = self._model is None
+        fit = await self._fit_members(everyone=True)
+        if is_first:
+            self._refuse_different_models()
+        there = [member.health for member in self._members if member.health is not None]
+        return EngineHealth(
+            status=there[0].status,
+            model=there[0].model,
+            policy_version=max(member.version for member in fit),
+            num_running=sum(health.num_running for health in there),
+            num_waiting=sum(health.num_waiting for health in there),
+            generated_tokens=sum(health.generated_tokens for health in there),
+            generating_s=sum(health.generating_s for health in there),
+        )
+
+    async def served_models(self) -> list[ServedModel]:
+        return await (await self._fit_members())[0].client.served_models()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """At the engine that has the least to do."""
+
+        async def ask(fit: list[_Member], _: int) -> Generation:
+            member = min(fit, key=lambda one: one.num_running)
+            return await self._counted(
+                member,
+                n,
+                lambda client: client.generate(
+                    prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+                ),
+            )
+
+        return await self._until_answered(ask)
+
+    async def generate_wave(
+        self,
+        wave_id: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """An equal part of the wave at each engine; the same engines always get the same parts."""
+
+        async def ask(fit: list[_Member], attempt: int) -> list[Generation]:
+            async def ask_part(member: _Member, part: range) -> list[Generation]:
+                places = slice(part.start, part.stop)
+                return await self._counted(
+                    member,
+                    n * len(part),
+                    lambda client: client.generate_wave(
+                        f"{wave_id}.{attempt}.{part.start}",
+                        prompts[places],
+                        n=n,
+                        max_tokens=max_tokens,
+                        temperature=temperature,
+                        seeds=None if seeds is None else seeds[places],
+                    ),
+                )
+
+            parts = zip(
+                fit, _equal_parts(len(prompts), len(fit)), strict=False
+            )  # few prompts: fewer parts than engines
+            tasks = [asyncio.ensure_future(ask_part(*one)) for one in parts]
+            try:
+                return [generation for part in await asyncio.gather(*tasks) for generation in part]
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return await self._until_answered(ask, look_again_s=0.0)
+
+    async def _until_answered(
+        self, ask: Callable[[list[_Member], int], Awaitable[T]], look_again_s: float = LOOK_S
+    ) -> T:
+        """Again at the other engines when one goes away; what an engine refuses is raised at once."""
+        began, attempt = awake_s(), 0
+        while True:
+            fit = await self._fit_members(look_again_s)
+            try:
+                return await ask(fit, attempt)
+            except EngineAway as error:
+                attempt += 1
+                if self._patience.is_over(awake_s() - began):
+                    raise
+                log.warning("asked_another_engine", problem=error.message)
+
+    async def _counted(self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+        member.num_running += count
+        try:
+            return await call(member.client)
+        except EngineAway:
+            member.health = None
+            raise
+        finally:
+            member.num_running -= count
+
+    async def _fit_members(self, look_again_s: float = LOOK_S, *, everyone: bool = False) -> list[_Member]:
+        """Those that answer and whose weights are new enough; waits while there is none."""
+        await self._look(look_again_s, everyone=everyone)
+        if fit := self._fit():
+            return fit
+        wanted = Wanted(f"an engine with weights of version {self._oldest} or newer", fix=_START_ONE, of="engine")
+        with self._waits.waiting(wanted) as wait:
+            began = awake_s()
+            while not (fit := self._fit()):
+                is_any_there = any(member.health is not None for member in self._members)
+                wait.problem = ", ".join(map(str, self._members))
+                wait.fix = _NAME_THE_TRAINED_ONE if is_any_there else _START_ONE
+                if self._patience.is_over(awake_s() - began):
+                    lack = f"has weights that are new enough (version {self._oldest} or newer)"
+                    problem = f"none of the {len(self._members)} engines {lack if is_any_there else 'answers'}"
+                    raise EngineError(f"{problem}: {wait.problem}", fix=wait.fix)
+                await asyncio.sleep(POLL_S)
+                await self._look(2 * POLL_S)
+        return fit
+
+    @property
+    def _oldest(self) -> int:
+        versions = [m.version for m in self._members if m.health is not None and self._serves_the_model(m.health)]
+        return max(0, self._oldest_allowed(max(versions, default=0)))
+
+    def _is_fit(self, member: _Member) -> bool:
+        return member.health is not None and member.version >= self._oldest and self._serves_the_model(member.health)
+
+    def _serves_the_model(self, health: EngineHealth) -> bool:
+        """Also of one that was restarted in the middle of a run."""
+        return self._model is None or self._model.is_called(health.model)
+
+    def _fit(self) -> list[_Member]:
+        return [member for member in self._members if self._is_fit(member)]
+
+    async def _look(self, again_s: float, *, everyone: bool = False) -> None:
+        """Ask engines for their version: all of them, or those that are not fit.
+
+        One that was not fit within the last `again_s` is asked only when the oldest allowed version has changed since.
+        """
+        until_s, oldest = awake_s() - again_s, self._oldest
+        unfit = [m for m in self._members if not self._is_fit(m) and (m.looked_s <= until_s or m.looked_for != oldest)]
+        due = [member for member in (self._members if everyone else unfit) if not member.is_looked_at]
+        await asyncio.gather(*map(self._look_at, due))
+        if self._model is None:
+            there = (member.health for member in self._members if member.health is not None)
+            self._model = next((ServedModel(id=health.model) for health in there), None)
+        for member in due:
+            self._log_change(member)
+
+    def _log_change(self, member: _Member) -> None:
+        """Say when an engine is left out, and when it is asked again."""
+        if member.is_left_out and self._is_fit(member):
+            log.info("engine_asked_again", engine=str(member), oldest_allowed=self._oldest)
+        elif not member.is_left_out and not self._is_fit(member):
+            log.warning("engine_left_out", engine=str(member), oldest_allowed=self._oldest)
+        member.is_left_out = not self._is_fit(member)
+
+    async def _look_at(self, member: _Member) -> None:
+        member.is_looked_at, member.looked_for = True, self._oldest
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                health = await member.client.health(AT_ONCE)
+            member.health = None if health.status.startswith("failed") else health
+        except (EngineError, TimeoutError):
+            member.health = None
+        finally:
+            member.is_looked_at, member.looked_s = False, awake_s()
+
+    def _refuse_different_models(self) -> None:
+        there = {member.client.url: member.health for member in self._members if member.health is not None}
+        if not all(map(self._serves_the_model, there.values())):
+            models = ", ".join(f"{health.model} at {url}" for url, health in there.items())
+            raise ConfigError(
+                f"the engines serve different models: {models}", fix="name engines of one model in --openai.base-url"
+            )
+
+
+def _equal_parts(count: int, num_parts: int) -> list[range]:
+    """Places 0 to count-1, in order, in at most `num_parts` parts of nearly the same size.
+
+    >>> _equal_parts(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    size, larger = divmod(count, num_parts)
+    starts = [i * size + min(i, larger) for i in range(num_parts + 1)]
+    return [range(*ends) for ends in pairwise(starts) if ends[0] < ends[1]]
+
+
+_START_ONE = "start it with `treadle engine`, or name others with --openai.base-url"
+_NAME_THE_TRAINED_ONE = (
+    "name the engine that the trainer hands its weights to (treadle train --engine-url) in --openai.base-url, or let "
+    "engines lag further: --env.max-age"
+)
