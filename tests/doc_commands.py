@@ -17,6 +17,7 @@ import treadle.launch
 import treadle.launch.budget.command
 import treadle.launch.chat
 import treadle.launch.doctor.command
+import treadle.launch.matrix
 import treadle.launch.report_page
 import treadle.launch.top
 import treadle.train
@@ -27,16 +28,20 @@ from treadle.config.flags import FlagParser
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.guides import GUIDES
-from treadle.launch.job import settle_environment
+from treadle.launch.attachment import one_address
+from treadle.launch.plan import explicit_keys
+from treadle.launch.settings import check_one_trainer, settle_environment
 
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
     (treadle.launch.chat, "talk"), (treadle.launch.top, "watch_run"),
     (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
-    (treadle.launch.budget.command, "plan_memory"),
+    (treadle.launch.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
-_VERBS = frozenset(("run", "plan", "hub", "engine", "env", "train", "top", "chat", "doctor", "report", "token"))
+_VERBS = frozenset(
+    ("run", "matrix", "plan", "hub", "engine", "env", "train", "top", "chat", "doctor", "report", "token")
+)
 # Words that stand for something of the user's.
 PLACEHOLDERS = {
     "M": "my-model", "MODEL": "my-model", "DIR": "my-model", "NAME": "arithmetic", "FILE": "my_env.py",
@@ -114,6 +119,7 @@ def parse(
     assert words[0] in _VERBS or words[0] not in cli.VERBS, f"add to _STARTS what `treadle {words[0]}` starts"
     with monkeypatch.context() as patch:
         patch.setattr(treadle.launch, "start", _checks_of_run)
+        patch.setattr(treadle.launch.matrix, "start_matrix", lambda config, *_, **__: _checks_of_run(config))
         patch.setattr(treadle.envs, "act", _checks_of_env)
         for module, name in _STARTS:
             patch.setattr(module, name, lambda *_, **__: 0)
@@ -142,16 +148,21 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def _checks_of_run(config: Any, **_: object) -> int:
+    explicit = explicit_keys(config)
     if config.env.name == "gsm8k" and not config.env.data:  # it would be fetched
         config = config.model_copy(update={"env": config.env.model_copy(update={"data": "gsm8k"})})
     config = config.model_copy(update={"env": settle_environment(config.env)})
+    config = one_address(config, explicit)
     config.check_together()
+    check_one_trainer(config)
     return 0
 
 
 def _checks_of_env(_: str, config: Any, __: Any) -> int:
     if not config.name.startswith("verifiers:"):
         environment = load_environment(config)
-        if config.data:
+        if config.data and not re.fullmatch(
+            r"[\w-]+/[\w.-]+(:\w+)?", config.data
+        ):  # the id of a dataset would be fetched
             prepare_task(environment)
     return 0

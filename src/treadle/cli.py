@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
@@ -24,10 +25,11 @@ PARENT = "TREADLE_PARENT_PID"  # set by the launcher
 ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
+    "matrix": "run the weight modes one after another, and compare them in one table and one plot",
     "plan": "say how much memory a run would take, whether it fits, and what would make it fit",
     "hub": "serve the rollout API (also installed as run-api)",
     "engine": "serve a model",
-    "env": "run an environment: treadle env NAME serve|process|evaluate|validate",
+    "env": "run an environment: treadle env NAME [serve|process|evaluate|validate]",
     "train": "run the trainer",
     "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
@@ -96,6 +98,32 @@ def _run(words: list[str]) -> int:
     return start(load_run(values._config, given(values)), **how)
 
 
+def _matrix(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser, given
+    from treadle.guides import GUIDES
+
+    parser = FlagParser(prog="treadle matrix", guide=GUIDES["matrix"])
+    parser.add_argument(
+        "--modes", dest="_modes", metavar="NAMES", help="which modes, separated by commas (default: all)"
+    )
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue the matrix in it")
+    parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
+    _add_run_flags(parser)
+    parser.add_argument(
+        "--engine", dest="engine.engine", default=argparse.SUPPRESS, metavar="NAME", help="the same as --engine.engine"
+    )
+    values = parser.parse_args(words)
+    _log_to_stderr("WARNING")
+    from treadle.launch.matrix import load_settings, parse_modes, resume_matrix, start_matrix
+
+    config = load_settings(values._config, given(values))
+    modes = None if values._modes is None else parse_modes(values._modes)
+    if values._resume is not None:
+        return resume_matrix(values._resume, config, modes, plain=values._plain)
+    return start_matrix(config, modes or parse_modes("all"), plain=values._plain)
+
+
 def _plan(words: list[str]) -> int:
     from treadle.config.flags import FlagParser, given
     from treadle.config.load import load_run
@@ -161,11 +189,14 @@ def _env(words: list[str]) -> int:
         sys.stderr.write(f"treadle env: {note}\n")
     parser = FlagParser(prog="treadle env", guide=GUIDES["env"])
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")
-    parser.add_argument("_action", metavar="ACTION", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
+    parser.add_argument("_action", metavar="ACTION", nargs="?", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML or YAML; flags win over it")
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
-    values = parser.parse_args(words)
+    values, rest = parser.parse_known(words)
+    if values._action is None:  # argparse finds an optional word before the flags only
+        values._action, rest = (rest[0], rest[1:]) if rest and rest[0] in ENV_ACTIONS else ("serve", rest)
+    parser.refuse(rest)
     run = _load_process(values._config, {**given(values), "env.name": values._name}, "env", "openai")
     _log_to_stderr()
     from treadle import envs
@@ -252,8 +283,8 @@ def _token(words: list[str]) -> int:
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
-    "run": _run, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train, "chat": _chat,
-    "top": _top,
+    "run": _run, "matrix": _matrix, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train,
+    "chat": _chat, "top": _top,
     "doctor": _doctor, "report": _report, "token": _token,
 }  # fmt: skip
 

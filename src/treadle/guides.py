@@ -28,7 +28,29 @@ GUIDES = MappingProxyType({
                 "--train.lr", "--train.batch-size", "--train.objective", "--train.kl-coef", "--train.lora",
                 "--train.seq-len", "--train.checkpoint-interval", "--train.track",
             ),
-            "where it runs": ("--engine.engine", "--engine.device", "--engine.vllm-python", "--hub.port"),
+            "where it runs": (
+                "--engine.engine", "--engine.device", "--engine.vllm-python", "--hub.port", "--hub-url", "--engine-url",
+            ),
+        },
+    ),
+    "matrix": Guide(
+        usage="[--modes NAMES] [FLAG VALUE ...]",
+        about="Run the ways for weights to reach the engine one after another, on the same task and seed, each as an "
+        "ordinary treadle run; write one table and one plot: seconds per step and publish, bytes sent, memory, tokens "
+        "per second, parity of trainer and engine, reward. Modes: single_copy, broadcast, broadcast_gloo, "
+        "broadcast_nccl, lora_only, lora_restart, none, reload, delta; shared_vllm stands for the first two. Ends with "
+        "1 when a mode failed. Takes the flags of treadle run too.",
+        examples={
+            "treadle matrix --steps 5": "all modes that can run here",
+            "treadle matrix --modes lora_only --steps 3": "does one mode work here?",
+            "treadle matrix --engine vllm --model-name Qwen/Qwen3-0.6B": "with vLLM",
+            "treadle matrix --resume runs/20260102-030405-matrix-gsm8k": "go on",
+        },
+        flags={
+            "the matrix": ("--modes", "--resume", "--steps", "--seed", "--output", "--config", "--plain"),
+            "what is learned": ("--model", "--env.name", "--env.task", "--env.group-size", "--env.max-token-length"),
+            "how it is learned": ("--train.lr", "--train.batch-size", "--train.vllm-restart-interval"),
+            "where it runs": ("--engine", "--engine.device", "--engine.vllm-python", "--hub.port"),
         },
     ),
     "plan": Guide(
@@ -81,10 +103,10 @@ GUIDES = MappingProxyType({
         },
     ),
     "env": Guide(
-        usage="NAME serve|process|evaluate|validate [FLAG VALUE ...]",
+        usage="NAME [serve|process|evaluate|validate] [FLAG VALUE ...]",
         about="Run an environment: a built-in one by its name (arithmetic, gsm8k, ...), verifiers:NAME, or the path of "
-        "a .py file. serve delivers groups to the hub, process writes some to a file, evaluate measures a model on the "
-        "held-out prompts, validate checks the task without any model.",
+        "a .py file. serve (the default) delivers groups to the hub, process writes some to a file, evaluate measures "
+        "a model on the held-out prompts, validate checks the task without any model.",
         examples={
             "treadle env ./my_env.py validate": "is this task fit to be trained on?",
             "treadle env gsm8k evaluate --env.data FOLDER": "how good is the model that the engine serves?",

@@ -72,7 +72,7 @@ def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
         assert said.count("trainer step step=1") == 1
         manifest = json.loads((tmp_path / "out" / "step_2" / "trainer.json").read_text())
         assert (manifest["step"], manifest["num_ranks"]) == (2, 2)
-        assert {"state-0-000.safetensors", "state-1-000.safetensors"} < manifest["sha256"].keys()
+        assert {"state-0-000.tensors", "state-1-000.tensors"} < manifest["sha256"].keys()
         rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if "step" in row] == [1, 2]
         answer = httpx.post(f"{engine_url}/generate", json={"prompt": {"prompt_token_ids": [5, 6]}, "max_tokens": 1})

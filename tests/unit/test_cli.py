@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.cli import VERBS
+from treadle import envs
+from treadle.cli import VERBS, main
 from treadle.guides import GUIDES
 
 
@@ -100,6 +101,29 @@ def test_a_misspelt_key_in_a_file_is_answered_with_the_right_one(tmp_path: Path)
     assert done.returncode == 2
     assert "did you mean 'group_size'?" in done.stderr
     assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("words", "action"),
+    [
+        (["gsm8k"], "serve"),
+        (["./my_env.py", "--env.max_num", "200"], "serve"),
+        (["gsm8k", "evaluate", "--env.num-eval", "3"], "evaluate"),
+        (["gsm8k", "--env.num-eval", "3", "evaluate"], "evaluate"),
+    ],
+)
+def test_an_environment_without_a_verb_serves(
+    words: list[str], action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acted: list[str] = []
+    monkeypatch.setattr(envs, "act", lambda action, *_: acted.append(action))
+    with pytest.raises(SystemExit) as ended:
+        main(["env", *words])
+    assert (ended.value.code, acted) == (None, [action]), capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["env", *words, "sevre"])
+    assert ended.value.code == 2
+    assert "sevre" in capsys.readouterr().err
 
 
 def test_a_value_that_cannot_be_right_names_its_flag() -> None:

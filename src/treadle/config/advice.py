@@ -18,7 +18,7 @@ from treadle.config.flags import spellings_of
 from treadle.config.schema import RunConfig
 from treadle.config.section import Section
 
-WHOLE_RUN = ("run", "plan", "doctor")  # verbs that take the flags of all sections, with dots
+WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
 _OF_RUN_ALONE = frozenset(("resume", "plain", "open"))
 _OF_OTHERS = {
@@ -27,9 +27,10 @@ _OF_OTHERS = {
     "report": frozenset(("out",)),
     "token": frozenset(("token-file",)),
     "doctor": frozenset(("hub", "engine", "json")),
+    "matrix": frozenset(("modes", "resume", "plain", "engine")),
     "plan": frozenset((
         "params", "mode", "gpu", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
-        "gpu-memory-utilization", "json",
+        "json",
     )),
 }  # fmt: skip
 _FLAG = re.compile(r"(?<![\w.-])--(?P<name>[a-z][a-z0-9-]*+(?:\.[a-z][a-z0-9-]*+)?+)")

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig
 from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.sync import refuse_split_engine
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -60,7 +61,9 @@ class HubConfig(Section):
 class EngineConfig(Section):
     """The inference process."""
 
-    model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
+    model: str = option(
+        DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name", "model-path")
+    )
     served_model_name: str = option("", "what requests call the model; empty: what --model says")
     engine: Literal["auto", "vllm", "transformers"] = option(
         "auto", "what generates; auto: vLLM where it is installed, else transformers"
@@ -98,7 +101,7 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         0.45, "vLLM: share of the GPU's memory for weights and KV cache"
     )
-    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model")
+    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model", flags=("tp",))
     enforce_eager: bool = option(False, "vLLM: no CUDA graphs and no torch.compile (slower; for finding faults)")
     kv_cache_gib: PositiveInt = option(1, "vLLM on a CPU: memory for the KV cache")
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
@@ -117,6 +120,12 @@ class RunConfig(Section):
     steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
     seed: int = option(0, "the same seed gives the same curve")
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
+    hub_url: str = option(
+        "", "URL of a hub that runs already and has an empty queue; empty: the run starts one", flags=("atropos-url",)
+    )
+    engine_url: str = option(
+        "", "URL of an engine that runs already and serves untrained weights; empty: the run starts one"
+    )
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
         3600.0, "a run in which nothing has moved for so long is stopped; 0: never"
     )
@@ -137,20 +146,27 @@ class RunConfig(Section):
                 f"env.group_size {group}",
                 fix="change one of them",
             )
-        if group > self.engine.max_num_seqs:
-            raise ConfigError(
-                f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
-                fix=f"--engine.max-num-seqs {group}",
-            )
-        if self.engine.logprobs_mode == "raw_logprobs" and self.env.temperature != 1:
-            raise ConfigError(
-                f"raw logprobs are those of temperature 1, and rollouts are sampled at {self.env.temperature:g}: every "
-                "ratio would be wrong",
-                fix="--engine.logprobs-mode processed_logprobs",
-            )
+        if not self.engine_url:  # else the engine that runs already says how it was started
+            self.check_engine()
         if self.env.temperature < MIN_TEMPERATURE:
             raise ConfigError(
                 f"at temperature {self.env.temperature:g} all rollouts of a group are the same (engines take the "
                 f"likeliest token below {MIN_TEMPERATURE:g})",
                 fix="--env.temperature 1",
+            )
+
+    def check_engine(self) -> None:
+        """What the run needs of its engine."""
+        group, flag = self.env.group_size, "treadle engine --" if self.engine_url else "--engine."
+        if group > self.engine.max_num_seqs:
+            raise ConfigError(
+                f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
+                fix=f"{flag}max-num-seqs {group}",
+            )
+        refuse_split_engine(self.engine.tensor_parallel_size, self.train.weight_bridge_mode)
+        if self.engine.logprobs_mode == "raw_logprobs" and self.env.temperature != 1:
+            raise ConfigError(
+                f"raw logprobs are those of temperature 1, and rollouts are sampled at {self.env.temperature:g}: every "
+                "ratio would be wrong",
+                fix=f"{flag}logprobs-mode processed_logprobs",
             )

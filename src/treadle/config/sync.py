@@ -8,10 +8,23 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from treadle.config.section import PositiveInt, Seconds, Section, option
+from treadle.errors import ConfigError
 
 FIND_BRIDGE_FILE = Path("auto")
 LORA_MODES = ("lora_only", "lora_restart")
 RESTART_MODES = ("lora_restart", "none")
+# Tensor parallel: every GPU of the engine has a part of each weight, where all other modes write whole ones.
+SPLIT_ENGINE_MODES = (*LORA_MODES, "offline")
+
+
+def refuse_split_engine(num_gpus: int, mode: str) -> None:
+    """Refuse to publish whole weights to an engine of several GPUs; plan, launcher and engine ask here."""
+    if num_gpus > 1 and mode not in SPLIT_ENGINE_MODES:
+        raise ConfigError(
+            f"an engine that is split over {num_gpus} GPUs (tensor parallel) takes adapters only, and "
+            f"weight_bridge_mode is {mode}",
+            fix="--train.weight-bridge-mode lora_only, which trains adapters; or an engine on one GPU",
+        )
 
 
 class SyncOptions(Section):

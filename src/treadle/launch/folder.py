@@ -104,23 +104,29 @@ def check_is_run(folder: Path) -> None:
         )
 
 
-def check_queue_exists(config: RunConfig, last_step: int) -> None:
-    """Refuse to resume a run that has begun and whose queue, with its batches and rollouts, was deleted."""
+def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:
+    """Refuse to resume a run that has begun and whose queue, with its batches and rollouts, was deleted.
+
+    A hub that the run did not start has its queue elsewhere, and is asked for it (launch/attachment.py).
+    """
+    if config.hub_url:
+        return
     has_begun = last_step > 0 or newest_checkpoint(config.train.save_path) > 0 or config.env.state_dir.exists()
     queue = config.hub.database
     if has_begun and not (queue.is_file() and queue.stat().st_size):
         checkpoint = config.train.save_path / f"step_{newest_checkpoint(config.train.save_path)}"
-        whence = f" from its last checkpoint: {program()} run --model {near(checkpoint)}" if checkpoint.is_dir() else ""
+        settings = near(folder / REQUEST_FILE)
+        whence = f" from its last checkpoint: {program()} run --config {settings} --model {near(checkpoint)}"
         raise ConfigError(
             f"the queue of this run is gone: {queue}; without it the run would go on with other data",
-            fix=f"restore it, or start a new run{whence}",
+            fix=f"restore it, or start a new run{whence if checkpoint.is_dir() else ''}",
         )
 
 
 def how_to_go_on(config: RunConfig, folder: Path, last_step: int) -> str:
     """What to do with a run that ended early: resume it, unless that would be refused."""
     try:
-        check_queue_exists(config, last_step)
+        check_queue_exists(config, folder, last_step)
     except ConfigError as refused:
         return f"{refused.message}; {refused.fix}"
     return f"continue with: {program()} run --resume {near(folder)}"

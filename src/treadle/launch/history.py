@@ -38,6 +38,7 @@ class Evaluation:
     samples: tuple[dict[str, Any], ...] = ()
     ended: float | None = None  # share of the answers that ended by themselves; None: not known
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
+    policy_version: int | None = None  # that answered, as the engine said
 
     @property
     def point(self) -> HeldOutPoint:
@@ -132,6 +133,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
             samples=tuple(sample for sample in values.get("samples") or () if isinstance(sample, dict)),
             ended=None if values.get("ended") is None else float(values["ended"]),
             max_tokens=(values.get("generation_params") or {}).get("max_tokens"),
+            policy_version=None if values.get("policy_version") is None else int(values["policy_version"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

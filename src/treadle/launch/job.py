@@ -5,27 +5,31 @@ check -> prepare the model -> run folder -> plan -> supervise (with a view) -> s
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
-from treadle.config import DEFAULT_MODEL
-from treadle.config.env import EnvConfig
-from treadle.config.load import load_run, save_run, with_absolute_paths
+from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import require_secrets
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.envs.serving.course import fitting_group_size
-from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory, require
 from treadle.launch import folder as run_folders
+from treadle.launch.attachment import (
+    Attached,
+    attach,
+    check_live_folder,
+    one_address,
+    without_effect,
+    without_token,
+)
 from treadle.launch.budget.command import show_what_fits
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import look_at_machine
@@ -42,18 +46,23 @@ from treadle.launch.plan import (
     choose_steps,
     explicit_keys,
     wished_addresses,
-    with_values,
 )
 from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.probe import answers_ok, get_json
 from treadle.launch.process import KILLED
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
+from treadle.launch.settings import (
+    check_one_model,
+    check_one_trainer,
+    read_tokens,
+    settle_environment,
+    settle_paths,
+    with_fitting_groups,
+)
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.store.file import real_path
-from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
-from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
+from treadle.wire.urls import shown_url
 
 STOPPED_BY_USER = 130
 LAST_ANSWER_S = 10.0  # the hub is idle by then
@@ -65,13 +74,15 @@ _FIXED_FOR_LIFE = (
 
 
 def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
-    explicit = explicit_keys(config)
+    require_secrets(config.model_dump(mode="json"))  # of another run's config.json
+    asked, explicit = config, explicit_keys(config)
     config = config.model_copy(update={"env": settle_environment(config.env)})
-    config = with_fitting_groups(config, explicit)
+    config = one_address(with_fitting_groups(config, explicit), explicit)
     config.check_together()
+    check_one_trainer(config)
     check_one_model(config, explicit)
     choose_steps(config, explicit)
-    asked, config = config, settle_paths(config)
+    config = settle_paths(config)
     require("train", "torch", "transformers")
     # A busy port is cheap to notice and must not cost the user a download first.
     with held_ports(wished_addresses(config), explicit) as listeners:
@@ -79,67 +90,14 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int
         if warning:
             _say(f"warning: {warning}")
         tokens = read_tokens(config)
-        model_folder = prepare_model(config.model)
-        plan_in = _planner(config, model_folder, explicit, tokens, listeners)
+        attached = attach(config, explicit, tokens, _say)
+        model_folder = prepare_model(attached.config.model)
+        plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners)
         plan_in(config.output)  # settings that contradict each other are refused before a folder is made
         folder = run_folders.create_run_folder(config.output, _label(config))
         with run_folders.locked(folder):
             run_folders.save_request(asked, folder)
             return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
-
-
-def settle_environment(config: EnvConfig) -> EnvConfig:
-    """A name, a task or data that does not exist is refused before anything is made; what suits the task is settled
-    for life."""
-    environment = load_environment(config)
-    if environment.waits_for_agents:
-        raise ConfigError(
-            f"the environment '{config.own_name}' has no command, so nothing in this run would start its agents",
-            fix="""--env.args '{"command": "python examples/agent.py"}'; for agents that are started """
-            "elsewhere, start the processes one by one: treadle hub, treadle engine, treadle train, and "
-            f"treadle env {config.own_name} serve",
-        )
-    prepare_task(environment)
-    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment)})
-
-
-def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
-    """Groups no larger than a batch, where nobody chose their size."""
-    group_size = fitting_group_size(config.env.group_size, config.train.sequences_per_step)
-    return config if "env.group_size" in explicit else with_values(config, {"env.group_size": group_size})
-
-
-def settle_paths(config: RunConfig) -> RunConfig:
-    """The paths of files and folders, absolute: a run can be resumed from another folder."""
-    real_path(config.hub.database)  # refuses names such as :memory:
-    config = with_absolute_paths(config)
-    names = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
-    if ".py" in config.env.name:
-        names["env.name"] = config.env.name
-    if "/" in config.engine.vllm_python:
-        names["engine.vllm_python"] = config.engine.vllm_python
-    if config.model != DEFAULT_MODEL:
-        names["model"] = config.model
-    return with_values(config, {key: _absolute(name) for key, name in names.items()})
-
-
-def _absolute(value: str) -> str:
-    """A file or folder, also "my_env.py:name", from wherever it is asked for later; any other name as it is."""
-    path, colon, name = value.partition(".py:")
-    file = Path(path + ".py" if colon else value).expanduser()
-    if not value or not file.exists():
-        return value
-    return str(file.absolute()) + (f":{name}" if colon else "")
-
-
-def read_tokens(config: RunConfig) -> RunTokens:
-    """The tokens of hub and engine, for the processes that call them. Files that do not exist yet are made here."""
-    hub, engine, env = config.hub, config.engine, os.environ
-    return RunTokens(
-        hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
-        hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
-        engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
-    )
 
 
 def _label(config: RunConfig) -> str:
@@ -159,7 +117,10 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     with run_folders.locked(folder):
         # --hub.fresh was for the start of the run: now the queue holds its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
+        config = one_address(config, frozenset(overrides))
+        _check_same_place_of_queue(config, folder)
         config.check_together()
+        check_one_trainer(config)
         config = settle_paths(config)
         run_folders.check_disk_space(folder)
         summary = load_summary(folder)
@@ -172,17 +133,28 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
             print_report(summary, Console())
             return 0
         require_secrets(config.model_dump(mode="json"))
-        prepare_task(load_environment(config.env))
+        environment = load_environment(config.env)
+        prepare_task(environment)
+        config = config.model_copy(update={"env": environment.config})
         require("train", "torch", "transformers")
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
             tokens = read_tokens(config)
+            attached = attach(config, frozenset({"model"}), tokens, _say, reader_of(config, folder).read().last_step)
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-            plan = _planner(config, model_folder, explicit, tokens, listeners)(folder)
-            run_folders.check_queue_exists(plan.config, reader_of(plan.config, folder).read().last_step)
+            plan = _planner(attached, model_folder, explicit, frozenset(overrides), tokens, listeners)(folder)
+            run_folders.check_queue_exists(plan.config, folder, reader_of(plan.config, folder).read().last_step)
             _tell_what_is_repeated(plan.config, folder)
             return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
+
+
+def _check_same_place_of_queue(config: RunConfig, folder: Path) -> None:
+    """A hub may move to another address. Between a hub of its own and one that runs already a run cannot change."""
+    before = load_run(folder / CONFIG_FILE).hub_url
+    if bool(before) != bool(config.hub_url):
+        where = f"at the hub {shown_url(before)}" if before else "in a hub of its own"
+        raise ConfigError(f"the queue of this run is {where}; --resume cannot change that", fix="start a new run")
 
 
 def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
@@ -194,32 +166,33 @@ def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
         _say(f"{steps} came after the last checkpoint: trained again, on the same batches from the queue")
 
 
-def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
-    """A run trains the model that it samples from; the sections cannot name different ones."""
-    named = {
-        "engine.model": config.engine.model,
-        "train.model": config.train.model,
-        "openai.model_name": config.openai.model_name,
-    }
-    for key, model in named.items():
-        if key in explicit and model != config.model:
-            raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
-
-
 def _planner(
-    config: RunConfig, model_folder: str, explicit: frozenset[str], tokens: RunTokens, listeners: Listeners
+    attached: Attached,
+    model_folder: str,
+    explicit: frozenset[str],
+    given: frozenset[str],
+    tokens: RunTokens,
+    listeners: Listeners,
 ) -> Callable[[Path], Plan]:
-    """Returns a function that plans the run in a folder."""
+    """Returns a function that plans the run in a folder; `given` are the keys of this command line."""
     facts = look_at_machine({name: port_of(listener) for name, listener in listeners.items()})
-    return lambda folder: build_plan(
-        config,
-        facts,
-        run_folder=folder,
-        model_folder=model_folder,
-        is_model_local=is_local(config.model),
-        explicit=explicit,
-        tokens=tokens,
-    )
+
+    def plan_in(folder: Path) -> Plan:
+        plan = build_plan(
+            attached.config,
+            facts,
+            run_folder=folder,
+            model_folder=model_folder,
+            is_model_local=is_local(attached.config.model),
+            explicit=explicit | attached.decided,
+            tokens=tokens,
+            notes=(*attached.notes, *without_effect(attached.config, given)),
+        )
+        if attached.engine is not None:
+            check_live_folder(plan.config, attached.engine)
+        return replace(plan, is_env_last=attached.was_begun)
+
+    return plan_in
 
 
 def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> int:
@@ -229,9 +202,11 @@ def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: b
     history = reader_of(plan.config, folder)
     save_run(plan.config, folder / CONFIG_FILE)
     save_versions(folder)
-    page = RunPage(plan.hub_url, plan.watch_url)
+    page = RunPage(without_token(plan.hub_url), plan.watch_url)
     _say(f"run folder: {folder}")
     _say(page.announcement(opens=open_page))
+    if plan.config.hub_url:
+        _say(f"the page shows the steps of this run if the hub was started with --run-folder {folder}")
     for note in plan.notes:
         _say(note)
     earlier = load_summary(folder)
@@ -287,7 +262,7 @@ class Life:
 
     def live(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
         """`on_served` is called once, when hub and engine answer."""
-        state = RunState(self._plan.config, self._plan.run_folder.name)
+        state = RunState(self._plan.config, self._plan.run_folder.name, phase=_starting(self._plan))
         # The trainer waits for the engine by itself and loads its libraries meanwhile.
         first = [spec for spec in self._plan.processes if spec.serves or spec.name == "trainer"]
         rest = [spec for spec in self._plan.processes if spec not in first]
@@ -297,6 +272,8 @@ class Life:
                     self._supervisor.start(first)
                     if on_served is not None:
                         on_served()
+                    if self._plan.is_env_last:
+                        self._supervisor.wait(self._has_published)
                     self._supervisor.start(rest)
                     self._are_all_started = True
                     self._supervisor.watch(lambda: self._history.read().last_step >= self._plan.config.steps)
@@ -306,9 +283,19 @@ class Life:
             except Stopped:
                 _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
 
+    def _has_published(self) -> bool:
+        """Whether the hub has heard of a publish by this run's trainer, which registers before it."""
+        own = self._supervisor.pids.get("trainer")
+        reports = [standing.report for standing in self._overseer.sight.standings]
+        return any(report.pid == own and report.policy_version is not None for report in reports)
+
     def _check_hub(self) -> None:
         """A run whose queue was deleted meanwhile has failed: its groups are lost, and it cannot be resumed."""
-        if not answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
+        if answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
+            return
+        if self._plan.config.hub_url:
+            _say(f"warning: the hub at {shown_url(self._plan.hub_url)} does not answer any more")
+        else:
             raise ProcessDied(
                 f"all steps are taken, but the hub cannot answer for its queue {self._plan.config.hub.database}",
                 fix=f"the hub's log says why: {self._plan.run_folder / LOG_FOLDER / 'hub.log'}",
@@ -342,6 +329,12 @@ class Life:
             self._next_question = time.monotonic() + 1.0
             answer = get_json(f"{self._plan.watch_url}/status")
             state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
+
+
+def _starting(plan: Plan) -> str:
+    """ "starting hub and engine", or what is left of it."""
+    servers = [spec.name for spec in plan.processes if spec.serves]
+    return f"starting {' and '.join(servers) or 'the trainer'}"
 
 
 def _say(line: str) -> None:

@@ -25,6 +25,7 @@ from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
 from treadle.wire.hub import Processes, ProcessStanding
+from treadle.wire.urls import shown_url
 
 LOOK_EVERY_S = 1.0
 SILENT_S = 30.0
@@ -115,7 +116,12 @@ class Overseer:
             self._raised.discard((name, SILENT))
             return
         pid = self._pids().get(name)
-        if pid is None or (name, SILENT) in self._raised:
+        if (name, SILENT) in self._raised:
+            return
+        if pid is None:
+            if name == "hub" and self._pids():  # not started by this run
+                line = f"the hub at {shown_url(self._hub_url)} has not answered for {seconds:.0f} s"
+                self._alarm((name, SILENT), line, "start it again with its --database: the run then goes on")
             return
         _ask_for_stacks(pid)
         line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s"

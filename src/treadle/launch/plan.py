@@ -1,6 +1,6 @@
 """RunConfig and machine facts -> what to start, with which settings. Pure: it reads and writes nothing.
 
-first    hub, engine        serve until they are stopped
+first    hub, engine        serve until they are stopped; not started where the run is attached to one that runs already
          trainer            loads its libraries meanwhile, and waits for both by itself
 then     env                when hub and engine answer; the run is complete when trainer and env are done
 """
@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
 from treadle.config.advice import as_flags_of
+from treadle.config.load import parse
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
@@ -24,7 +26,7 @@ from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
-from treadle.wire.urls import url_to
+from treadle.wire.urls import is_loopback_host, url_to
 
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
@@ -93,6 +95,7 @@ class Plan:
     hub_url: str
     notes: tuple[str, ...] = ()  # what was chosen for this machine, and why
     observer_token: str = field(default="", repr=False)  # of the hub, where it asks for one
+    is_env_last: bool = False  # the environment must not begin before the trainer has published
 
     @property
     def watch_url(self) -> str:
@@ -109,10 +112,12 @@ def build_plan(
     is_model_local: bool,
     explicit: frozenset[str] | None = None,
     tokens: RunTokens = NO_TOKENS,
+    notes: tuple[str, ...] = (),
 ) -> Plan:
     """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
-    by_processor, notes = choose_by_processor(config, facts, explicit)
+    by_processor, why = choose_by_processor(config, facts, explicit)
+    notes = (*notes, *why)
     config = with_values(config, by_processor)
     ports = facts.ports
     # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
@@ -122,8 +127,8 @@ def build_plan(
             f"env.max_age {config.env.max_age} and train.max_age {config.train.max_age} would wait for each other",
             fix="give only --env.max-age",
         )
-    hub_url = url_to(config.hub.host, ports["hub"])
-    engine_url = url_to(config.engine.host, ports["engine"])
+    hub_url = config.hub_url or url_to(config.hub.host, ports["hub"])
+    engine_url = config.engine_url or url_to(config.engine.host, ports["engine"])
     threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
     longest = longest_sequence(config, explicit)
     derived = {
@@ -133,23 +138,22 @@ def build_plan(
         "engine.threads": threads,
         "engine.max_model_len": longest,
         "train.seq_len": longest,
-        **engine_of_mode(config.train, run_folder, facts, explicit),
-        "openai.base_url": f"{engine_url}/v1",
+        **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
         "env.seed": config.seed,
-        "env.rollout_server_url": hub_url,
         "env.data_dir_to_save_evals": run_folder / "evals",
         "env.state_dir": run_folder / "env",
         "train.seed": config.seed,
         "train.threads": threads,
         "train.max_age": leased_ahead,
-        "train.atropos_url": hub_url,
-        "train.engine_url": engine_url,
         "train.save_path": run_folder / "checkpoints",
         "train.metrics_file": run_folder / "metrics.jsonl",
     }
     settled: dict[str, Any] = {
-        "hub.port": ports["hub"],
-        "engine.port": ports["engine"],
+        **{f"{server}.port": port for server, port in ports.items()},
+        "train.atropos_url": hub_url,
+        "env.rollout_server_url": hub_url,
+        "train.engine_url": engine_url,
+        "openai.base_url": f"{engine_url}/v1",
         "engine.model": model_folder,
         "train.model": model_folder,
         "openai.model_name": model_folder,
@@ -180,7 +184,9 @@ def choose_by_processor(
             notes[-1] += f"; learning rate {FLOAT32_LR:g} for it"
             values["train.lr"] = FLOAT32_LR
     # Side by side each would have half of the cores, wait for the other in between, and learn from older samples.
-    if is_cpu(config.engine.device) and is_cpu(config.train.device) and "env.max_age" not in explicit:
+    is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.engine_url).hostname or "")
+    are_both_here = is_cpu(config.engine.device) and is_cpu(config.train.device) and not is_elsewhere
+    if are_both_here and "env.max_age" not in explicit:
         notes.append("engine and trainer take turns on all cores (--env.max-age 1: side by side, half of them each)")
         values["env.max_age"] = 0
     return values, tuple(notes)
@@ -218,7 +224,10 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 
 
 def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
-    return {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
+    """Where the servers that the run starts are to listen."""
+    wished = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
+    attached = {"hub": config.hub_url, "engine": config.engine_url}
+    return {server: address for server, address in wished.items() if not attached[server]}
 
 
 def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
@@ -239,7 +248,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         for section in sections:
             place = place[section]
         place[key] = value
-    return RunConfig.model_validate(merged)
+    return parse(RunConfig, merged, source="the command line")
 
 
 def _processes(
@@ -266,13 +275,15 @@ def _processes(
 
     engine_threads = config.engine.threads or facts.num_cores
     train_threads = config.train.threads or facts.num_cores
-    return (
+    specs = (
         spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
         # Loading a large model from a cold disk takes minutes.
         spec("engine", "engine", threads=engine_threads, ready_url=f"{engine_url}/health", timeout_s=900.0),
         spec("env", "env", config.env.name, "serve", threads=1),
         spec("trainer", "train", threads=train_threads),
     )
+    attached = {"hub": config.hub_url, "engine": config.engine_url}
+    return tuple(process for process in specs if not attached.get(process.name))
 
 
 def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:

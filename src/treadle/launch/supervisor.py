@@ -108,6 +108,11 @@ class Supervisor:
             if late:
                 raise late[0].death(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
 
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Return when `is_over`, or when a process has ended well; raise when one ends badly or too early."""
+        while not is_over() and not self._tick():
+            pass
+
     def watch(self, is_trained: Callable[[], bool] = lambda: True) -> None:
         """Return when every worker has ended well; raise when any process ends badly or too early.
 

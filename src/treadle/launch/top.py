@@ -15,6 +15,7 @@ from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
+from treadle.launch.attachment import without_token
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.overseer import Overseer
 from treadle.launch.panel import draw
@@ -62,7 +63,8 @@ def _watch_url(config: RunConfig) -> str:
     token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
     with contextlib.suppress(ConfigError):  # then the hub refuses, and the view says that it does not answer
         token = client_token(config.hub.token_file, "observer", token)
-    return f"{config.train.atropos_url}/t/{quote(token, safe='')}" if token else config.train.atropos_url
+    hub_url = without_token(config.train.atropos_url)
+    return f"{hub_url}/t/{quote(token, safe='')}" if token else hub_url
 
 
 def _watch(screen: Screen, overseer: Overseer) -> None:

@@ -30,6 +30,7 @@ SHOWN_BY = {
     "launch/doctor": (("doctor",), ""),
     "launch/chat.py": (("chat",), ""),
     "launch/top.py": (("top",), ""),
+    "launch/matrix.py": (("matrix",), ""),
     "launch": (("run",), ""),
     "errors.py": (tuple(cli.VERBS), ""),
     "config/load.py": (tuple(cli.VERBS), ""),

@@ -14,9 +14,10 @@ from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.secret_settings import NOT_STORED, VARIABLE, require_secrets, secrets_in
 from treadle.errors import ConfigError
+from treadle.launch.attachment import one_address
 from treadle.launch.folder import requested_keys, save_request
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import build_plan
+from treadle.launch.plan import Plan, build_plan, explicit_keys
 
 SECRET = "sk-very-secret"  # noqa: S105 - made up
 WITH_SECRETS = {
@@ -57,7 +58,7 @@ def test_a_tracker_is_not_given_tokens_of_urls(
 
     given: list[object] = []
     monkeypatch.setattr(process, "build_tracker", lambda *values: given.extend(values))
-    process._open_tracker(config.train, tmp_path / "metrics.jsonl")
+    process._open_tracker(config.train)
     settings = given[2]
     assert SECRET not in json.dumps(settings)
     assert json.dumps(settings).count(NOT_STORED) == 1
@@ -74,14 +75,22 @@ def test_settings_without_secrets_are_saved_as_they_are(tmp_path: Path) -> None:
 
 def test_each_process_gets_the_secrets_of_its_own_sections(config: RunConfig, tmp_path: Path) -> None:
     facts = MachineFacts(num_cores=2, has_shared_memory=False, ports={"hub": 8000, "engine": 9001})
-    plan = build_plan(config, facts, run_folder=tmp_path, model_folder="/m", is_model_local=True)
+
+    explicit = explicit_keys(config)
+
+    def plan_of(config: RunConfig) -> Plan:
+        return build_plan(config, facts, run_folder=tmp_path, model_folder="/m", is_model_local=True, explicit=explicit)
+
+    def given(plan: Plan) -> dict[str, set[str]]:
+        return {spec.name: set(json.loads(spec.env.get(VARIABLE, "{}"))) for spec in plan.processes}
+
+    own_servers = given(plan_of(config))
+    assert (own_servers["hub"], own_servers["engine"]) == (set(), {"engine.vllm_args"})
+    plan = plan_of(one_address(config, explicit))
     save_run(plan.config, tmp_path / "config.json")
-    given = {spec.name: set(json.loads(spec.env.get(VARIABLE, "{}"))) for spec in plan.processes}
-    assert given == {
-        "hub": set(),
-        "engine": {"engine.vllm_args"},
-        "env": {"openai.api_key", "openai.base_url", "env.args"},
-        "trainer": {"train.atropos_url"},
+    assert given(plan) == {
+        "env": {"openai.api_key", "openai.base_url", "env.args", "env.rollout_server_url"},
+        "trainer": {"train.atropos_url", "train.engine_url"},
     }
     assert not any(SECRET in word for spec in plan.processes for word in spec.argv), "every user can read these"
     env = next(spec for spec in plan.processes if spec.name == "env")

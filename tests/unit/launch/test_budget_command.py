@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests import doc_commands
 from treadle import processor
 from treadle.cli import main
 from treadle.config import load_run
+from treadle.errors import ConfigError
 from treadle.launch.budget.command import show_what_fits
 
 
@@ -96,8 +99,7 @@ def test_as_many_copies_are_planned_as_the_trainer_has(
     answer = json.loads(printed)
     sizes = {part["name"]: part["bytes"] for part in answer["places"][0]["components"]}
     assert answer["mode"] == mode
-    engines = 3 if "--train-gpus 3" in words else 1  # a model that is split has a part on each
-    assert sizes["weights"] + engines * sizes.get("engine's weights", 0) == num_copies * 2 * 134_515_008
+    assert sizes["weights"] + sizes.get("engine's weights", 0) == num_copies * 2 * 134_515_008
 
 
 def test_one_copy_on_a_gpu_takes_less_by_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,11 +120,11 @@ def test_a_rollout_longer_than_a_micro_is_planned_whole(capsys: pytest.CaptureFi
 
 
 def test_several_gpus_have_places_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "Qwen2.5-72B", "--gpu", "h100", "--train-gpus", "2", "--engine-gpus", "4", "--json")
-    code, printed, _ = plan(capsys, *words)
+    words = "--model Qwen2.5-72B --gpu h100 --train-gpus 2 --engine-gpus 4 --train.weight-bridge-mode lora_only --json"
+    code, printed, _ = plan(capsys, *words.split())
     answer = json.loads(printed)
     assert code == 1
-    assert answer["mode"] == "two-copies"
+    assert answer["mode"] == "lora"
     assert [place["name"] for place in answer["places"]] == ["trainer GPU", "engine GPU", "host"]
     assert [place["verdict"] for place in answer["places"]] == ["does not fit", "fits", "not known"]
 
@@ -148,6 +150,11 @@ def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpu", "h100", "--train.optimizer", "sgd"), "train.optimizer", "correct --train.optimizer"),
         (("--gpu", "h100", "--prompt-tokens", "0"), "is no length", "--prompt-tokens 512"),
         (("--optimizer", "adamw"), "unknown flag --optimizer", "did you mean '--train.optimizer'?"),
+        (("--gpu", "h100", "--engine-gpus", "2"), "takes adapters only", "--train.weight-bridge-mode lora_only"),
+        (("--gpu", "h100", "--engine.tp", "2", "--engine-gpus", "4"), "contradict each other", "only one of them"),
+        (("--gpu", "h100", "--env.group-size", "9"), "no multiple of env.group_size 9", "change one of them"),
+        (("--gpu", "h100", "--train.single-copy", "--train-gpus", "2"), "single_copy cannot be with", ""),
+        (("--gpu-memory-utilization", "0.5"), "unknown flag", "--engine.gpu-memory-utilization"),
     ],
 )
 def test_wrong_input_dies_with_a_remedy(
@@ -157,6 +164,55 @@ def test_wrong_input_dies_with_a_remedy(
     assert code == 2
     assert complaint in complained
     assert remedy in complained
+
+
+def test_plan_and_run_refuse_a_full_fine_tune_with_a_split_engine_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--engine.tensor-parallel-size", "2", "--model", "Qwen3-4B")
+    _, _, complained = plan(capsys, "--gpu", "h100", *words)
+    with pytest.raises(ConfigError) as refused:
+        load_run(None, {"engine.tensor_parallel_size": "2"}).check_together()
+    assert refused.value.message in complained
+    load_run(None, {"engine.tensor_parallel_size": "2", "train.weight_bridge_mode": "lora_only"}).check_together()
+
+
+QUESTIONS = (
+    "--train.device cpu --host-memory-gb 16",
+    "--model Llama-3.1-8B --gpu h100",
+    "--model Llama-3.1-8B --gpu h100 --train.single-copy true",
+    "--model Qwen3-0.6B --gpu h100 --engine-gpus 1 --env.name gsm8k --env.system-prompt 'think first'",
+    "--model Qwen3-4B --gpu h100 --train.weight-bridge-mode reload",
+    "--model Qwen3-8B --gpu h100 --engine-gpus 2 --train.weight-bridge-mode lora_only --train.micro-tokens 4096",
+    "--model Qwen3-0.6B --gpu h100 --train-gpus 2 --steps 50 --train.seq-len 4096",
+    "--model Qwen3-14B --gpu h100 --train-gpus 5 --engine-gpus 1",
+    "--model Qwen3-0.6B --gpu h100 --train.world-size 2 --train.device cuda:0 --config configs/gsm8k.toml",
+    "--model Qwen3-8B --gpu h100 --train-gpus 2 --engine-gpus 2 --train.weight-bridge-mode lora_only",
+    "--model Qwen3-0.6B --gpu h100 --mode two-copies --engine.gpu-memory-utilization 0.3",
+    "--model Qwen3-1.7B --gpu h100 --engine.gpu-memory-utilization 0.9",
+    "--model Qwen3-0.6B --gpu h100 --mode none --hub-url http://127.0.0.1:8000",
+)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """By the parsers and the checks of its verb; a plan of a suggestion prints commands that are taken, too."""
+    doc_commands.places(tmp_path, monkeypatch)
+    asked = shlex.split(question)
+    answer = json.loads(plan(capsys, *asked, "--json")[1])
+    commands = [*answer["commands"], *(command for offer in answer["suggestions"] for command in offer["commands"])]
+    assert commands
+    shown = plan(capsys, *asked)[1].splitlines()
+    assert set(answer["commands"]) <= set(shown)  # whole lines, to be copied
+    for command in commands:
+        words = [word for word in shlex.split(command) if not word.startswith("CUDA_VISIBLE_DEVICES=")]
+        told = doc_commands.treadle_words(words)
+        assert told is not None, command
+        code, said = doc_commands.parse(told, monkeypatch, capsys)
+        assert not code, (command, said)
+        assert "--world-size" not in command  # torchrun says how many there are
+    for offer in answer["suggestions"]:
+        code, printed, complained = plan(capsys, *asked, *shlex.split(offer["flags"]), "--json")
+        assert code == 0, (offer, complained)
+        assert json.loads(printed)["verdict"] == offer["verdict"]
 
 
 def shown_after(
@@ -220,7 +276,14 @@ def test_completions_that_need_more_room_than_the_defaults_are_planned_with_it(m
     assert long > 1.5 * short
 
 
-@pytest.mark.parametrize("settings", [{"engine__tensor_parallel_size": "2"}, {"engine__device": "cuda:1"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine__tensor_parallel_size": "2", "train__weight_bridge_mode": "lora_only"},
+        {"engine__device": "cuda:1"},
+        {"engine_url": "http://gpu-7:9001"},
+    ],
+)
 def test_an_engine_on_other_cards_is_planned_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
     told = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
     assert "engine GPU" in told

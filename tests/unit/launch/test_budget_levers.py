@@ -73,25 +73,27 @@ def test_24b_on_192_gb_needs_host_memory_until_one_copy_of_the_weights_is_enough
 
 
 def test_72b_fits_no_number_of_80_gb_cards_because_weights_are_whole_on_each() -> None:
-    job = Job(find_shape("Qwen2.5-72B"), mode="two-copies", train_gpus=2, engine_gpus=4)
+    job = Job(find_shape("Qwen2.5-72B"), mode="lora", lora=True, train_gpus=2, engine_gpus=4)
     budget = estimate(job, H100)
     assert [place.verdict for place in budget.places] == ["does not fit", "fits", "not known"]
     assert budget.place("trainer GPU").find("weights") == 2 * 72_706_203_648  # of 84.9 GB
     assert offers(job, H100) == []
 
 
-def test_14b_on_six_cards_divides_the_optimizer_among_more_of_them() -> None:
-    job = Job(find_shape("Qwen3-14B"), mode="two-copies", train_gpus=2, engine_gpus=4)
-    found = offers(job, H100)
-    assert found[1] == (
+def test_14b_on_six_cards_needs_smaller_moments_and_bf16_gradients() -> None:
+    job = Job(find_shape("Qwen3-14B"), mode="two-copies", train_gpus=5, engine_gpus=1)
+    assert offers(job, H100)[0] == (
         "fits",
-        "--train.optimizer adamw_8bit --train-gpus 5 --engine-gpus 1 --train.gradient-checkpointing true "
-        "--train.gradient-dtype bfloat16",
+        "--train.optimizer adamw_8bit --train.gradient-checkpointing true --train.gradient-dtype bfloat16",
     )
-    assert found[-1] == (
-        "fits",
-        "--train-gpus 16 --train.gradient-checkpointing true --train.micro-tokens 8192 --train.gradient-dtype bfloat16",
-    )
+
+
+def test_an_engine_gets_a_card_of_its_own_before_there_are_several_trainers() -> None:
+    found = offers(Job(find_shape("Qwen3-4B"), mode="single-copy"), H100)
+    placed = "--engine.device cuda:1 --train.device cuda:0 --train.use-shared-memory true"
+    assert [command for _, command in found if placed in command]
+    reloading = offers(Job(find_shape("Qwen3-4B"), is_shared_vllm=False), H100)
+    assert not [command for _, command in reloading if "use-shared-memory" in command]
 
 
 def test_every_suggestion_fits_when_its_flags_are_taken() -> None:

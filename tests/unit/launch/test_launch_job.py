@@ -23,10 +23,11 @@ from treadle.launch import folder as run_folders
 from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
-from treadle.launch.job import Life, check_one_model, settle_environment, start_run, with_fitting_groups
+from treadle.launch.job import Life, start_run
 from treadle.launch.memory import MemorySampler
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
+from treadle.launch.settings import check_one_model, settle_environment, with_fitting_groups
 
 
 @pytest.fixture
@@ -266,7 +267,7 @@ def test_an_agents_command_reaches_the_environment_process(tmp_path: Path) -> No
     settled = config.model_copy(update={"env": settle_environment(config.env)})
     save_run(settled, tmp_path / "config.json")
     env = load_run(tmp_path / "config.json").env  # as `treadle env agent serve --config` reads it
-    assert env.args == args
+    assert env.args == args | {"working_dir": str(Path.cwd())}
     assert not load_environment(env).waits_for_agents
 
 
@@ -338,6 +339,34 @@ def test_paths_of_a_run_do_not_depend_on_the_folder_it_is_resumed_in(tmp_path, m
             assert (saved[section] if section else saved)[name] == str(begun_in / path), key
     assert len(lives) == 2
     assert list(resumed_in.iterdir()) == []
+
+
+def test_an_agent_is_started_where_its_command_was_given_also_by_resume(tmp_path, monkeypatch) -> None:
+    begun_in, resumed_in = tmp_path / "begun", tmp_path / "resumed"
+    for folder in (begun_in, resumed_in):
+        folder.mkdir()
+        (folder / "agent").write_text("#!/bin/sh\n")
+        (folder / "agent").chmod(0o755)
+    (begun_in / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in (1, 2)))
+    lives: list[RunConfig] = []
+    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    monkeypatch.chdir(begun_in)
+    command = json.dumps({"command": "./agent"})
+    asked = {"env.name": "agent", "env.data": "rows.jsonl", "env.args": command, "output": "runs"}
+    start_run(load_run(None, asked), plain=True)
+    (run,) = (begun_in / "runs").iterdir()
+    monkeypatch.chdir(resumed_in)
+    (begun_in / "agent").rename(begun_in / "moved")
+    with pytest.raises(ConfigError, match=f"cannot start '{begun_in / 'agent'}'"):
+        resume(run, {}, plain=True)
+    (begun_in / "moved").rename(begun_in / "agent")
+    resume(run, {}, plain=True)
+    resume(run, {"env.args": command}, plain=True)  # another command of the same name
+    monkeypatch.chdir(tmp_path)
+    resume(run, {}, plain=True)
+    given_in = [begun_in, begun_in, resumed_in, resumed_in]
+    assert [config.env.args["working_dir"] for config in lives] == [str(folder) for folder in given_in]
 
 
 def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkeypatch) -> None:

@@ -151,7 +151,7 @@ def test_free_default_ports_are_taken_and_urls_follow() -> None:
     assert (plan.config.hub.port, plan.config.engine.port) == (8000, 9001)
     assert plan.config.train.atropos_url == plan.config.env.rollout_server_url == "http://127.0.0.1:8000"
     assert plan.config.train.engine_url == "http://127.0.0.1:9001"
-    assert plan.config.openai.base_url == "http://127.0.0.1:9001/v1"
+    assert plan.config.openai.base_url == ("http://127.0.0.1:9001/v1",)
 
 
 def test_the_ports_that_are_held_are_the_ones_that_everybody_is_told() -> None:

@@ -60,7 +60,8 @@ def test_after_a_lost_queue_no_resume_is_advised(run_folder: Path, monkeypatch, 
     said = capsys.readouterr().err
     assert "--resume" not in said
     assert f"queue of this run is gone: {run_folder / 'hub.sqlite'}" in said
-    assert f"run --model {run_folder / 'checkpoints' / 'step_2'}" in said
+    new_run = f"run --config {run_folder / 'request.json'} --model {run_folder / 'checkpoints' / 'step_2'}"
+    assert new_run in said
 
 
 def test_an_error_that_leaves_the_queue_advises_to_resume(run_folder: Path, monkeypatch, capsys):
@@ -85,6 +86,13 @@ def test_a_resume_without_a_secret_of_the_run_is_refused(run_folder: Path):
     save_run(config, run_folder / "config.json")
     with pytest.raises(ConfigError, match=r"--openai\.api-key held a secret when this run began"):
         resume(run_folder, {}, plain=True)
+
+
+def test_a_run_with_the_settings_of_another_asks_for_its_secrets(run_folder: Path):
+    save_run(load_run(None, {"openai.api_key": "sk-very-secret"}), run_folder / "config.json")
+    with pytest.raises(ConfigError, match=r"--openai\.api-key held a secret when this run began"):
+        job.start_run(load_run(run_folder / "config.json", {"output": run_folder / "runs"}), plain=True)
+    assert not (run_folder / "runs").exists()
 
 
 def test_a_resume_never_empties_the_queue(run_folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -71,6 +71,14 @@ def test_report_shows_the_last_health_lines(tmp_path: Path) -> None:
     assert load_summary(tmp_path) == summary
 
 
+def test_remarks_on_the_health_of_a_run_name_the_flags_of_run(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    write_health(tmp_path, (3, "clipped_fraction 0.4; lower --lr or raise --kl-coef"), (4, "raise --env.max-age"))
+    first, second = (line.message for line in history_of(config, tmp_path).health)
+    assert first == "clipped_fraction 0.4; lower --train.lr or raise --train.kl-coef"
+    assert second == "raise --env.max-age"
+
+
 def test_a_summary_of_the_first_release_is_still_read(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     save_summary(summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0)), tmp_path)

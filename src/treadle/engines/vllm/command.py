@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from treadle.config import EngineConfig
+from treadle.config.sync import refuse_split_engine
 from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.model_facts import ModelFacts
@@ -116,11 +117,8 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
             f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
             fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",
         )
-    if config.weights_file is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "a model that is split over GPUs cannot share its weights",
-            fix="--tensor-parallel-size 1, or adapters (--weight-bridge-mode lora_only)",
-        )
+    if config.weights_file is not None:
+        refuse_split_engine(config.tensor_parallel_size, "shared_vllm")
     if config.enable_lora and dtype_of(config, model, vllm) == "float32" and not vllm.is_cpu:
         raise ConfigError(
             "vLLM computes adapters on a GPU in bfloat16 or float16 only",

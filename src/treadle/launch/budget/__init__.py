@@ -6,6 +6,7 @@ activations   what a forward keeps for the backward, part by part
 job           what is planned: a frozen value, free of configuration files
 accounting    job + machine -> Budget (`estimate`)                   levers  what would make it fit
 request       flags -> job + machine                                 drawing  Budget -> table or JSON
+start         job + flags -> the commands that start it
 """
 
 from treadle.launch.budget.accounting import estimate

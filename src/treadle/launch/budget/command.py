@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -12,8 +12,10 @@ from treadle.config.schema import RunConfig
 from treadle.errors import TreadleError
 from treadle.launch.budget.accounting import HOST, estimate
 from treadle.launch.budget.drawing import as_json, show
-from treadle.launch.budget.levers import Suggestion, largest_micro_tokens, suggest, take_less
-from treadle.launch.budget.request import add_plan_flags, read_request
+from treadle.launch.budget.levers import largest_micro_tokens, suggest, take_less
+from treadle.launch.budget.request import accepts, add_plan_flags, read_request
+from treadle.launch.budget.start import Start
+from treadle.launch.plan import explicit_keys
 
 LESS = 0.75  # of what was planned, for a run that ended for want of memory
 
@@ -22,12 +24,13 @@ def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | N
     """Print the budget; the exit code is 1 when the job does not fit, so that a script can ask first."""
     job, machine = read_request(run, values)
     budget = estimate(job, machine)
-    suggestions = [] if budget.verdict == "fits" else suggest(job, machine)
+    suggestions = [] if budget.verdict == "fits" else suggest(job, machine, partial(accepts, run))
     largest_micro = largest_micro_tokens(job, machine)
+    start = Start.of(run, values)
     if values._json:
-        print(json.dumps(as_json(budget, suggestions, largest_micro), indent=2))
+        print(json.dumps(as_json(budget, suggestions, largest_micro, start), indent=2))
     else:
-        show(console or Console(), budget, suggestions, largest_micro)
+        show(console or Console(), budget, suggestions, largest_micro, start)
     return 1 if budget.verdict == "does not fit" else 0
 
 
@@ -37,28 +40,18 @@ def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -
     own_flags = argparse.ArgumentParser()
     add_plan_flags(own_flags)
     values = own_flags.parse_args([])
-    if run.engine.tensor_parallel_size > 1 or _card(run.engine.device) != _card(run.train.device):
-        values._engine_gpus = run.engine.tensor_parallel_size
     try:
-        job, machine = read_request(run, values)
+        # Every setting of a run that was started is there, whether it is used or not.
+        job, machine = read_request(run, values, explicit_keys(run) - {"engine.gpu_memory_utilization"})
     except TreadleError as error:  # of a model whose shape is not known here, say
         console.print(f"no plan of its memory: {error}", style="dim")
         return
     budget = estimate(job, machine)
     has_room = budget.verdict != "does not fit"
     concerned = [p for p in budget.places if (p.name == HOST) == (of_host or not machine.has_gpu)] if has_room else []
-    offers = take_less(job, machine, {place.name: round(LESS * place.peak) for place in concerned})
-    show(console, budget, [_of_a_run(offer) for offer in offers], None)
+    most = {place.name: round(LESS * place.peak) for place in concerned}
+    offers = take_less(job, machine, most, partial(accepts, run))
+    show(console, budget, offers, None)
     if has_room:
         found = f"These flags take {1 - LESS:.0%} less." if offers else "No flags take much less."
         console.print(f"By this plan there is room: something else has some, or this job needs more. {found}")
-
-
-def _card(device: str) -> str:
-    return device.partition(":")[2] or "0"
-
-
-def _of_a_run(suggestion: Suggestion) -> Suggestion:
-    """As `treadle run` calls it."""
-    own, runs = "--gpu-memory-utilization", "--engine.gpu-memory-utilization"
-    return replace(suggestion, flags=tuple(flag.replace(own, runs) for flag in suggestion.flags))

@@ -11,6 +11,7 @@ from rich.text import Text
 from treadle.launch.budget.job import Job
 from treadle.launch.budget.levers import Suggestion
 from treadle.launch.budget.result import Budget, Place, Verdict
+from treadle.launch.budget.start import Start
 from treadle.launch.wording import gigabytes, one_line
 
 _WIDE, _NARROW = 34, 16  # characters of a bar, on a wide and on a narrow terminal
@@ -30,15 +31,28 @@ def draw(
         else:
             lines += [_table(place, _place_name(budget, place), width), _verdict(place, place.capacity), Text()]
     if largest_micro is not None and budget.verdict == "fits":
-        lines.append(_fact("largest micro", f"--train.micro-tokens {largest_micro} would still fit"))
-    if suggestions:
-        lines += [Text("what would make it fit, the least harm first", style="bold"), _offers(suggestions)]
-    elif budget.verdict == "does not fit":
+        lines += [_fact("largest micro", f"--train.micro-tokens {largest_micro} would still fit"), Text()]
+    for title, offers in _by_way_to_start(budget, suggestions).items():
+        if offers:
+            lines += [Text(title, style="bold"), _offers(offers), Text()]
+    if not suggestions and budget.verdict == "does not fit":
         lines.append(Text("nothing that treadle can set makes it fit: take a smaller model or larger GPUs", "red"))
+    while isinstance(lines[-1], Text) and not lines[-1].plain:
+        lines.pop()
     return Group(*lines)
 
 
-def as_json(budget: Budget, suggestions: list[Suggestion], largest_micro: int | None) -> dict[str, Any]:
+def _by_way_to_start(budget: Budget, suggestions: list[Suggestion]) -> dict[str, list[Suggestion]]:
+    """treadle run has one trainer process; for more, the planner is asked again and prints the commands."""
+    here = [s for s in suggestions if s.budget.job.train_gpus in (1, budget.job.train_gpus)]
+    more = [s for s in suggestions if s not in here]
+    return {
+        "what would make it fit, the least harm first": here,
+        "on more trainer GPUs: with these flags treadle plan prints the commands that start it": more,
+    }
+
+
+def as_json(budget: Budget, suggestions: list[Suggestion], largest_micro: int | None, start: Start) -> dict[str, Any]:
     """Everything the table shows, in bytes."""
     return {
         "model": budget.job.shape.name,
@@ -53,9 +67,11 @@ def as_json(budget: Budget, suggestions: list[Suggestion], largest_micro: int | 
         "verdict": budget.verdict,
         "places": [_place_json(place) for place in budget.places],
         "largest_micro_tokens": largest_micro,
+        "commands": start.commands(budget.job) if _can_start(budget) else [],
         "suggestions": [
             {
                 "flags": suggestion.command,
+                "commands": start.commands(suggestion.budget.job, suggestion.flags),
                 "verdict": suggestion.budget.verdict,
                 "peaks": {place.name: place.peak for place in suggestion.budget.places},
             }
@@ -64,8 +80,24 @@ def as_json(budget: Budget, suggestions: list[Suggestion], largest_micro: int | 
     }
 
 
-def show(console: Console, budget: Budget, suggestions: list[Suggestion], largest_micro: int | None) -> None:
+def show(
+    console: Console,
+    budget: Budget,
+    suggestions: list[Suggestion],
+    largest_micro: int | None,
+    start: Start | None = None,
+) -> None:
+    """`start`: how to start it, where it fits."""
     console.print(draw(budget, suggestions, largest_micro, width=console.width))
+    commands = start.commands(budget.job) if start is not None and _can_start(budget) else []
+    if start is not None and commands:
+        console.print(Text(f"\n{start.heading(budget.job)}", "bold"))
+        for command in commands:  # whole lines, to be copied
+            console.print(Text(command), soft_wrap=True)
+
+
+def _can_start(budget: Budget) -> bool:
+    return budget.verdict in ("fits", "tight")
 
 
 def _place_json(place: Place) -> dict[str, Any]:
@@ -160,7 +192,8 @@ def _place_name(budget: Budget, place: Place) -> str:
     if count is None:
         return "host memory" if budget.machine.has_gpu else "memory, all processes together"
     also = "" if budget.job.engine_gpus else ", with the engine"
-    name = f"each of the {count} {place.name}s" if count > 1 else place.name
+    which = "the first" if also and place.name == "trainer GPU" else "each"
+    name = f"{which} of the {count} {place.name}s" if count > 1 else place.name
     return name + (also if place.name == "trainer GPU" else "")
 
 

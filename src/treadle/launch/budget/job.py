@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from treadle.config.sync import refuse_split_engine
 from treadle.errors import ConfigError
 from treadle.launch.budget.shapes import ModelShape
 
@@ -19,7 +20,8 @@ class Job:
     shape: ModelShape
     mode: Mode = "two-copies"
     train_gpus: int = 1  # weights and gradients are whole on each; the optimizer's states are divided
-    engine_gpus: int = 0  # 0: the engine runs where the trainer does
+    engine_gpus: int = 0  # 0: the engine runs on the trainer's GPU, on the first of several
+    is_shared_vllm: bool = True  # the weight bridge mode
     weight_bytes: int = 2
     # what is trained
     optimizer: OptimizerName = "adamw"
@@ -61,7 +63,7 @@ class Job:
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization:g} is no share of a GPU",
-                fix="--gpu-memory-utilization 0.5",
+                fix="--engine.gpu-memory-utilization 0.5",
             )
 
     @property
@@ -81,7 +83,7 @@ class Job:
     @property
     def tensor_parallel(self) -> int:
         """Over how many GPUs the engine's weights are spread."""
-        return self.engine_gpus or self.train_gpus
+        return max(1, self.engine_gpus)
 
     @property
     def has_own_engine_copy(self) -> bool:
@@ -136,10 +138,11 @@ def _check_modes(job: Job) -> None:
             "keeps a copy of the base model",
             fix="give --train.lora true, and leave --mode out",
         )
+    refuse_split_engine(job.engine_gpus, {"lora": "lora_only", "none": "offline"}.get(job.mode, "shared_vllm"))
     if job.shape.num_heads % job.tensor_parallel:
         raise ConfigError(
             f"the {job.shape.num_heads} attention heads cannot be divided among {job.tensor_parallel} engine GPUs",
-            fix="choose --engine-gpus (or --train-gpus, when the engine runs there) that divides the heads",
+            fix="choose --engine-gpus that divides the heads",
         )
 
 

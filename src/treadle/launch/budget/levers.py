@@ -8,12 +8,12 @@ Every lever has a price in harm, a number without a unit that only orders the an
     gradients in bf16, 8-bit or factored moments         rounding, another optimizer
     the optimizer in host memory                         the same result, much slower steps
     adapters                                             another, smaller training
-    more GPUs                                            another machine
+    a GPU for the engine, more GPUs                      another machine; several trainer processes, started by hand
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from treadle.launch.budget.cards import Machine
 from treadle.launch.budget.job import Job
 from treadle.launch.budget.result import Budget, Verdict
 
+Accepts = Callable[[tuple[str, ...]], bool]
 MAX_SUGGESTIONS = 4
 _MORE_GPUS = (2, 4, 8, 16, 32)
 _SMALLEST_MICRO = {True: 2048, False: 256}  # by whether there is a GPU: below, a GPU is mostly idle
@@ -55,21 +56,30 @@ class _Move:
 _STAY = _Move()
 
 
-def take_less(job: Job, machine: Machine, most: Mapping[str, int]) -> list[Suggestion]:
+def engine_on_its_own_card(*, is_broadcast: bool) -> tuple[str, ...]:
+    """Flags for two GPUs; `is_broadcast`: weights that would be shared on one GPU have to be sent."""
+    devices = ("--engine.device cuda:1", "--train.device cuda:0")
+    return (*devices, "--train.use-shared-memory true") if is_broadcast else devices
+
+
+def take_less(
+    job: Job, machine: Machine, most: Mapping[str, int], accepts: Accepts = lambda _: True
+) -> list[Suggestion]:
     """The least harmful combination for each way of training that fits here and takes at most so many bytes of each of
-    these places, best first."""
+    these places, best first. `accepts` says whether a run can have these flags."""
     found = [_least_harm(job, machine, way, most) for way in _ways(job, machine)]
-    as_placed = [s for s in found if s is not None and _placing(s.budget.job) == _placing(job)]
+    as_placed = [s for s in found if s is not None and _placing(s.budget.job) == _placing(job) and accepts(s.flags)]
     return sorted(as_placed, key=lambda suggestion: suggestion.harm)[:MAX_SUGGESTIONS]
 
 
-def suggest(job: Job, machine: Machine) -> list[Suggestion]:
-    """The least harmful combination for each way of training (optimizer, adapters, place of the GPUs), best first.
+def suggest(job: Job, machine: Machine, accepts: Accepts = lambda _: True) -> list[Suggestion]:
+    """The least harmful combination for each way of training (optimizer, adapters, place of the GPUs), best first, of
+    those whose flags a run `accepts`.
 
     What fits safely on these GPUs comes first, then what is only tight as they are placed now, then larger machines.
     """
     found = [best for way in _ways(job, machine) if (best := _least_harm(job, machine, way)) is not None]
-    ways = sorted(found, key=lambda suggestion: suggestion.harm)
+    ways = sorted((s for s in found if accepts(s.flags)), key=lambda suggestion: suggestion.harm)
     here = [s for s in ways if _num_gpus(s.budget.job) == _num_gpus(job)]
     safe = [s for s in here if _is_safe(s.budget.verdict)]
     more = [s for s in ways if _num_gpus(s.budget.job) > _num_gpus(job) and _is_safe(s.budget.verdict)]
@@ -114,7 +124,11 @@ def _ways(job: Job, machine: Machine) -> Iterator[_Move]:
 
 
 def _placings(job: Job) -> Iterator[_Move]:
-    """Other places for the GPUs: some of the engine's go to the trainer, or the trainer gets more."""
+    """Other places for the GPUs: the engine gets one of its own, some of the engine's go to the trainer, or the trainer
+    gets more."""
+    if job.engine_gpus == 0 and job.train_gpus == 1:
+        # treadle run starts it, unlike several trainers
+        yield _Move((("engine_gpus", 1),), engine_on_its_own_card(is_broadcast=job.is_shared_vllm), 30.0)
     for engine_gpus in range(1, job.engine_gpus):
         train_gpus = job.train_gpus + job.engine_gpus - engine_gpus
         flags = (f"--train-gpus {train_gpus}", f"--engine-gpus {engine_gpus}")
@@ -176,7 +190,7 @@ def _smaller_caches(job: Job) -> list[_Move]:
         return _halvings(job.max_num_seqs, job.group_size, "max_num_seqs", "--engine.max-num-seqs", price=0.75)
     lower = [round(share - 0.1 * n, 2) for n in range(1, 10) if share - 0.1 * n >= 0.1]
     return [
-        _Move((("gpu_memory_utilization", low),), (f"--gpu-memory-utilization {low:g}",), 1.0 + n / 2)
+        _Move((("gpu_memory_utilization", low),), (f"--engine.gpu-memory-utilization {low:g}",), 1.0 + n / 2)
         for n, low in enumerate(lower)
     ]
 

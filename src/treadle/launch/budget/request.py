@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from treadle.config.engine_choice import has_vllm
 from treadle.config.schema import EngineConfig, RunConfig
+from treadle.envs.serving.course import fitting_group_size
 from treadle.errors import ConfigError
 from treadle.launch.budget import calibration
 from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.launch.plan import explicit_keys, longest_sequence
+from treadle.launch.plan import explicit_keys, longest_sequence, with_values
 from treadle.processor import fast_dtype
 
 
@@ -29,38 +31,82 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-gb", dest="_gpu_memory_gb", type=float, metavar="GB", help="memory of one GPU, instead of a name")
     add("--host-memory-gb", dest="_host_memory_gb", type=float, metavar="GB", help="memory beside the GPUs")
     add(
-        "--train-gpus",
-        dest="_train_gpus",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs of the trainer; they divide its optimizer",
-    )
-    add(
-        "--engine-gpus", dest="_engine_gpus", type=int, default=0, metavar="N",
-        help="further GPUs of the engine, tensor parallel; 0: it runs on the trainer's",
+        "--train-gpus", dest="_train_gpus", type=int, metavar="N",
+        help="GPUs of the trainer, one process each; they divide its optimizer; absent: --train.world-size",
     )  # fmt: skip
     add(
-        "--gpu-memory-utilization", dest="_gpu_memory_utilization", type=float, metavar="SHARE",
-        help="share of a GPU that the engine takes; absent: room for max_num_seqs x max_model_len",
+        "--engine-gpus", dest="_engine_gpus", type=int, metavar="N",
+        help="further GPUs of the engine, more than one: tensor parallel, for adapters only; 0: it runs on the "
+        "trainer's; absent: as --engine.tensor-parallel-size and --engine.device say",
     )  # fmt: skip
     add("--prompt-tokens", dest="_prompt_tokens", type=int, metavar="N", help="longest prompt; absent: what is left")
     add("--json", dest="_json", action="store_true", help="print JSON instead of a table")
 
 
-def read_request(run: RunConfig, values: argparse.Namespace) -> tuple[Job, Machine]:
-    """The job that `treadle run` would start with these settings, and the machine it is planned for."""
-    machine = _machine(run, values)
-    return _job(run, values, _shape(run, values), has_gpu=machine.has_gpu), machine
+def read_request(
+    run: RunConfig, values: argparse.Namespace, explicit: frozenset[str] | None = None
+) -> tuple[Job, Machine]:
+    """The job that `treadle run` would start with these settings, and the machine it is planned for; `explicit` as in
+    `build_plan`. What treadle run would refuse is refused here too."""
+    explicit = explicit_keys(run) if explicit is None else explicit
+    train_gpus, engine_gpus = _gpus(run, values)
+    machine = _machine(run, values, has_several_gpus=train_gpus > 1 or engine_gpus > 0)
+    if not machine.has_gpu:
+        engine_gpus = 0
+    group_size = run.env.group_size
+    if "env.group_size" not in explicit:
+        group_size = fitting_group_size(group_size, run.train.sequences_per_step)
+    planned = {
+        "train.world_size": train_gpus,
+        "engine.tensor_parallel_size": max(1, engine_gpus),
+        "env.group_size": group_size,
+    }
+    run = with_values(run, planned)
+    run.check_together()
+    return _job(run, values, explicit, (train_gpus, engine_gpus), has_gpu=machine.has_gpu), machine
 
 
-def _shape(run: RunConfig, values: argparse.Namespace) -> ModelShape:
+def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
+    """Whether `treadle run` takes the settings of `run` with these flags over them."""
+    trainers = next((flag.split()[1] for flag in flags if flag.startswith("--train-gpus ")), run.train.world_size)
+    try:
+        with_values(run, {**settings_of(flags), "train.world_size": trainers}).check_together()
+    except ConfigError:
+        return False
+    return True
+
+
+def settings_of(flags: Iterable[str]) -> dict[str, str]:
+    """("--train.micro-tokens 4096",) -> {"train.micro_tokens": "4096"}, without the planner's own flags."""
+    pairs = (flag.removeprefix("--").partition(" ") for flag in flags)
+    named = {name.replace("-", "_"): value for name, _, value in pairs}
+    return {name: value for name, value in named.items() if name not in ("train_gpus", "engine_gpus")}
+
+
+def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
+    """(of the trainer, further ones of the engine), as the planner's own flags say, else as the run's do."""
+    engine, split = run.engine, run.engine.tensor_parallel_size
+    has_own_card = split > 1 or bool(run.engine_url) or _card(engine.device) != _card(run.train.device)
+    engine_gpus = (split if has_own_card else 0) if values._engine_gpus is None else values._engine_gpus
+    if split not in (1, engine_gpus):
+        raise ConfigError(
+            f"--engine-gpus {engine_gpus} and --engine.tensor-parallel-size {split} contradict each other",
+            fix="give only one of them",
+        )
+    return run.train.world_size if values._train_gpus is None else values._train_gpus, engine_gpus
+
+
+def _card(device: str) -> str:
+    return device.partition(":")[2] or "0"
+
+
+def _shape(run: RunConfig, values: argparse.Namespace, explicit: frozenset[str]) -> ModelShape:
     if values._params is not None:
         return shape_of_size(values._params)
-    return find_shape(run.train.model if "train.model" in explicit_keys(run) else run.model)
+    return find_shape(run.train.model if "train.model" in explicit else run.model)
 
 
-def _machine(run: RunConfig, values: argparse.Namespace) -> Machine:
+def _machine(run: RunConfig, values: argparse.Namespace, *, has_several_gpus: bool) -> Machine:
     host = None if values._host_memory_gb is None else _bytes(values._host_memory_gb, "--host-memory-gb")
     if values._gpu is not None and values._gpu_memory_gb is not None:
         raise ConfigError("a GPU is given by name and by size", fix="give only one of --gpu and --gpu-memory-gb")
@@ -72,7 +118,7 @@ def _machine(run: RunConfig, values: argparse.Namespace) -> Machine:
     own = None if run.train.device.startswith("cpu") else find_gpu()
     if own is not None:
         return Machine(own[0], own[1], host or host_memory())
-    if values._train_gpus > 1 or values._engine_gpus:
+    if has_several_gpus and not run.engine_url:
         raise ConfigError(
             "this machine has no GPU, and none was named",
             fix="name one with --gpu h100, or its size with --gpu-memory-gb 80",
@@ -80,9 +126,12 @@ def _machine(run: RunConfig, values: argparse.Namespace) -> Machine:
     return Machine("this machine's CPU" if host is None else "a CPU machine", None, host or host_memory())
 
 
-def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_gpu: bool) -> Job:
+def _job(
+    run: RunConfig, values: argparse.Namespace, explicit: frozenset[str], gpus: tuple[int, int], *, has_gpu: bool
+) -> Job:
     train, engine = run.train.on_device(gpu=has_gpu), run.engine
-    longest = longest_sequence(run, explicit_keys(run))
+    train_gpus, engine_gpus = gpus
+    longest = longest_sequence(run, explicit)
     completion = min(run.env.max_token_length, longest)
     prompt = values._prompt_tokens
     if prompt is None:
@@ -95,10 +144,11 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
     num_groups = max(1, train.sequences_per_step // run.env.group_size)
     step_tokens = num_groups * (prompt + run.env.group_size * completion)
     return Job(
-        shape,
-        mode=_mode(run, values),
-        train_gpus=values._train_gpus,
-        engine_gpus=values._engine_gpus,
+        _shape(run, values, explicit),
+        mode=_mode(run, values, is_one_device=train_gpus == 1 and engine_gpus == 0),
+        train_gpus=train_gpus,
+        engine_gpus=engine_gpus,
+        is_shared_vllm=train.weight_bridge_mode == "shared_vllm",
         weight_bytes=_weight_bytes(run, has_gpu=has_gpu),
         optimizer=train.optimizer,
         gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
@@ -125,19 +175,17 @@ def _job(run: RunConfig, values: argparse.Namespace, shape: ModelShape, *, has_g
         is_reference_offloaded=train.reference_offload,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=longest,
-        gpu_memory_utilization=_utilization(engine, values),
+        gpu_memory_utilization=_utilization(engine, explicit),
     )
 
 
-def _utilization(engine: EngineConfig, values: argparse.Namespace) -> float | None:
+def _utilization(engine: EngineConfig, explicit: frozenset[str]) -> float | None:
     """The share of the card that vLLM fills with its cache; the transformers engine takes what its requests need."""
-    if values._gpu_memory_utilization is not None:
-        said: float = values._gpu_memory_utilization
-        return said
-    return engine.gpu_memory_utilization if has_vllm(engine) else None
+    is_vllm = "engine.gpu_memory_utilization" in explicit or has_vllm(engine)
+    return engine.gpu_memory_utilization if is_vllm else None
 
 
-def _mode(run: RunConfig, values: argparse.Namespace) -> Mode:
+def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) -> Mode:
     """What was asked for, else what the trainer does with these settings (train/policy.py)."""
     if values._mode is not None:
         mode: Mode = values._mode
@@ -152,7 +200,6 @@ def _mode(run: RunConfig, values: argparse.Namespace) -> Mode:
     if run.train.weight_bridge_mode == "offline":
         return "none"
     is_shared = run.train.weight_bridge_mode == "shared_vllm" and not run.train.use_shared_memory
-    is_one_device = values._train_gpus == 1 and values._engine_gpus == 0
     return "single-copy" if is_shared and is_one_device and run.train.epochs == 1 else "two-copies"
 
 

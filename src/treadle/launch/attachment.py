@@ -1,0 +1,351 @@
+"""Attach a run to a hub or an engine that runs already: `treadle run --hub-url URL --engine-url URL`.
+
+one_address     every spelling of the two URLs -> hub_url and engine_url of the run
+attach          wait until both answer; refuse a hub with the queue of another run, and an engine with another model or
+                with another run's weights
+settle_engine   what the engine reports -> the engine section of the run, and how weights reach it. Pure.
+
+The launcher starts what is missing, and never stops what it did not start.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from treadle.config.schema import RunConfig
+from treadle.config.sync import LORA_MODES
+from treadle.config.train import FLOAT32_LR
+from treadle.errors import ConfigError
+from treadle.launch.doctor.live import Answer, Server
+from treadle.launch.plan import RunTokens, with_values
+from treadle.sync.live_folder import LiveFolder
+from treadle.sync.model_identity import is_same_model
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
+from treadle.wire.bridge import BridgeInfo
+from treadle.wire.hub import HubStatus
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.wire.urls import is_loopback_host, shown_url
+
+# What else names the hub and the engine of a run: the sections' own settings, by which processes alone find them.
+HUB_KEYS = ("hub_url", "train.atropos_url", "env.rollout_server_url")
+ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
+NOTHING_THERE_S = 10.0  # for a server that does not take connections
+# An engine takes connections at once, and answers when it has loaded its model.
+NO_ANSWER_S = {"hub": 30.0, "engine": 900.0}
+ASK_EVERY_S = 0.25
+_ANSWER_S = 5.0
+_TOKEN_IN_URL = re.compile(r"/t/[^/]+/?$")
+
+T = TypeVar("T", bound=msgspec.Struct)
+Say = Callable[[str], None]
+
+
+def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
+    """All settings that name the hub or the engine, set to the one that the user named; `given` are the user's keys.
+
+    `--train.atropos-url URL` is `--hub-url URL`: a run whose processes call different hubs would wait for ever.
+    """
+    hub_url = _one_url(config, given, "hub", HUB_KEYS)
+    engine_url = _one_url(config, given, "engine", ENGINE_KEYS)
+    values: dict[str, Any] = {}
+    if hub_url:
+        values |= {"hub_url": hub_url, "train.atropos_url": hub_url, "env.rollout_server_url": hub_url}
+    if engine_url:
+        values |= {"engine_url": engine_url, "train.engine_url": engine_url, "openai.base_url": f"{engine_url}/v1"}
+    return with_values(config, values) if values else config
+
+
+def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[str, ...]) -> str:
+    """ "" for a run that starts its own."""
+    named = {key: url for key in keys if key in given and (url := _url_of(config, key, kind))}
+    if not named:
+        return str(getattr(config, f"{kind}_url"))
+    (first, url), *others = named.items()
+    for key, other in others:
+        if _comparable(other) != _comparable(url):
+            raise ConfigError(
+                f"{_flag(first)} {shown_url(url)} and {_flag(key)} {shown_url(other)} name two {kind}s: a run has one",
+                fix=f"give only --{kind}-url",
+            )
+    return url
+
+
+def _url_of(config: RunConfig, key: str, kind: str) -> str:
+    if key == "train.vllm_port":  # the section has made a URL of it
+        key = "train.engine_url"
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    urls = (value,) if isinstance(value, str) else tuple(value)
+    if len(urls) > 1:
+        raise ConfigError(
+            f"{_flag(key)} names {len(urls)} engines, and the trainer publishes to one",
+            fix="give only --engine-url; for several engines start the processes one by one",
+        )
+    url = "".join(urls).rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if url and not is_url:
+        raise ConfigError(
+            f"{_flag(key)} '{url}' is not the URL of {_an(kind)}", fix=f"--{kind}-url http://127.0.0.1:PORT"
+        )
+    return url
+
+
+def _comparable(url: str) -> str:
+    return url.replace("//localhost", "//127.0.0.1", 1)
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _an(kind: str) -> str:
+    return f"an {kind}" if kind == "engine" else f"a {kind}"
+
+
+def without_token(url: str) -> str:
+    """`http://HOST:PORT/t/TOKEN` -> `http://HOST:PORT`."""
+    return _TOKEN_IN_URL.sub("", url)
+
+
+def without_effect(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
+    """A sentence about settings of a server that runs already, and that therefore change nothing."""
+    notes = []
+    used = {"hub": ("hub.token_file",), "engine": ("engine.token_file", "engine.model")}
+    for kind, url in (("hub", config.hub_url), ("engine", config.engine_url)):
+        idle = sorted(key for key in given if key.startswith(f"{kind}.") and key not in used[kind])
+        if url and idle:
+            flags = ", ".join(_flag(key) for key in idle)
+            notes.append(f"no effect: {flags}; the {kind} at {shown_url(url)} keeps what it was started with")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A run that knows its servers.
+
+    decided    keys that an engine which runs already has decided
+    notes      what the user should know of it
+    was_begun  the hub knows an earlier trainer of this run, and would let an environment begin before the new one
+    """
+
+    config: RunConfig
+    decided: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    engine: BridgeInfo | None = None
+    was_begun: bool = False
+
+
+def attach(
+    config: RunConfig, explicit: frozenset[str], tokens: RunTokens, say: Say, last_step: int | None = None
+) -> Attached:
+    """Wait for the servers that run already, and compare them with the run; `last_step` None: it is a new run."""
+    was_begun = False
+    if config.hub_url:
+        token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
+        hub = Server("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
+        _wait_for(hub, "/healthz", say)
+        status = _ask(hub, "/v1/status", HubStatus)
+        if last_step is None:
+            refuse_used_hub(config, status)
+        else:
+            refuse_emptied_hub(config, status, last_step)
+            was_begun = status.started
+    if not config.engine_url:
+        return Attached(config, was_begun=was_begun)
+    token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
+    engine = Server("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
+    _wait_for(engine, "/health", say)
+    info = _ask(engine, "/bridge/info", BridgeInfo)
+    if last_step is None:
+        refuse_used_engine(config, info)
+    config, decided, notes = settle_engine(choose_model(config, info, explicit), info, explicit)
+    return Attached(config, decided, notes, info, was_begun)
+
+
+def refuse_used_hub(config: RunConfig, status: HubStatus) -> None:
+    """A new run begins with step 1, and a hub hands out the batch that it has recorded for that step."""
+    if status.started or status.step or status.trained_groups or status.leased_groups:
+        raise ConfigError(
+            f"the hub at {shown_url(config.hub_url)} has the queue of another run, which is at step {status.step}",
+            fix="start it with an empty one (treadle hub --fresh), or leave --hub-url out: the run then starts a hub",
+        )
+
+
+def refuse_emptied_hub(config: RunConfig, status: HubStatus, last_step: int) -> None:
+    """A run that goes on trains on the batches that its hub has recorded."""
+    if last_step > 0 and not status.accepted_groups:
+        raise ConfigError(
+            f"this run has taken {last_step} steps, and the hub at {shown_url(config.hub_url)} has no group of it",
+            fix="start the hub with the --database that it had, give its address by --hub-url, or start a new run",
+        )
+
+
+def _wait_for(server: Server, path: str, say: Say) -> None:
+    """Until GET `path` answers 200."""
+    begun, is_told = time.monotonic(), False
+    while True:
+        answer = server.ask(path)
+        if answer.status == 200:
+            return
+        is_busy = answer.is_late or answer.status == 503
+        if answer.status and not is_busy:
+            raise _refused(server, path, answer)
+        waited_s = time.monotonic() - begun
+        if waited_s > (NO_ANSWER_S[server.kind] if is_busy else NOTHING_THERE_S):
+            why = answer.trouble or f"it answers {answer.told}"
+            raise ConfigError(
+                f"no {server.kind} is ready at {server.shown} after {waited_s:.0f} s: {why}",
+                fix=f"start it (treadle {server.kind}{_port_flag(server.url)}), correct --{server.kind}-url, or leave "
+                "it out: the run then starts one",
+            )
+        if is_busy and not is_told:
+            is_told = True
+            say(f"waiting for the {server.kind} at {server.shown}: it takes connections and is not ready yet")
+        time.sleep(ASK_EVERY_S)
+
+
+def _ask(server: Server, path: str, kind: type[T]) -> T:
+    answer = server.ask(path)
+    try:
+        if answer.status == 200:
+            return msgspec.json.decode(answer.body, type=kind)
+    except msgspec.MsgspecError:
+        pass
+    raise _refused(server, path, answer)
+
+
+def _refused(server: Server, path: str, answer: Answer) -> ConfigError:
+    if answer.status in (401, 403):
+        return ConfigError(
+            f"the {server.kind} at {server.shown} asks for its token: {answer.told}",
+            fix=f"put it into {server.token_variable}, or name its file: --{server.kind}.token-file FILE",
+        )
+    return ConfigError(
+        f"what answers at {server.shown}{path} is not {_an(server.kind)} of this release of Treadle: {answer.told}",
+        fix=f"correct --{server.kind}-url",
+    )
+
+
+def _port_flag(url: str) -> str:
+    port = urlsplit(url).port
+    return "" if port is None else f" --port {port}"
+
+
+def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
+    """For a new run. An engine takes the weights of one run, until it is restarted (engines/surface/publishing.py)."""
+    if config.train.weight_bridge_mode == "offline":
+        return
+    where = f"the engine at {shown_url(config.engine_url)}"
+    fix = "restart the engine, or leave --engine-url out: the run then starts one"
+    if info.update_count:
+        raise ConfigError(f"{where} serves policy version {info.update_count} of another run", fix=fix)
+    if info.is_paused:
+        raise ConfigError(f"{where} is held in the middle of a publish", fix=fix)
+
+
+def choose_model(config: RunConfig, info: BridgeInfo, explicit: frozenset[str]) -> RunConfig:
+    """The engine's model, where the user named none; one that is not the engine's is refused."""
+    served = Path(info.model_name)
+    if LiveFolder(config.train).holds(served):  # this run has restarted the engine from what it trained
+        return config
+    if "model" not in explicit:
+        if not served.is_dir():
+            raise ConfigError(
+                f"the engine at {shown_url(config.engine_url)} serves {served}, which is no folder of this machine",
+                fix="name the same model by --model",
+            )
+        return with_values(config, {"model": str(served)})
+    if not is_same_model(config.model, served):
+        raise ConfigError(
+            f"the engine at {shown_url(config.engine_url)} serves {served}, and the run is to train {config.model}",
+            fix=f"--model {served}, or start the engine with --model {config.model}",
+        )
+    return config
+
+
+def settle_engine(
+    config: RunConfig, info: BridgeInfo, explicit: frozenset[str]
+) -> tuple[RunConfig, frozenset[str], tuple[str, ...]]:
+    """The run with what the engine reports in its engine section; the keys that are decided by that; notes. Pure."""
+    reported: dict[str, Any] = {
+        "engine.engine": info.engine,
+        "engine.device": info.device,
+        "engine.dtype": info.dtype,
+        "engine.max_model_len": info.max_model_len,
+        "engine.max_num_seqs": info.max_num_seqs,
+        "engine.logprobs_mode": info.logprobs_mode,
+        "engine.enable_lora": info.has_lora,
+        "engine.weights_file": None,
+    }
+    where = shown_url(config.engine_url)
+    notes = [f"engine at {where}: {info.engine} {info.engine_version}, {info.dtype} on {info.device}"]
+    chosen, way = _way_of_weights(config, info)
+    if way:
+        notes.append(way)
+    if info.dtype == "float32" and "train.lr" not in explicit:
+        chosen["train.lr"] = FLOAT32_LR
+        notes[0] += f"; learning rate {FLOAT32_LR:g} for float32"
+    settled = with_values(config, reported | chosen)
+    settled.check_engine()
+    return settled, frozenset(reported), tuple(notes)
+
+
+def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
+    """How new weights can reach an engine that was started without this run in mind, and a sentence about it."""
+    train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
+    mode = train.weight_bridge_mode
+    if mode in LORA_MODES and not info.has_lora:
+        raise ConfigError(
+            f"{where} takes no adapters, which weight_bridge_mode {mode} publishes",
+            fix=f"start it with treadle engine --enable-lora --max-lora-rank {train.lora_r}",
+        )
+    if mode in LORA_MODES and info.max_lora_rank is not None and train.lora_r > info.max_lora_rank:
+        raise ConfigError(
+            f"{where} takes adapters up to rank {info.max_lora_rank}, and train.lora_r is {train.lora_r}",
+            fix=f"--train.lora-r {info.max_lora_rank}, or start it with treadle engine --max-lora-rank {train.lora_r}",
+        )
+    if mode != "shared_vllm":
+        return {}, ""
+    is_here = is_loopback_host(urlsplit(config.engine_url).hostname or "")
+    if info.shared_weights and is_here:
+        return {}, ""
+    why = f"{where} shares no weights" if is_here else f"{where} is on another machine"
+    needs = "single_copy" if train.single_copy else "broadcast_by memory" if train.broadcast_by == "memory" else ""
+    if needs:
+        raise ConfigError(
+            f"train.{needs} needs weights that engine and trainer share, and {why.removeprefix('the engine ')}",
+            fix="start the engine on this machine with treadle engine --weights-file /dev/shm/mine.weights, or leave "
+            "that setting out",
+        )
+    if train.use_shared_memory:
+        return {}, ""
+    return {"train.use_shared_memory": True}, f"{why}: the trainer broadcasts new ones to it"
+
+
+def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
+    """Modes that hand over files: the engine takes them from its --adapter-root only."""
+    train = config.train
+    if train.weight_bridge_mode in ("shared_vllm", "offline"):
+        return
+    live, output = (train.live_path or train.save_path).resolve(), config.output.resolve()
+    written = output if live.is_relative_to(output) else live
+    root = Path(info.adapter_root)
+    if not live.is_relative_to(root):
+        raise ConfigError(
+            f"the engine at {shown_url(config.engine_url)} loads weights and adapters from {root} only, and this run "
+            f"writes them to {written}",
+            fix=f"start it with treadle engine --adapter-root {written}, or give --train.live-path a folder in {root}",
+        )

@@ -1,0 +1,367 @@
+"""`treadle matrix`: run the weight modes one after another on the same task and seed, and compare them.
+
+settings -> for each mode: an ordinary `treadle run` in FOLDER/<mode> -> row -> FOLDER/matrix.{txt,json,png,html}
+
+runs/20260102-030405-matrix-arithmetic-addition/
+  request.json   the settings that the user gave    matrix.json   the modes and their rows, written after each mode
+  lora_only/20260102-030405-arithmetic-addition/    the run of a mode, as `treadle run` makes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from treadle.config.load import load_run, parse, replace_text, suggest
+from treadle.config.schema import RunConfig
+from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in
+from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error, require
+from treadle.launch import folder as run_folders
+from treadle.launch.budget.cards import find_gpu, host_memory
+from treadle.launch.job import STOPPED_BY_USER, resume_run, start_run
+from treadle.launch.machine import count_cores
+from treadle.launch.matrix_table import (
+    Matrix,
+    Row,
+    as_json,
+    draw_plot,
+    load_pyplot,
+    one_sentence,
+    render_page,
+    row_of,
+    text_of,
+    verdict,
+)
+from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys
+from treadle.launch.report import load_summary
+from treadle.launch.report_page import PAGE_FILE, gather, render
+from treadle.launch.settings import check_one_model, settle_environment, settle_paths, with_fitting_groups
+from treadle.launch.wording import gigabytes, near, program
+
+MATRIX_FILE = "matrix.json"
+# The settings of the trainer that make a mode; each mode gives all of them a value.
+_WAY = MappingProxyType(
+    {"weight_bridge_mode": "shared_vllm", "single_copy": False, "use_shared_memory": False, "broadcast_by": "auto"}
+)
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "single_copy": {"single_copy": True},
+    "broadcast": {"use_shared_memory": True},
+    "broadcast_gloo": {"use_shared_memory": True, "broadcast_by": "gloo"},
+    "broadcast_nccl": {"use_shared_memory": True, "broadcast_by": "nccl"},
+    "lora_only": {"weight_bridge_mode": "lora_only"},
+    "lora_restart": {"weight_bridge_mode": "lora_restart"},
+    "none": {"weight_bridge_mode": "none"},
+    "reload": {"weight_bridge_mode": "reload"},
+    "delta": {"weight_bridge_mode": "delta"},
+})  # fmt: skip
+_SEVERAL = {"all": tuple(MODES), "shared_vllm": ("single_copy", "broadcast")}
+# Files, folders and servers of one run: two modes with the same would go on where the other ended.
+_OF_ONE_RUN = (
+    "hub_url", "engine_url", "hub.database", "hub.run_folder", "train.save_path", "train.metrics_file",
+    "train.live_path", "train.atropos_url", "train.engine_url", "engine.weights_file", "engine.adapter_root",
+    "env.data_dir_to_save_evals", "env.state_dir", "env.rollout_server_url", "openai.base_url",
+)  # fmt: skip
+
+
+def parse_modes(text: str) -> tuple[str, ...]:
+    """The modes that `--modes` names, each once, in the order given.
+
+    >>> parse_modes("lora_only,shared_vllm")
+    ('lora_only', 'single_copy', 'broadcast')
+    """
+    found: dict[str, None] = {}
+    for name in text.replace("-", "_").replace(",", " ").split():
+        if name not in MODES and name not in _SEVERAL:
+            known = f"known: {', '.join([*MODES, *_SEVERAL])}"
+            hint = "it trains from recorded batches, without an engine" if name == "offline" else suggest(name, MODES)
+            raise ConfigError(f"--modes: there is no mode '{name}' to compare", fix=f"{hint}; {known}".lstrip("; "))
+        found |= dict.fromkeys(_SEVERAL.get(name, (name,)))
+    if not found:
+        raise ConfigError("--modes names no mode", fix=f"known: {', '.join([*MODES, *_SEVERAL])}")
+    return tuple(found)
+
+
+def load_settings(file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """The settings that all modes share. A file may name a mode, as it does for `treadle run`; flags may not."""
+    named = [key for key in _WAY if f"train.{key}" in flags]
+    if named:
+        flag = "--train." + named[0].replace("_", "-")
+        raise ConfigError(f"{flag} chooses one way for the weights, and a matrix compares several", fix="give --modes")
+    return load_run(file, {**flags, **{f"train.{key}": value for key, value in _WAY.items()}})
+
+
+def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int:
+    """Run every mode; the exit code: 0 all passed that can run here, 1 some failed, 130 stopped by the user."""
+    check_settings(config, modes)
+    require("train", "torch", "transformers")
+    label = "-".join(part for part in ("matrix", config.env.own_name, config.env.task) if part).replace("/", "-")
+    folder = run_folders.create_run_folder(config.output, label)
+    config = with_settled_paths(config)
+    with run_folders.locked(folder):
+        run_folders.save_request(config, folder)
+        return _Runner(folder, config, modes, plain=plain).run({})
+
+
+def resume_matrix(matrix_folder: Path, given: RunConfig, modes: Sequence[str] | None, *, plain: bool) -> int:
+    """Run the modes that have not finished. `given` and `modes` are the flags given now: they may repeat those of the
+    start and give its secrets again, and change nothing."""
+    folder = matrix_folder.expanduser().resolve()
+    saved = _load(folder)
+    given, begun = with_settled_paths(given), load_run(folder / run_folders.REQUEST_FILE)
+    refuse_other_settings(given, begun)
+    if modes is not None and list(modes) != saved["modes"]:
+        raise ConfigError(
+            f"this matrix has the modes {','.join(saved['modes'])}, and --modes says {','.join(modes)}",
+            fix="leave --modes out, or start a new matrix",
+        )
+    merged = _merged(begun.model_dump(exclude_unset=True), given.model_dump(exclude_unset=True))
+    config = parse(RunConfig, merged, source="the command line")
+    require_secrets(config.model_dump(mode="json"))
+    errors = {row["mode"]: row["reason"] for row in saved["rows"] if row["result"] == "failed"}
+    with run_folders.locked(folder):
+        return _Runner(folder, config, saved["modes"], plain=plain).run(errors)
+
+
+def check_settings(config: RunConfig, modes: Sequence[str]) -> None:
+    """Refuse what no mode could run with, before a folder is made."""
+    explicit = explicit_keys(config)
+    named = [key for key in _OF_ONE_RUN if key in explicit]
+    if named:
+        flag = "--" + named[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} would be the same for all modes, and each needs a hub, an engine and a folder of its own",
+            fix="leave it out",
+        )
+    settle_environment(config.env)
+    choose_steps(config, explicit)
+    refused = [error for mode in modes if (error := refusal(config, mode)) is not None]
+    if len(refused) == len(modes):
+        raise refused[0]
+
+
+def refusal(config: RunConfig, mode: str) -> ConfigError | None:
+    """What the settings of this matrix have against a mode: `single_copy` cannot be with --train.lora."""
+    try:
+        run = settings_of(config, mode, config.output)
+        explicit = explicit_keys(run)
+        run = with_fitting_groups(run, explicit)
+        run.check_together()
+        check_one_model(run, explicit)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def with_settled_paths(config: RunConfig) -> RunConfig:
+    """The same settings, and no more, with absolute paths: a matrix can be resumed from another folder."""
+    settled, values = settle_paths(config), dict[str, Any]()
+    for key in explicit_keys(config):
+        section, _, name = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = _value(settled, key)
+    return parse(RunConfig, values, source="the command line")
+
+
+def refuse_other_settings(given: RunConfig, begun: RunConfig) -> None:
+    """The runs of a matrix are compared: they keep the settings that it was started with."""
+    for key in sorted(explicit_keys(given)):
+        now, then = _value(given, key), _value(begun, key)
+        if now != then and NOT_STORED not in str(then):
+            raise ConfigError(
+                f"this matrix was started with {key} {then}; --resume cannot change it to {now}",
+                fix="leave it out, or start a new matrix",
+            )
+
+
+def settings_of(config: RunConfig, mode: str, folder: Path) -> RunConfig:
+    """The settings of one mode's run, in a folder of its own."""
+    own = {"output": folder / mode, "train": {**_WAY, **MODES[mode]}}
+    return parse(RunConfig, _merged(config.model_dump(exclude_unset=True), own), source=f"mode {mode}")
+
+
+def flags_of(mode: str) -> str:
+    """As `treadle run` takes them: "--train.weight-bridge-mode lora_only"."""
+    words = [(f"--train.{key.replace('_', '-')}", value) for key, value in MODES[mode].items()]
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in words)
+
+
+def obstacle(mode: str, num_gpus: int) -> str:
+    """Why a mode cannot run on a machine with this many GPUs; "" where it can."""
+    if mode == "broadcast_nccl" and num_gpus < 2:
+        has = "none" if num_gpus == 0 else "only one"
+        return f"NCCL sends from the trainer's GPU to the engine's, and this machine has {has}"
+    return ""
+
+
+class _Runner:
+    """Needs the folder's lock."""
+
+    def __init__(self, folder: Path, config: RunConfig, modes: Sequence[str], *, plain: bool) -> None:
+        self._folder = folder
+        self._config = config
+        self._modes = modes
+        self._plain = plain
+        self._num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        self._machine = describe_machine()
+
+    def run(self, errors: Mapping[str, str]) -> int:
+        """`errors`: what ended the modes that failed before."""
+        rows = {mode: self._look(mode, errors.get(mode, "")) for mode in self._modes}
+        _say(f"matrix folder: {self._folder}")
+        with contextlib.suppress(MissingExtra):  # each run plots its reward: the first one's memory includes it too
+            load_pyplot()
+        for number, mode in enumerate(self._modes, start=1):
+            self._save(rows)
+            heading = f"\nmode {number} of {len(self._modes)}, {mode}:"
+            if rows[mode].result == "not possible" or _is_complete(self._run_folder(mode)):
+                _say(f"{heading} {verdict(rows[mode])}")
+                continue
+            _say(f"{heading} {program()} run {flags_of(mode)} ...")
+            code, error = self._run_mode(mode)
+            rows[mode] = self._look(mode, error)
+            if code == STOPPED_BY_USER:
+                break
+            if rows[mode].result == "failed":
+                _say(f"{mode} failed: {rows[mode].reason}")
+        matrix = self._save(rows)
+        problem = self._write_pictures(matrix)
+        _say(f"\n{text_of(matrix)}")
+        for name in ("matrix.txt", MATRIX_FILE, "matrix.png", "matrix.html"):
+            if (self._folder / name).exists():
+                _say(near(self._folder / name))
+        if problem:
+            _say(f"no plot: {problem}")
+        results = [row.result for row in matrix.rows]
+        if "stopped" in results or "not run" in results:
+            _say(f"stopped; continue with: {program()} matrix --resume {near(self._folder)}")
+            return STOPPED_BY_USER
+        return 0 if "failed" not in results and "passed" in results else 1
+
+    def _run_mode(self, mode: str) -> tuple[int, str]:
+        """(exit code, error) of its run; a run that was interrupted goes on."""
+        run = self._run_folder(mode)
+        try:
+            if run is not None:
+                secrets = secrets_in(self._config.model_dump(mode="json"))
+                return resume_run(run, secrets, plain=self._plain), ""
+            return start_run(settings_of(self._config, mode, self._folder), plain=self._plain), ""
+        except TreadleError as error:
+            return error.exit_code, str(error)
+        except OSError as error:  # the others may have more room, or another port
+            told = as_user_error(error) or as_path_error(error)
+            if told is None:
+                raise
+            return told.exit_code, str(told)
+
+    def _look(self, mode: str, error: str) -> Row:
+        """The row of a mode as its folder is now; `error` is what ended it."""
+        flags = flags_of(mode)
+        refused = refusal(self._config, mode)
+        reason = obstacle(mode, self._num_gpus) if refused is None else one_sentence(refused.message)
+        if reason:
+            return Row(mode, "not possible", reason, flags)
+        run = self._run_folder(mode)
+        if run is not None:
+            return row_of(mode, flags, gather(run), str(run.relative_to(self._folder)), error)
+        return Row(mode, "failed" if error else "not run", one_sentence(error), flags)
+
+    def _run_folder(self, mode: str) -> Path | None:
+        """The newest run of a mode that has begun."""
+        begun = sorted(path.parent for path in (self._folder / mode).glob(f"*/{CONFIG_FILE}"))
+        return begun[-1] if begun else None
+
+    def _save(self, rows: Mapping[str, Row]) -> Matrix:
+        """Write the table: what was measured is kept, however the matrix ends."""
+        config = self._config
+        matrix = Matrix(
+            name=self._folder.name,
+            task="-".join(part for part in (config.env.own_name, config.env.task_name) if part),
+            model=Path(config.model).name if Path(config.model).is_dir() else config.model,
+            seed=config.seed,
+            steps=choose_steps(config, explicit_keys(config)),
+            machine=self._machine,
+            date=time.strftime("%Y-%m-%d"),
+            rows=tuple(rows.values()),
+        )
+        saved = {"modes": list(self._modes), **as_json(matrix)}
+        replace_text(self._folder / MATRIX_FILE, json.dumps(saved, indent=2, allow_nan=False) + "\n")
+        (self._folder / "matrix.txt").write_text(text_of(matrix), encoding="utf-8")
+        return matrix
+
+    def _write_pictures(self, matrix: Matrix) -> str:
+        """The plot, the page and the report of each run; what to tell the user when the plot could not be drawn."""
+        picture, problem = self._folder / "matrix.png", ""
+        try:
+            if any(row.figures for row in matrix.rows):
+                draw_plot(matrix, picture)
+        except MissingExtra as error:
+            problem = str(error)
+        drawn = picture.read_bytes() if picture.exists() else b""
+        (self._folder / "matrix.html").write_text(render_page(matrix, drawn), encoding="utf-8")
+        for row in matrix.rows:
+            if row.run:
+                run = self._folder / row.run
+                (run / PAGE_FILE).write_text(render(gather(run)), encoding="utf-8")
+        return problem
+
+
+def describe_machine() -> str:
+    """ "2 cores, 8.0 GB, no GPU, Linux x86_64"."""
+    gpu = find_gpu()
+    cores = count_cores()
+    return ", ".join(
+        (
+            f"{cores} core{'s' if cores > 1 else ''}",
+            f"{gigabytes(host_memory())} of memory",
+            "no GPU" if gpu is None else gpu[0],
+            f"{platform.system()} {platform.machine()}",
+        )
+    )
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    """The saved matrix: its modes and rows."""
+    file = folder / MATRIX_FILE
+    try:
+        saved = json.loads(file.read_bytes())
+        modes, rows = saved["modes"], saved["rows"]
+        if not modes or not set(modes) <= set(MODES):
+            raise ValueError(f"it names the modes {modes}")
+        return {"modes": modes, "rows": [{key: row[key] for key in ("mode", "result", "reason")} for row in rows]}
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} is not the folder of a matrix: it holds no {MATRIX_FILE}",
+            fix="name the folder that `treadle matrix` printed when it began",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", fix="put back a copy of it") from None
+
+
+def _is_complete(run: Path | None) -> bool:
+    summary = load_summary(run) if run is not None else None
+    return summary is not None and summary.is_complete
+
+
+def _merged(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `values`, section by section."""
+    merged = dict(values)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _value(config: RunConfig, dotted: str) -> Any:
+    value: Any = config
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,101 @@
+"""What the user gave -> the settings of a run, complete and checked, before anything is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from treadle.config import DEFAULT_MODEL
+from treadle.config.env import EnvConfig
+from treadle.config.load import with_absolute_paths
+from treadle.config.schema import RunConfig
+from treadle.envs.base import prepare_task
+from treadle.envs.catalogue import load_environment
+from treadle.envs.serving.course import fitting_group_size
+from treadle.envs.serving.pace import choose_pace
+from treadle.errors import ConfigError
+from treadle.launch.plan import RunTokens, with_values
+from treadle.store.file import real_path
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
+from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
+from treadle.wire.urls import shown_url
+
+
+def settle_environment(config: EnvConfig) -> EnvConfig:
+    """A name, a task or data that does not exist is refused before anything is made; what suits the task is settled
+    for life."""
+    environment = load_environment(config)
+    if environment.waits_for_agents:
+        raise ConfigError(
+            f"the environment '{config.own_name}' has no command, so nothing in this run would start its agents",
+            fix="""--env.args '{"command": "python examples/agent.py"}'; for agents that are started """
+            "elsewhere, start the processes one by one: treadle hub, treadle engine, treadle train, and "
+            f"treadle env {config.own_name} serve",
+        )
+    prepare_task(environment)
+    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment)})
+
+
+def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """Groups no larger than a batch, where nobody chose their size."""
+    group_size = fitting_group_size(config.env.group_size, config.train.sequences_per_step)
+    return config if "env.group_size" in explicit else with_values(config, {"env.group_size": group_size})
+
+
+def settle_paths(config: RunConfig) -> RunConfig:
+    """The paths of files and folders, absolute: a run can be resumed from another folder."""
+    real_path(config.hub.database)  # refuses names such as :memory:
+    config = with_absolute_paths(config)
+    names = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
+    if ".py" in config.env.name:
+        names["env.name"] = config.env.name
+    if "/" in config.engine.vllm_python:
+        names["engine.vllm_python"] = config.engine.vllm_python
+    if config.model != DEFAULT_MODEL:
+        names["model"] = config.model
+    return with_values(config, {key: _absolute(name) for key, name in names.items()})
+
+
+def _absolute(value: str) -> str:
+    """A file or folder, also "my_env.py:name", from wherever it is asked for later; any other name as it is."""
+    path, colon, name = value.partition(".py:")
+    file = Path(path + ".py" if colon else value).expanduser()
+    if not value or not file.exists():
+        return value
+    return str(file.absolute()) + (f":{name}" if colon else "")
+
+
+def check_one_trainer(config: RunConfig) -> None:
+    if config.train.world_size > 1:
+        raise ConfigError(
+            f"treadle run starts one trainer process, and train.world_size is {config.train.world_size}",
+            fix="leave --train.world-size out; treadle plan --train-gpus N prints the commands that start several",
+        )
+
+
+def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
+    """A run trains the model that it samples from; the sections cannot name different ones."""
+    named = {
+        "engine.model": config.engine.model,
+        "train.model": config.train.model,
+        "openai.model_name": config.openai.model_name,
+    }
+    for key, model in named.items():
+        if key in explicit and model != config.model:
+            raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
+
+
+def read_tokens(config: RunConfig) -> RunTokens:
+    """The tokens of hub and engine, for the processes that call them. Files that do not exist yet are made here."""
+    hub, engine, env = config.hub, config.engine, os.environ
+    for kind, url, file in (("hub", config.hub_url, hub.token_file), ("engine", config.engine_url, engine.token_file)):
+        if url and file is not None and not file.exists():
+            raise ConfigError(
+                f"there is no token file {file}, and the {kind} at {shown_url(url)} runs already",
+                fix=f"name the file that it was started with: --{kind}.token-file FILE",
+            )
+    return RunTokens(
+        hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
+        hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
+        engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
+    )

@@ -1,0 +1,355 @@
+"""`treadle run --hub-url URL --engine-url URL`: one address each, real servers that are asked, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from test_launch_plan import FACTS, RUN
+
+from tests.e2e.processes import free_port
+from tests.hub_process import HubProcess
+from treadle.config import RunConfig, load_run, save_run
+from treadle.config.train import FLOAT32_LR, TrainConfig
+from treadle.errors import ConfigError
+from treadle.launch import attachment, resume
+from treadle.launch import folder as run_folders
+from treadle.launch.attachment import attach, choose_model, one_address, settle_engine, without_effect
+from treadle.launch.history import reader_of
+from treadle.launch.job import Life, _starting, start_run
+from treadle.launch.overseer import SILENT_S, Overseer
+from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys, wished_addresses
+from treadle.launch.settings import read_tokens
+from treadle.wire.bridge import BridgeInfo
+from treadle.wire.hub import RegisterTrainer
+from treadle.wire.tokens import role_token
+
+HUB, ENGINE = "http://127.0.0.1:8300", "http://127.0.0.1:9301"
+SECRET = "a-token-of-a-test-0123456789"  # noqa: S105
+INFO = BridgeInfo(
+    enabled=True, shared_weights=True, update_count=0, last_update_time=None, model_name="/models/smol", device="cpu",
+    engine="transformers", engine_version="5", dtype="bfloat16", is_paused=False, has_lora=False, max_lora_rank=None,
+    max_model_len=1024, max_num_seqs=64, logprobs_mode="processed_logprobs", adapter_root="/data",
+)  # fmt: skip
+
+
+def attached(flags: dict[str, object]) -> RunConfig:
+    config = load_run(None, flags)
+    return one_address(config, explicit_keys(config))
+
+
+def settled(flags: dict[str, object], **info: object) -> tuple[RunConfig, tuple[str, ...]]:
+    flags = {"engine_url": ENGINE} | flags
+    explicit = explicit_keys(load_run(None, flags))
+    run, _, notes = settle_engine(attached(flags), msgspec.structs.replace(INFO, **info), explicit)
+    return run, notes
+
+
+def plan_of(flags: dict[str, object], tokens: RunTokens = NO_TOKENS) -> Plan:
+    config = attached(flags)
+    facts = replace(FACTS, ports={name: port for name, (_, port) in wished_addresses(config).items()})
+    return build_plan(
+        config, facts, run_folder=RUN, model_folder="/cache/smol", is_model_local=True,
+        explicit=explicit_keys(load_run(None, flags)), tokens=tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "started"),
+    [
+        ({"hub_url": HUB, "engine_url": ENGINE}, ["env", "trainer"]),
+        ({"hub_url": HUB}, ["engine", "env", "trainer"]),
+        ({"engine_url": ENGINE}, ["hub", "env", "trainer"]),
+    ],
+)
+def test_only_what_is_missing_is_started(flags, started) -> None:
+    plan = plan_of(flags)
+    assert [spec.name for spec in plan.processes] == started
+    assert set(wished_addresses(plan.config)) == {"hub", "engine"} & set(started)
+    hub, engine = flags.get("hub_url", "http://127.0.0.1:8000"), flags.get("engine_url", "http://127.0.0.1:9001")
+    assert plan.hub_url == plan.config.train.atropos_url == plan.config.env.rollout_server_url == hub
+    assert plan.config.train.engine_url == engine
+    assert plan.config.openai.base_url == (f"{engine}/v1",)
+    assert _starting(plan).endswith(" and ".join(name for name in started if name in ("hub", "engine")) or "trainer")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"hub_url": HUB},
+        {"train.atropos_url": f"{HUB}/"},
+        {"env.rollout_server_url": HUB},
+        {"train.atropos_url": HUB, "env.rollout_server_url": "http://localhost:8300"},
+    ],
+)
+def test_every_spelling_of_the_hubs_address_attaches_the_run(flags) -> None:
+    config = attached(flags)
+    assert config.hub_url == config.train.atropos_url == config.env.rollout_server_url == HUB
+    assert not config.engine_url
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"engine_url": ENGINE},
+        {"train.engine_url": ENGINE},
+        {"openai.base_url": f"{ENGINE}/v1/"},
+        {"train.vllm_port": "9301"},
+        {"train.engine_url": ENGINE, "openai.base_url": "http://localhost:9301/v1"},
+    ],
+)
+def test_every_spelling_of_the_engines_address_attaches_the_run(flags) -> None:
+    config = attached(flags)
+    assert config.engine_url == config.train.engine_url == ENGINE
+    assert config.openai.base_url == (f"{ENGINE}/v1",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says", "fix"),
+    [
+        ({"hub_url": HUB, "train.atropos_url": "http://far:8000"}, "--hub-url .* and --train.atropos-url", "--hub-url"),
+        ({"engine_url": ENGINE, "openai.base_url": "http://far:9"}, "name two engines", "give only --engine-url"),
+        ({"openai.base_url": f"{ENGINE} http://far:9001"}, "names 2 engines", "give only --engine-url"),
+        ({"hub_url": "127.0.0.1:8300"}, "is not the URL of a hub", "--hub-url http://"),
+        ({"train.engine_url": "http://"}, "is not the URL of an engine", "--engine-url http://"),
+    ],
+)
+def test_addresses_that_cannot_be_right_are_refused(flags, says, fix) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        attached(flags)
+    assert fix in refused.value.fix
+
+
+def test_settings_of_a_server_that_runs_already_are_told_to_have_no_effect() -> None:
+    flags = {"hub_url": HUB, "hub.port": 8100, "hub.token_file": "t", "engine.dtype": "float32"}
+    config = attached(flags)
+    (note,) = without_effect(config, explicit_keys(load_run(None, flags)))
+    assert note == f"no effect: --hub.port; the hub at {HUB} keeps what it was started with"
+
+
+def test_processes_get_the_tokens_of_their_roles_at_attached_servers() -> None:
+    plan = plan_of({"hub_url": HUB, "engine_url": ENGINE}, RunTokens(hub=SECRET, engine=SECRET))
+    variables = ("TREADLE_HUB_TOKEN", "TREADLE_ENGINE_TOKEN")
+    assert {spec.name: [spec.env[variable] for variable in variables] for spec in plan.processes} == {
+        "env": [role_token(SECRET, "environment")] * 2,
+        "trainer": [role_token(SECRET, "trainer")] * 2,
+    }
+    assert plan.watch_url == f"{HUB}/t/{role_token(SECRET, 'observer')}"
+
+
+def test_the_token_file_of_a_server_that_runs_already_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no token file .* runs already"):
+        read_tokens(attached({"hub_url": HUB, "hub.token_file": tmp_path / "token"}))
+    assert not list(tmp_path.iterdir())
+
+
+# What an engine reports
+
+
+def test_the_run_goes_by_what_the_engine_reports() -> None:
+    run, notes = settled({}, device="cuda:0", dtype="float32")
+    engine = run.engine
+    assert (engine.device, engine.dtype, engine.max_model_len, engine.max_num_seqs) == ("cuda:0", "float32", 1024, 64)
+    assert run.train.lr == FLOAT32_LR
+    assert settled({"train.lr": 1e-6}, dtype="float32")[0].train.lr == 1e-6
+    assert settled({})[0].train.lr == TrainConfig().lr
+    assert notes[0].startswith(f"engine at {ENGINE}: transformers 5, float32 on cuda:0; learning rate")
+
+
+@pytest.mark.parametrize(
+    ("url", "shares", "broadcasts"),
+    [(ENGINE, True, False), (ENGINE, False, True), ("http://gpu-7:9001", True, True)],
+)
+def test_weights_are_broadcast_to_an_engine_that_shares_none(url: str, shares: bool, broadcasts: bool) -> None:
+    run, notes = settled({"engine_url": url}, shared_weights=shares)
+    assert run.train.use_shared_memory is broadcasts
+    assert any("broadcasts" in note for note in notes) is broadcasts
+    assert run.engine.weights_file is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "info", "says", "fix"),
+    [
+        ({"train.single_copy": True}, {"shared_weights": False}, "train.single_copy needs weights", "--weights-file"),
+        ({"train.weight_bridge_mode": "lora_only"}, {}, "takes no adapters", "treadle engine --enable-lora"),
+        ({"train.weight_bridge_mode": "lora_only"}, {"has_lora": True, "max_lora_rank": 8}, "rank 8", "--train.lora-r"),
+        ({"env.group_size": 128}, {}, "over engine.max_num_seqs 64", "treadle engine --max-num-seqs 128"),
+        (
+            {"env.temperature": 0.5}, {"logprobs_mode": "raw_logprobs"}, "raw logprobs",
+            "treadle engine --logprobs-mode processed_logprobs",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_serve_the_run_is_refused(flags, info, says, fix) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        settled(flags, **info)
+    assert fix in refused.value.fix
+
+
+def test_files_for_an_engine_must_lie_where_it_loads_from() -> None:
+    flags = {"engine_url": ENGINE, "train.weight_bridge_mode": "reload", "output": RUN.parent}
+    config, elsewhere = plan_of(flags).config, msgspec.structs.replace(INFO, adapter_root="/elsewhere")
+    attachment.check_live_folder(config, INFO)
+    with pytest.raises(ConfigError, match="loads weights and adapters from /elsewhere only") as refused:
+        attachment.check_live_folder(config, elsewhere)
+    assert f"--adapter-root {RUN.parent}, " in refused.value.fix
+    attachment.check_live_folder(plan_of(flags | {"train.live_path": "/elsewhere/live"}).config, elsewhere)
+
+
+def write_model(folder: Path, **config: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    return folder
+
+
+def test_the_model_is_the_engines_and_another_is_refused(tmp_path: Path) -> None:
+    served, same, other = (write_model(tmp_path / n / "model", v=v) for n, v in (("a", 1), ("b", 1), ("c", 2)))
+    info = msgspec.structs.replace(INFO, model_name=str(served))
+
+    def chosen(flags: dict[str, object]) -> str:
+        return choose_model(attached({"engine_url": ENGINE} | flags), info, frozenset(flags)).model
+
+    assert chosen({}) == str(served)
+    assert chosen({"model": str(same)}) == str(same)
+    with pytest.raises(ConfigError, match=f"serves {served}, and the run is to train {other}"):
+        chosen({"model": str(other)})
+    with pytest.raises(ConfigError, match="no folder of this machine"):
+        choose_model(attached({"engine_url": ENGINE}), INFO, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"update_count": 7}, "serves policy version 7 of another run"),
+        ({"is_paused": True}, "in the middle of a publish"),
+    ],
+)
+def test_a_new_run_refuses_an_engine_with_the_weights_of_another(info, says) -> None:
+    config, used = attached({"engine_url": ENGINE}), msgspec.structs.replace(INFO, **info)
+    with pytest.raises(ConfigError, match=says):
+        attachment.refuse_used_engine(config, used)
+    offline = attached({"engine_url": ENGINE, "train.weight_bridge_mode": "offline"})
+    attachment.refuse_used_engine(offline, used)
+
+
+# A hub that runs
+
+
+def say_nothing(_: str) -> None:
+    return None
+
+
+TRAINER = RegisterTrainer(
+    wandb_group="", wandb_project="", batch_size=4, max_token_len=64, checkpoint_dir="", save_checkpoint_interval=1,
+    starting_step=3, num_steps=9,
+)  # fmt: skip
+
+
+def test_a_hub_that_runs_is_asked_with_its_token_and_refused_when_used(tmp_path: Path) -> None:
+    with HubProcess(tmp_path, env={"TREADLE_HUB_TOKEN": SECRET}) as hub:
+        config = attached({"hub_url": hub.url})
+        with pytest.raises(ConfigError, match="asks for its token") as refused:
+            attach(config, frozenset(), NO_TOKENS, say_nothing)
+        assert "TREADLE_HUB_TOKEN" in refused.value.fix
+        tokens = RunTokens(hub=SECRET)
+        assert attach(config, frozenset(), tokens, say_nothing).config == config
+        with pytest.raises(ConfigError, match=r"has taken 3 steps, and the hub .* has no group of it"):
+            attach(config, frozenset(), tokens, say_nothing, last_step=3)
+        headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        httpx.post(f"{hub.url}/register", content=msgspec.json.encode(TRAINER), headers=headers).raise_for_status()
+        with pytest.raises(ConfigError, match="queue of another run, which is at step 3") as refused:
+            attach(config, frozenset(), tokens, say_nothing)
+        assert "treadle hub --fresh" in refused.value.fix
+        with pytest.raises(ConfigError, match="is not an engine of this release"):
+            attach(attached({"engine_url": f"{hub.url}/t/{SECRET}"}), frozenset(), tokens, say_nothing)
+
+
+@pytest.mark.parametrize("kind", ["hub", "engine"])
+def test_an_address_where_nothing_answers_is_told_with_its_remedy(kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
+    port = free_port()
+    with pytest.raises(ConfigError, match=f"no {kind} is ready at http://127.0.0.1:{port}") as refused:
+        attach(attached({f"{kind}_url": f"http://127.0.0.1:{port}"}), frozenset(), NO_TOKENS, say_nothing)
+    assert f"treadle {kind} --port {port}" in refused.value.fix
+    assert f"correct --{kind}-url, or leave it out" in refused.value.fix
+
+
+def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(attachment, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(attachment, "NO_ANSWER_S", {"engine": 0.5})
+    told: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as loading:  # takes connections, as a loading engine does
+        url = f"http://127.0.0.1:{loading.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="no engine is ready"):
+            attach(attached({"engine_url": url}), frozenset(), NO_TOKENS, told.append)
+    assert told == [f"waiting for the engine at {url}: it takes connections and is not ready yet"]
+
+
+# The life of an attached run
+
+
+def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypatch) -> None:
+    lives: list[RunConfig] = []
+    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    with HubProcess(tmp_path) as hub:
+        flags = {"train.atropos_url": hub.url, "steps": 3, "output": tmp_path / "runs"}
+        start_run(load_run(None, flags), plain=True)
+        (run,) = (tmp_path / "runs").iterdir()
+        assert run_folders.requested_keys(run) == set(flags)
+        resume(run, {}, plain=True)
+        assert [config.hub_url for config in lives] == [hub.url] * 2
+    assert not (run / "hub.sqlite").exists()
+
+
+PUBLISHES = """
+import json, os, pathlib, time, urllib.request
+time.sleep(1)
+pathlib.Path({published!r}).touch()
+report = {{"kind": "trainer", "name": "trainer", "machine": "here", "pid": os.getpid(), "policy_version": 0}}
+body = json.dumps(report).encode()
+urllib.request.urlopen(urllib.request.Request({url!r} + "/v1/reports", body, {{"Content-Type": "application/json"}}))
+pathlib.Path({metrics!r}).write_text(json.dumps({{"step": 1}}))
+"""
+
+
+def test_no_environment_begins_before_the_trainer_of_a_run_that_goes_on(tmp_path: Path, make_spec) -> None:
+    """The hub still has the registration of the earlier trainer: an environment would think that all is done."""
+    published, metrics = str(tmp_path / "published"), str(tmp_path / "metrics.jsonl")
+    with HubProcess(tmp_path) as hub:
+        config = attached({"hub_url": hub.url, "engine_url": ENGINE, "steps": 1, "train.metrics_file": metrics})
+        trainer = make_spec("trainer", PUBLISHES.format(published=published, url=hub.url, metrics=metrics))
+        env = make_spec("env", f"import os, sys; sys.exit(0 if os.path.exists({published!r}) else 3)")
+        plan = Plan(config, tmp_path, (env, trainer), hub.url, is_env_last=True)
+        life = Life(plan, reader_of(config, tmp_path))
+        life.live(plain=True)
+    assert life.outcome().is_complete
+
+
+@pytest.mark.parametrize(("before", "now"), [("", HUB), (HUB, "")])
+def test_resume_keeps_the_queue_where_it_is(before: str, now: str, tmp_path: Path) -> None:
+    save_run(attached({"hub_url": before}), tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"the queue of this run is .*--resume cannot change that"):
+        resume(tmp_path, {"hub_url": now}, plain=True)
+
+
+def test_the_queue_of_an_attached_run_is_not_looked_for_in_its_folder(tmp_path: Path) -> None:
+    config = plan_of({"hub_url": HUB, "env.state_dir": tmp_path}).config
+    assert "run --resume" in run_folders.how_to_go_on(config, tmp_path, last_step=3)
+    own = plan_of({"env.state_dir": tmp_path}).config
+    assert "the queue of this run is gone" in run_folders.how_to_go_on(own, tmp_path, last_step=3)
+
+
+def test_an_attached_hub_that_is_gone_raises_an_alarm(tmp_path: Path) -> None:
+    url, clock = f"http://127.0.0.1:{free_port()}", [0.0]
+    overseer = Overseer(f"{url}/t/{SECRET}", lambda: {"trainer": 2**22}, tmp_path, 0.0, lambda: clock[0])
+    for clock[0] in (0.0, SILENT_S - 1, SILENT_S + 1, SILENT_S + 3):
+        overseer.look(0)
+    (alarm,) = overseer.sight.alarms
+    assert alarm.startswith(f"the hub at {url} has not answered for 31 s; start it again with its --database")
