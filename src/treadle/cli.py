@@ -104,10 +104,10 @@ def _matrix(words: list[str]) -> int:
 
     parser = FlagParser(prog="treadle matrix", guide=GUIDES["matrix"])
     parser.add_argument(
-        "--modes", dest="_modes", metavar="NAMES", help="which modes, separated by commas (default: all)"
+        "--modes", dest="_modes", metavar="NAMES", help="modes to run, separated by commas (default: all)"
     )
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
-    parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue the matrix in it")
+    parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue this matrix")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     _add_run_flags(parser)
     parser.add_argument(

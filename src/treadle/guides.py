@@ -35,16 +35,16 @@ GUIDES = MappingProxyType({
     ),
     "matrix": Guide(
         usage="[--modes NAMES] [FLAG VALUE ...]",
-        about="Run the ways for weights to reach the engine one after another, on the same task and seed, each as an "
-        "ordinary treadle run; write one table and one plot: seconds per step and publish, bytes sent, memory, tokens "
-        "per second, parity of trainer and engine, reward. Modes: single_copy, broadcast, broadcast_gloo, "
-        "broadcast_nccl, lora_only, lora_restart, none, reload, delta; shared_vllm stands for the first two. Ends with "
-        "1 when a mode failed. Takes the flags of treadle run too.",
+        about="Run the weight modes (how new weights reach the engine) one after another, on the same task and seed, "
+        "each as an ordinary treadle run; write one table and one plot: seconds per step and publish, bytes sent, "
+        "memory, tokens per second, parity of trainer and engine, reward. Modes: single_copy, broadcast, "
+        "broadcast_gloo, broadcast_nccl, lora_only, lora_restart, none, reload, delta; shared_vllm stands for the "
+        "first two. The exit code is 1 when a mode failed. Takes the flags of treadle run too.",
         examples={
             "treadle matrix --steps 5": "all modes that can run here",
             "treadle matrix --modes lora_only --steps 3": "does one mode work here?",
             "treadle matrix --engine vllm --model-name Qwen/Qwen3-0.6B": "with vLLM",
-            "treadle matrix --resume runs/20260102-030405-matrix-gsm8k": "go on",
+            "treadle matrix --resume runs/20260102-030405-matrix-gsm8k": "continue an interrupted matrix",
         },
         flags={
             "the matrix": ("--modes", "--resume", "--steps", "--seed", "--output", "--config", "--plain"),

@@ -18,7 +18,7 @@ from treadle.sync.background import in_background
 
 MAX_S = 20.0  # tokenizers of known models take less than a second for the longest prompts
 _PANIC = "PanicException"  # pyo3_runtime's; it cannot be imported
-_given_up: list[Future[list[int]]] = []  # whose threads nothing can end
+_given_up: list[Future[list[int]]] = []  # past the deadline; their threads cannot be stopped
 
 # The library's own threads would warn of every fork of this process, and one text does not need them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

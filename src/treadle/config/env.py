@@ -44,8 +44,8 @@ class ServerConfig(Section):
 
     base_url: Names = option(
         ("http://127.0.0.1:9001/v1",),
-        "URL of the engine, with or without /v1; several: requests are spread over the engines whose weights are new "
-        "enough",
+        "URL of the engine, with or without /v1; several URLs: requests are spread over the engines whose weights are "
+        "new enough",
     )
     model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
@@ -85,15 +85,19 @@ class DataOptions(Section):
     """What is asked. Which of these a task looks at, `treadle env NAME validate` says."""
 
     data: str = option(
-        "", "training rows: a JSONL file, a folder of them, or the id of a dataset (openai/gsm8k, openai/gsm8k:main)"
+        "",
+        "training rows: a JSONL, JSON, CSV or Parquet file, a folder of them, or the id of a dataset (openai/gsm8k, "
+        "openai/gsm8k:main)",
     )
-    data_split: str = option("", "split of a dataset to train on, also a part of one: train[:500]; empty: train")
+    data_split: str = option(
+        "", "split of a dataset or folder to train on; of a dataset also a part: train[:500]; empty: train"
+    )
     data_columns: Annotated[Names, AfterValidator(check_columns)] = option(
-        (), "columns under the names that the environment looks for, as NAME=COLUMN: question=problem answer=solution"
+        (), "rename columns of the data: NAME=COLUMN gives COLUMN the name NAME (question=problem answer=solution)"
     )
     eval_data: str = option("", "held-out rows; empty: the dataset's test split, or some rows of the training data")
     eval_split: str = option(
-        "", "split of a dataset to hold out; empty: test, else eval or validation, where it has it"
+        "", "split of a dataset or folder to hold out; empty: the first of test, eval, validation, valid, val, dev"
     )
     task: str = option("", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
     difficulty: Count = option(0, "how hard generated tasks are, where there is a choice; 0: as always")
@@ -164,7 +168,7 @@ class EvaluationOptions(Section):
     use_trackers: bool = option(
         True, "log evaluations and some rollouts to the trackers that the trainer uses", flags=("use_wandb",)
     )
-    num_rollouts_to_keep: Count = option(32, "rows of the tables of rollouts at the trackers; 0: no tables")
+    num_rollouts_to_keep: Count = option(32, "rows in each table of rollouts logged to the trackers; 0: no tables")
 
 
 class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
@@ -197,7 +201,7 @@ WITHOUT_EFFECT = {
     "env.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
     "env.batch-size": "the trainer says how large a batch is",
     "env.num-rollouts-per-group-for-logging": "one rollout of a group is in the table; all of them are in the hub",
-    "env.min-items-sent-before-logging": "metrics ride on every group",
+    "env.min-items-sent-before-logging": "metrics are sent with every group",
     "env.include-messages": "messages are always sent",
     "env.max-eval-workers": "an evaluation takes --env.eval-limit-ratio of the engine",
     "env.eval-handling": "an evaluation runs beside training, on --env.eval-limit-ratio of the engine",
@@ -213,8 +217,8 @@ WITHOUT_EFFECT = {
     "openai.health-check": "an engine that is away is waited for",
     "openai.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
     "slurm": "give the engine's URL by --openai.base-url",
-    "slurm.num-requests-per-time-interval": "requests are not counted by time: --env.max-num-workers bounds them",
-    "slurm.time-interval": "requests are not counted by time: --env.max-num-workers bounds them",
+    "slurm.num-requests-per-time-interval": "there is no rate limit; --env.max-num-workers limits the groups in flight",
+    "slurm.time-interval": "there is no rate limit; --env.max-num-workers limits the groups in flight",
     "testing": "treadle env NAME validate needs no model",
     "max-n-completions": "the engine takes any n",
     "proxy-url": "give the engine's URL by --openai.base-url",

@@ -77,7 +77,7 @@ def _mapping(section: str, found: Any, source: str) -> dict[str, Any]:
 
 
 def _one_for_all(servers: list[dict[str, Any]], source: str) -> dict[str, Any]:
-    """Several servers as one section: their URLs and keys side by side, everything else once.
+    """Merge several servers into one section: lists of their URLs and keys, everything else once.
 
     >>> _one_for_all([{"base_url": "http://a"}, {"base_url": "http://b", "timeout": 60}], "env.yaml")
     {'timeout': 60, 'base_url': ['http://a', 'http://b']}

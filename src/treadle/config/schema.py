@@ -124,7 +124,7 @@ class RunConfig(Section):
         "", "URL of a hub that runs already and has an empty queue; empty: the run starts one", flags=("atropos-url",)
     )
     engine_url: str = option(
-        "", "URL of an engine that runs already and serves untrained weights; empty: the run starts one"
+        "", "URL of an engine that runs already and is at policy version 0; empty: the run starts one"
     )
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
         3600.0, "a run in which nothing has moved for so long is stopped; 0: never"

@@ -18,7 +18,7 @@ SPLIT_ENGINE_MODES = (*LORA_MODES, "offline")
 
 
 def refuse_split_engine(num_gpus: int, mode: str) -> None:
-    """Refuse to publish whole weights to an engine of several GPUs; plan, launcher and engine ask here."""
+    """Refuse to publish whole weights to an engine of several GPUs; called by plan, launcher and engine."""
     if num_gpus > 1 and mode not in SPLIT_ENGINE_MODES:
         raise ConfigError(
             f"an engine that is split over {num_gpus} GPUs (tensor parallel) takes adapters only, and "

@@ -93,7 +93,7 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
     name = config.data or dataset
     if not name:
         raise ConfigError(
-            f"the environment '{config.name}' needs data", fix="pass --env.data FILE (JSONL, JSON or CSV)"
+            f"the environment '{config.name}' needs data", fix="pass --env.data FILE (JSONL, JSON, CSV or Parquet)"
         )
     to_item = _with_columns(to_item, config.data_columns)
     splits = read_splits(name, split=config.data_split, held_out_split="" if config.eval_data else config.eval_split)
@@ -158,7 +158,7 @@ def _row_files(folder: Path) -> list[Path]:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether the library datasets wrote it, by its save_to_disk."""
+    """Whether the folder was written by `save_to_disk` of the library datasets."""
     return any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
@@ -199,7 +199,7 @@ def _read_files(paths: Iterable[Path]) -> list[Row | BrokenRow]:
 
 
 def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
-    """From the library's cache, where it is there already and the network is not."""
+    """Read a dataset: from the library's cache if it is there, else from the network; or from Parquet files."""
     try:
         require("data", "datasets")
     except MissingExtra as error:
@@ -237,7 +237,7 @@ def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
 
 
 def _dataset_loader(name: str) -> Callable[[str | None], Any]:
-    """What loads one split, or with None all of them by their names."""
+    """Returns a function that loads one split, or, given None, all of them by their names."""
     library = importlib.import_module("datasets")
     folder = Path(name).expanduser()
     if folder.is_file():
@@ -267,9 +267,9 @@ def _dataset_loader(name: str) -> Callable[[str | None], Any]:
 
 
 def _cached(dataset: str, part: str | None) -> Any:
-    """The library's builder of a dataset that was fetched before; None where it was not.
+    """The library's builder of a dataset that is in its cache; None if it is not.
 
-    By itself the library asks the network first, and without one it asks again and again for a minute.
+    `load_dataset` asks the network first, and without one retries for a minute.
     """
     try:
         cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
@@ -287,7 +287,7 @@ def _cached(dataset: str, part: str | None) -> Any:
 
 
 def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str]) -> Callable[[Row], Item]:
-    """`to_item` of rows whose columns have the names on the left of ("question=problem", "answer=solution")."""
+    """`to_item` after the columns are renamed; `pairs` are ("question=problem", "answer=solution")."""
     columns = dict(pair.split("=", 1) for pair in pairs)
 
     def renamed(row: Row) -> Item:

@@ -73,7 +73,7 @@ class Engine(Protocol):
 
 
 class EngineAway(EngineError):
-    """The engine gave no answer, or none that was worth reading, for as long as it was asked again."""
+    """The engine gave no usable answer before the retries ended."""
 
 
 class ServedModel(msgspec.Struct, kw_only=True):

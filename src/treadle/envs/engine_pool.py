@@ -1,4 +1,4 @@
-"""Spread the requests of an environment over several engines, of those whose weights are new enough.
+"""Spread the requests of an environment over the engines whose weights are new enough.
 
     async with open_engine(ServerConfig(base_url=("http://a:9001/v1", "http://b:9001/v1"))) as engine:
         await engine.generate([1, 2, 3], max_tokens=24, temperature=1.0)
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Self, TypeVar
 
 from treadle.clock import awake_s
@@ -23,6 +24,7 @@ from treadle.envs.engine_client import EngineAway, EngineClient, Generation, Ser
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
+from treadle.sync.live_folder import PREFIXES
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.generate import EngineHealth
 
@@ -30,10 +32,10 @@ log = get_logger("env")
 T = TypeVar("T")
 
 FAILOVER_S = 5.0  # a request that an engine has not answered by then goes to another one
-LOOK_S = 1.0  # how often an engine that is away or too old is looked at again
+LOOK_S = 1.0  # how often an engine that is away or too old is asked for its version
 LOOK_TIMEOUT_S = 2.0
-POLL_S = 0.05
-AT_ONCE = Patience(give_up_after_s=0.0)
+POLL_S = 0.05  # while no engine is fit
+AT_ONCE = Patience(give_up_after_s=0.0)  # no retries
 OldestAllowed = Callable[[int], int]  # the newest version of all engines -> the oldest that may still be sampled
 
 
@@ -43,9 +45,9 @@ class _Member:
     health: EngineHealth | None = None  # None: it is away, or was not asked yet
     num_running: int = 0  # completions that were asked for and have not come
     looked_s: float = -math.inf
-    looked_for: int = -1  # the oldest version that was allowed when it was last looked at
-    is_looked_at: bool = False  # now
-    is_left_out: bool = False  # as the log has said
+    looked_for: int = -1  # the oldest version that was allowed when it was last asked for its own
+    is_looked_at: bool = False  # a request for its version is running
+    is_left_out: bool = False  # as logged last
 
     @property
     def version(self) -> int:
@@ -129,17 +131,18 @@ class EnginePool:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> Generation:
-        """At the engine that has the least to do."""
+        """Ask the engine with the fewest completions in flight."""
 
         async def ask(fit: list[_Member], _: int) -> Generation:
-            member = min(fit, key=lambda one: one.num_running)
-            return await self._counted(
-                member,
-                n,
-                lambda client: client.generate(
-                    prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-                ),
-            )
+            async def ask_client(client: EngineClient) -> list[Generation]:
+                return [
+                    await client.generate(
+                        prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+                    )
+                ]
+
+            [generation] = await self._counted(min(fit, key=lambda one: one.num_running), n, ask_client)
+            return generation
 
         return await self._until_answered(ask)
 
@@ -153,7 +156,7 @@ class EnginePool:
         temperature: float,
         seeds: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """An equal part of the wave at each engine; the same engines always get the same parts."""
+        """Divide the wave equally; the same engines always get the same parts."""
 
         async def ask(fit: list[_Member], attempt: int) -> list[Generation]:
             async def ask_part(member: _Member, part: range) -> list[Generation]:
@@ -186,7 +189,7 @@ class EnginePool:
     async def _until_answered(
         self, ask: Callable[[list[_Member], int], Awaitable[T]], look_again_s: float = LOOK_S
     ) -> T:
-        """Again at the other engines when one goes away; what an engine refuses is raised at once."""
+        """Retry at the other engines when one goes away; what an engine refuses is raised at once."""
         began, attempt = awake_s(), 0
         while True:
             fit = await self._fit_members(look_again_s)
@@ -198,10 +201,15 @@ class EnginePool:
                     raise
                 log.warning("asked_another_engine", problem=error.message)
 
-    async def _counted(self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+    async def _counted(
+        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[Generation]]]
+    ) -> list[Generation]:
+        oldest = self._oldest
         member.num_running += count
         try:
-            return await call(member.client)
+            generations = await call(member.client)
+            _refuse_older(generations, oldest, member.client.url)
+            return generations
         except EngineAway:
             member.health = None
             raise
@@ -209,7 +217,7 @@ class EnginePool:
             member.num_running -= count
 
     async def _fit_members(self, look_again_s: float = LOOK_S, *, everyone: bool = False) -> list[_Member]:
-        """Those that answer and whose weights are new enough; waits while there is none."""
+        """The engines that answer and whose weights are new enough; waits while there is none."""
         await self._look(look_again_s, everyone=everyone)
         if fit := self._fit():
             return fit
@@ -237,29 +245,29 @@ class EnginePool:
         return member.health is not None and member.version >= self._oldest and self._serves_the_model(member.health)
 
     def _serves_the_model(self, health: EngineHealth) -> bool:
-        """Also of one that was restarted in the middle of a run."""
-        return self._model is None or self._model.is_called(health.model)
+        """Checked at every look: an engine may be restarted with another model during a run."""
+        return self._model is None or self._model.is_called(health.model) or _is_trained(health.model)
 
     def _fit(self) -> list[_Member]:
         return [member for member in self._members if self._is_fit(member)]
 
     async def _look(self, again_s: float, *, everyone: bool = False) -> None:
-        """Ask engines for their version: all of them, or those that are not fit.
+        """Ask engines for their version: all of them (`everyone`), or those that are not fit.
 
-        One that was not fit within the last `again_s` is asked only when the oldest allowed version has changed since.
+        One of the latter that was asked within the last `again_s` is asked only if the oldest allowed version changed.
         """
         until_s, oldest = awake_s() - again_s, self._oldest
         unfit = [m for m in self._members if not self._is_fit(m) and (m.looked_s <= until_s or m.looked_for != oldest)]
         due = [member for member in (self._members if everyone else unfit) if not member.is_looked_at]
         await asyncio.gather(*map(self._look_at, due))
         if self._model is None:
-            there = (member.health for member in self._members if member.health is not None)
-            self._model = next((ServedModel(id=health.model) for health in there), None)
+            there = sorted((m.health.model for m in self._members if m.health is not None), key=_is_trained)
+            self._model = next((ServedModel(id=model) for model in there), None)
         for member in due:
             self._log_change(member)
 
     def _log_change(self, member: _Member) -> None:
-        """Say when an engine is left out, and when it is asked again."""
+        """Log when an engine is left out, and when it gets requests again."""
         if member.is_left_out and self._is_fit(member):
             log.info("engine_asked_again", engine=str(member), oldest_allowed=self._oldest)
         elif not member.is_left_out and not self._is_fit(member):
@@ -286,8 +294,23 @@ class EnginePool:
             )
 
 
+def _is_trained(model: str) -> bool:
+    """Whether the trainer has restarted the engine from the folder of a version (weight_bridge_mode none)."""
+    return Path(model).name.startswith(PREFIXES)
+
+
+def _refuse_older(generations: Sequence[Generation], oldest: int, url: str) -> None:
+    """An engine that was restarted since its version was read has the weights that it was started with."""
+    sampled = min((one.policy_version for each in generations for one in each.completions), default=oldest)
+    if sampled < oldest:
+        raise EngineAway(
+            f"the engine at {url} answered with version {sampled}, and version {oldest} or newer was wanted",
+            fix=_NAME_THE_TRAINED_ONE,
+        )
+
+
 def _equal_parts(count: int, num_parts: int) -> list[range]:
-    """Places 0 to count-1, in order, in at most `num_parts` parts of nearly the same size.
+    """Divide the indices 0 to count-1, in order, into at most `num_parts` parts of nearly the same size.
 
     >>> _equal_parts(5, 2)
     [range(0, 3), range(3, 5)]
@@ -299,6 +322,6 @@ def _equal_parts(count: int, num_parts: int) -> list[range]:
 
 _START_ONE = "start it with `treadle engine`, or name others with --openai.base-url"
 _NAME_THE_TRAINED_ONE = (
-    "name the engine that the trainer hands its weights to (treadle train --engine-url) in --openai.base-url, or let "
-    "engines lag further: --env.max-age"
+    "name the engine that the trainer hands its weights to (treadle train --engine-url) in --openai.base-url, or "
+    "allow older weights: a larger --env.max-age"
 )

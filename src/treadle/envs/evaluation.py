@@ -235,7 +235,7 @@ def save_result(result: EvalResult, folder: Path) -> Path:
 
 
 def figures(result: EvalResult) -> dict[str, float]:
-    """What is drawn of an evaluation, under Atropos' names where it has them."""
+    """The metrics of an evaluation, under Atropos' names where it has them."""
     low, high = result.interval_95
     return {
         "eval/percent_correct": result.accuracy,

@@ -1,16 +1,15 @@
 """Attach a run to a hub or an engine that runs already: `treadle run --hub-url URL --engine-url URL`.
 
-one_address     every spelling of the two URLs -> hub_url and engine_url of the run
+one_address     merge the settings that name the hub or the engine into hub_url and engine_url of the run
 attach          wait until both answer; refuse a hub with the queue of another run, and an engine with another model or
-                with another run's weights
-settle_engine   what the engine reports -> the engine section of the run, and how weights reach it. Pure.
+                with the weights of another run
+settle_engine   copy what the engine reports into the engine section of the run; choose how weights reach it. Pure.
 
 The launcher starts what is missing, and never stops what it did not start.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,22 +33,21 @@ from treadle.wire.hub import HubStatus
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.wire.urls import is_loopback_host, shown_url
 
-# What else names the hub and the engine of a run: the sections' own settings, by which processes alone find them.
+# All settings that name the hub or the engine: those of the run, and those of processes that are started one by one.
 HUB_KEYS = ("hub_url", "train.atropos_url", "env.rollout_server_url")
 ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
-NOTHING_THERE_S = 10.0  # for a server that does not take connections
-# An engine takes connections at once, and answers when it has loaded its model.
+NOTHING_THERE_S = 10.0  # how long to wait for a server that does not take connections
+# How long to wait for one that does, and is not ready: an engine answers when it has loaded its model.
 NO_ANSWER_S = {"hub": 30.0, "engine": 900.0}
 ASK_EVERY_S = 0.25
-_ANSWER_S = 5.0
-_TOKEN_IN_URL = re.compile(r"/t/[^/]+/?$")
+_ANSWER_S = 5.0  # timeout of one request
 
 T = TypeVar("T", bound=msgspec.Struct)
 Say = Callable[[str], None]
 
 
 def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
-    """All settings that name the hub or the engine, set to the one that the user named; `given` are the user's keys.
+    """Set all settings that name the hub or the engine to the URL that the user gave; `given` are the user's keys.
 
     `--train.atropos-url URL` is `--hub-url URL`: a run whose processes call different hubs would wait for ever.
     """
@@ -58,13 +56,15 @@ def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
     values: dict[str, Any] = {}
     if hub_url:
         values |= {"hub_url": hub_url, "train.atropos_url": hub_url, "env.rollout_server_url": hub_url}
+        if "engine.hub_url" not in given:  # of a resumed run, it may lack the token that is given again now
+            values["engine.hub_url"] = hub_url
     if engine_url:
         values |= {"engine_url": engine_url, "train.engine_url": engine_url, "openai.base_url": f"{engine_url}/v1"}
     return with_values(config, values) if values else config
 
 
 def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[str, ...]) -> str:
-    """ "" for a run that starts its own."""
+    """The URL that the user gave for this server; "" if the run starts its own."""
     named = {key: url for key in keys if key in given and (url := _url_of(config, key, kind))}
     if not named:
         return str(getattr(config, f"{kind}_url"))
@@ -115,13 +115,8 @@ def _an(kind: str) -> str:
     return f"an {kind}" if kind == "engine" else f"a {kind}"
 
 
-def without_token(url: str) -> str:
-    """`http://HOST:PORT/t/TOKEN` -> `http://HOST:PORT`."""
-    return _TOKEN_IN_URL.sub("", url)
-
-
 def without_effect(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
-    """A sentence about settings of a server that runs already, and that therefore change nothing."""
+    """Notes on --hub.* and --engine.* settings that have no effect, because that server runs already."""
     notes = []
     used = {"hub": ("hub.token_file",), "engine": ("engine.token_file", "engine.model")}
     for kind, url in (("hub", config.hub_url), ("engine", config.engine_url)):
@@ -134,11 +129,11 @@ def without_effect(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Attached:
-    """A run that knows its servers.
+    """The settings of a run after its servers were asked.
 
-    decided    keys that an engine which runs already has decided
-    notes      what the user should know of it
-    was_begun  the hub knows an earlier trainer of this run, and would let an environment begin before the new one
+    decided    keys whose values the engine reported
+    notes      lines for the user
+    was_begun  an earlier trainer of this run is registered at the hub, so an environment could start before the new one
     """
 
     config: RunConfig
@@ -279,7 +274,7 @@ def choose_model(config: RunConfig, info: BridgeInfo, explicit: frozenset[str]) 
 def settle_engine(
     config: RunConfig, info: BridgeInfo, explicit: frozenset[str]
 ) -> tuple[RunConfig, frozenset[str], tuple[str, ...]]:
-    """The run with what the engine reports in its engine section; the keys that are decided by that; notes. Pure."""
+    """Returns the settings with what the engine reports, the keys whose values it reported, and notes. Pure."""
     reported: dict[str, Any] = {
         "engine.engine": info.engine,
         "engine.device": info.device,
@@ -304,7 +299,7 @@ def settle_engine(
 
 
 def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
-    """How new weights can reach an engine that was started without this run in mind, and a sentence about it."""
+    """Settings by which new weights reach an engine that this run did not start, and a note for the user."""
     train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
     mode = train.weight_bridge_mode
     if mode in LORA_MODES and not info.has_lora:
@@ -336,7 +331,7 @@ def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any]
 
 
 def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
-    """Modes that hand over files: the engine takes them from its --adapter-root only."""
+    """For modes that hand over files: refuse a folder outside of the engine's --adapter-root."""
     train = config.train
     if train.weight_bridge_mode in ("shared_vllm", "offline"):
         return

@@ -28,7 +28,6 @@ from treadle.launch.attachment import (
     check_live_folder,
     one_address,
     without_effect,
-    without_token,
 )
 from treadle.launch.budget.command import show_what_fits
 from treadle.launch.history import HistoryReader, reader_of
@@ -62,7 +61,7 @@ from treadle.launch.settings import (
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.wire.urls import shown_url
+from treadle.wire.urls import shown_url, without_token
 
 STOPPED_BY_USER = 130
 LAST_ANSWER_S = 10.0  # the hub is idle by then
@@ -141,7 +140,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
             tokens = read_tokens(config)
-            attached = attach(config, frozenset({"model"}), tokens, _say, reader_of(config, folder).read().last_step)
+            last_step = reader_of(config, folder).read().last_step
+            attached = attach(config, explicit | {"model"}, tokens, _say, last_step)  # it keeps its model
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
             plan = _planner(attached, model_folder, explicit, frozenset(overrides), tokens, listeners)(folder)
             run_folders.check_queue_exists(plan.config, folder, reader_of(plan.config, folder).read().last_step)
@@ -150,7 +150,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
 
 
 def _check_same_place_of_queue(config: RunConfig, folder: Path) -> None:
-    """A hub may move to another address. Between a hub of its own and one that runs already a run cannot change."""
+    """A hub may move to another address, but a run cannot switch between its own hub and one that runs already."""
     before = load_run(folder / CONFIG_FILE).hub_url
     if bool(before) != bool(config.hub_url):
         where = f"at the hub {shown_url(before)}" if before else "in a hub of its own"
@@ -248,6 +248,7 @@ class Life:
         self._is_complete = False
         self.last_words = ""  # the error that ended it
         self._next_question = 0.0
+        self._are_servers_started = False
         self._are_all_started = False
         self._stop = StopRequest()
         self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say)
@@ -270,6 +271,7 @@ class Life:
             try:
                 with Screen(choose_view(plain=plain), state, self._refresh) as self._screen:
                     self._supervisor.start(first)
+                    self._are_servers_started = True
                     if on_served is not None:
                         on_served()
                     if self._plan.is_env_last:
@@ -284,7 +286,7 @@ class Life:
                 _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
 
     def _has_published(self) -> bool:
-        """Whether the hub has heard of a publish by this run's trainer, which registers before it."""
+        """Whether this run's trainer has reported a published version to the hub; it registers before that."""
         own = self._supervisor.pids.get("trainer")
         reports = [standing.report for standing in self._overseer.sight.standings]
         return any(report.pid == own and report.policy_version is not None for report in reports)
@@ -314,7 +316,7 @@ class Life:
 
     def _tick(self) -> None:
         seen = self._history.read()
-        self._overseer.look((seen.last_step, len(seen.evaluations)), is_starting=not self._are_all_started)
+        self._overseer.look((seen.last_step, len(seen.evaluations)), is_starting=not self._are_servers_started)
         if self._screen is not None:
             self._screen.tick()
 
@@ -332,7 +334,7 @@ class Life:
 
 
 def _starting(plan: Plan) -> str:
-    """ "starting hub and engine", or what is left of it."""
+    """ "starting hub and engine", or the servers that this run starts."""
     servers = [spec.name for spec in plan.processes if spec.serves]
     return f"starting {' and '.join(servers) or 'the trainer'}"
 

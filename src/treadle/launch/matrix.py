@@ -20,7 +20,7 @@ from typing import Any
 
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in
+from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
 from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error, require
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.cards import find_gpu, host_memory
@@ -45,7 +45,7 @@ from treadle.launch.settings import check_one_model, settle_environment, settle_
 from treadle.launch.wording import gigabytes, near, program
 
 MATRIX_FILE = "matrix.json"
-# The settings of the trainer that make a mode; each mode gives all of them a value.
+# The settings of the trainer that define a mode, with their defaults.
 _WAY = MappingProxyType(
     {"weight_bridge_mode": "shared_vllm", "single_copy": False, "use_shared_memory": False, "broadcast_by": "auto"}
 )
@@ -61,7 +61,7 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "delta": {"weight_bridge_mode": "delta"},
 })  # fmt: skip
 _SEVERAL = {"all": tuple(MODES), "shared_vllm": ("single_copy", "broadcast")}
-# Files, folders and servers of one run: two modes with the same would go on where the other ended.
+# Files, folders and servers of one run: a mode that shared them would continue the run of another mode.
 _OF_ONE_RUN = (
     "hub_url", "engine_url", "hub.database", "hub.run_folder", "train.save_path", "train.metrics_file",
     "train.live_path", "train.atropos_url", "train.engine_url", "engine.weights_file", "engine.adapter_root",
@@ -92,7 +92,7 @@ def load_settings(file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
     named = [key for key in _WAY if f"train.{key}" in flags]
     if named:
         flag = "--train." + named[0].replace("_", "-")
-        raise ConfigError(f"{flag} chooses one way for the weights, and a matrix compares several", fix="give --modes")
+        raise ConfigError(f"{flag} chooses one mode, and a matrix compares several", fix="give --modes")
     return load_run(file, {**flags, **{f"train.{key}": value for key, value in _WAY.items()}})
 
 
@@ -101,8 +101,8 @@ def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int
     check_settings(config, modes)
     require("train", "torch", "transformers")
     label = "-".join(part for part in ("matrix", config.env.own_name, config.env.task) if part).replace("/", "-")
+    config = with_settled_paths(config)  # also of ~/runs
     folder = run_folders.create_run_folder(config.output, label)
-    config = with_settled_paths(config)
     with run_folders.locked(folder):
         run_folders.save_request(config, folder)
         return _Runner(folder, config, modes, plain=plain).run({})
@@ -146,7 +146,7 @@ def check_settings(config: RunConfig, modes: Sequence[str]) -> None:
 
 
 def refusal(config: RunConfig, mode: str) -> ConfigError | None:
-    """What the settings of this matrix have against a mode: `single_copy` cannot be with --train.lora."""
+    """Why a mode cannot run with these settings, such as `single_copy` with --train.lora; None if it can."""
     try:
         run = settings_of(config, mode, config.output)
         explicit = explicit_keys(run)
@@ -172,8 +172,10 @@ def refuse_other_settings(given: RunConfig, begun: RunConfig) -> None:
     for key in sorted(explicit_keys(given)):
         now, then = _value(given, key), _value(begun, key)
         if now != then and NOT_STORED not in str(then):
+            name = key.rpartition(".")[2]
+            was, wished = (without_secrets({name: value})[name] for value in (then, now))
             raise ConfigError(
-                f"this matrix was started with {key} {then}; --resume cannot change it to {now}",
+                f"this matrix was started with {key} {was}; --resume cannot change it to {wished}",
                 fix="leave it out, or start a new matrix",
             )
 
@@ -185,21 +187,21 @@ def settings_of(config: RunConfig, mode: str, folder: Path) -> RunConfig:
 
 
 def flags_of(mode: str) -> str:
-    """As `treadle run` takes them: "--train.weight-bridge-mode lora_only"."""
+    """The flags of `treadle run` for a mode: "--train.weight-bridge-mode lora_only"."""
     words = [(f"--train.{key.replace('_', '-')}", value) for key, value in MODES[mode].items()]
     return " ".join(flag if value is True else f"{flag} {value}" for flag, value in words)
 
 
 def obstacle(mode: str, num_gpus: int) -> str:
-    """Why a mode cannot run on a machine with this many GPUs; "" where it can."""
+    """Why a mode cannot run on a machine with this many GPUs; "" if it can."""
     if mode == "broadcast_nccl" and num_gpus < 2:
         has = "none" if num_gpus == 0 else "only one"
-        return f"NCCL sends from the trainer's GPU to the engine's, and this machine has {has}"
+        return f"NCCL needs a GPU for the trainer and another for the engine, and this machine has {has}"
     return ""
 
 
 class _Runner:
-    """Needs the folder's lock."""
+    """Runs the modes of one matrix and writes its files; the caller holds the folder's lock."""
 
     def __init__(self, folder: Path, config: RunConfig, modes: Sequence[str], *, plain: bool) -> None:
         self._folder = folder
@@ -252,7 +254,7 @@ class _Runner:
             return start_run(settings_of(self._config, mode, self._folder), plain=self._plain), ""
         except TreadleError as error:
             return error.exit_code, str(error)
-        except OSError as error:  # the others may have more room, or another port
+        except OSError as error:  # such as a full disk or a busy port: the next mode may still run
             told = as_user_error(error) or as_path_error(error)
             if told is None:
                 raise
@@ -311,7 +313,7 @@ class _Runner:
 
 
 def describe_machine() -> str:
-    """ "2 cores, 8.0 GB, no GPU, Linux x86_64"."""
+    """ "2 cores, 8.0 GB of memory, no GPU, Linux x86_64"."""
     gpu = find_gpu()
     cores = count_cores()
     return ", ".join(
@@ -348,7 +350,7 @@ def _is_complete(run: Path | None) -> bool:
 
 
 def _merged(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `values`, section by section."""
+    """`values` with those of `over` replaced, section by section."""
     merged = dict(values)
     for key, value in over.items():
         inner = merged.get(key)

@@ -1,4 +1,4 @@
-"""Compare the runs of a matrix: one row a mode, as text, JSON, a plot and a page.
+"""Compare the runs of a matrix: one row per mode, as text, JSON, a plot and a page.
 
 run folder -> gather() -> Facts -> row_of() -> Row -> text_of() | as_json() | draw_plot() | render_page()
 """
@@ -29,7 +29,7 @@ _MISMATCH = "LogProb Alignment: MISMATCH!"
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a mode. `meaning` stands below the table."""
+    """One figure of a mode. `meaning` is printed below the table."""
 
     key: str
     title: str
@@ -107,7 +107,7 @@ class Matrix:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those that some mode has a figure for."""
+        """The columns for which at least one mode has a figure."""
         return tuple(column for column in COLUMNS if any(row.figures.get(column.key) is not None for row in self.rows))
 
     @property
@@ -173,7 +173,7 @@ def figures_of(facts: Facts, published: Sequence[Step]) -> dict[str, float | Non
 
 
 def check_run(facts: Facts) -> tuple[tuple[str, ...], str]:
-    """Whether the weights arrived: (what was looked at, the first thing that was wrong or "")."""
+    """Check that the weights arrived. Returns (all findings, the first problem or "")."""
     config, history = facts.config, facts.history
     done: list[str] = []
     wrong: list[str] = []
@@ -204,7 +204,7 @@ def check_run(facts: Facts) -> tuple[tuple[str, ...], str]:
 
 
 def one_sentence(error: str) -> str:
-    """The error of a run on one line: what a process said last, where it quotes the process's log."""
+    """The error of a run on one line; if it quotes the log of a process, with the last message there."""
     lines = error.splitlines() or [""]
     message, _ = last_words([line.removeprefix(_LOG_LINE) for line in lines if line.startswith(_LOG_LINE)])
     head = lines[0].removesuffix("; the end of its log:")
@@ -212,7 +212,7 @@ def one_sentence(error: str) -> str:
 
 
 def text_of(matrix: Matrix) -> str:
-    """The table for a terminal, with a line on each mode and each column below it."""
+    """The table for a terminal, and below it a line for each mode and each column."""
     columns = matrix.columns
     lines = [["mode", "result", *(column.title for column in columns)], ["", "", *(c.unit for c in columns)]]
     for row in matrix.rows:
@@ -259,7 +259,7 @@ def load_pyplot() -> Any:
 
 
 def draw_plot(matrix: Matrix, path: Path) -> None:
-    """One panel a figure, with a bar for each mode; and the reward of each step."""
+    """One panel per figure, with a bar for each mode, and one with the reward of each step."""
     pyplot = load_pyplot()
     rows = [row for row in matrix.rows if any(value is not None for value in row.figures.values())]
     bars = [column for column in matrix.columns if not column.key.endswith("reward")]
@@ -319,7 +319,7 @@ def _dress(axes: Any) -> None:
 
 
 def render_page(matrix: Matrix, picture: bytes) -> str:
-    """One HTML file that loads nothing and runs nothing; `picture` is the plot, b"" where there is none."""
+    """One HTML file that loads nothing and runs nothing; `picture` is the plot, b"" if there is none."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     columns = matrix.columns

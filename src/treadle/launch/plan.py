@@ -26,7 +26,7 @@ from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
-from treadle.wire.urls import is_loopback_host, url_to
+from treadle.wire.urls import is_loopback_host, url_to, without_token
 
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
@@ -100,7 +100,7 @@ class Plan:
     @property
     def watch_url(self) -> str:
         """The hub as the launcher and its page call it."""
-        return f"{self.hub_url}/t/{self.observer_token}" if self.observer_token else self.hub_url
+        return f"{without_token(self.hub_url)}/t/{self.observer_token}" if self.observer_token else self.hub_url
 
 
 def build_plan(

@@ -1,4 +1,4 @@
-"""What the user gave -> the settings of a run, complete and checked, before anything is made."""
+"""Complete and check the settings of a run before its folder is made."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from treadle.wire.urls import shown_url
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
-    """A name, a task or data that does not exist is refused before anything is made; what suits the task is settled
-    for life."""
+    """Refuse an environment, task or data that does not exist; choose the pace, which the run keeps."""
     environment = load_environment(config)
     if environment.waits_for_agents:
         raise ConfigError(
@@ -37,13 +36,13 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
 
 
 def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
-    """Groups no larger than a batch, where nobody chose their size."""
+    """Make groups no larger than a batch, unless the user chose their size."""
     group_size = fitting_group_size(config.env.group_size, config.train.sequences_per_step)
     return config if "env.group_size" in explicit else with_values(config, {"env.group_size": group_size})
 
 
 def settle_paths(config: RunConfig) -> RunConfig:
-    """The paths of files and folders, absolute: a run can be resumed from another folder."""
+    """Make the paths of files and folders absolute: a run can be resumed from another folder."""
     real_path(config.hub.database)  # refuses names such as :memory:
     config = with_absolute_paths(config)
     names = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
@@ -57,7 +56,7 @@ def settle_paths(config: RunConfig) -> RunConfig:
 
 
 def _absolute(value: str) -> str:
-    """A file or folder, also "my_env.py:name", from wherever it is asked for later; any other name as it is."""
+    """The absolute path of a file or folder, also of "my_env.py:name"; any other name unchanged."""
     path, colon, name = value.partition(".py:")
     file = Path(path + ".py" if colon else value).expanduser()
     if not value or not file.exists():

@@ -15,7 +15,6 @@ from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
-from treadle.launch.attachment import without_token
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.overseer import Overseer
 from treadle.launch.panel import draw
@@ -24,7 +23,7 @@ from treadle.launch.probe import get_json
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import program
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, client_token
-from treadle.wire.urls import shown_url
+from treadle.wire.urls import shown_url, without_token
 
 RUNS = Path("runs")
 GONE_AFTER_S = 5.0

@@ -64,8 +64,10 @@ class FanTracker:
         self._each(lambda sink: sink.truncate_after(step))
 
     def close(self) -> None:
-        self._file.close()
-        self._each(lambda sink: sink.close())
+        try:
+            self._file.close()
+        finally:
+            self._each(lambda sink: sink.close())
 
     def _each(self, act: Callable[[TableTracker], None]) -> None:
         for name, sink in list(self._others.items()):

@@ -48,7 +48,7 @@ class RunIdentity:
     name: str
     group: str | None
     config: Mapping[str, Any]
-    sent_until: int  # the last step that the service has from an earlier life; -1 for a new run
+    sent_until: int  # the last step that was sent before a restart; -1 for a new run
 
 
 class ForwardOnly:
@@ -67,7 +67,7 @@ class ForwardOnly:
         self._send(step, lambda: {table.name: self._as_table(table)})
 
     def _as_table(self, table: Table) -> Any:
-        """As the service wants it."""
+        """Convert to the service's own type of table."""
         raise NotImplementedError
 
     def _send(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:

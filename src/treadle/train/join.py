@@ -20,7 +20,7 @@ from treadle.train.ranks import ALONE, Ranks, Together
 log = get_logger("ranks")
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-# What Atropos' broadcast of weights is set up by. MASTER_* also come from torchrun, which sets WORLD_SIZE beside them.
+# Variables that set up Atropos' broadcast of weights. torchrun sets MASTER_* too, together with WORLD_SIZE.
 _OF_THE_BROADCAST = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
 _START_TOGETHER = "start the trainer with torchrun --nproc-per-node N -m treadle train ..."
 
@@ -29,7 +29,7 @@ def join_ranks(config: TrainConfig) -> Ranks:
     """Find the other ranks, as torchrun or --trainer-rank and --world-size say; `ALONE` when there are none."""
     rank, size, local_rank = _who_am_i(config)
     if rank == 0 and (note := unused_variables(os.environ, size)):
-        log.warning("environment_without_effect", note=note)
+        log.warning("variables_without_effect", note=note)
     if size == 1:
         return ALONE
     if not 0 <= rank < size:

@@ -84,7 +84,7 @@ class Fingerprints(msgspec.Struct, kw_only=True):
 class ReloadWeights(msgspec.Struct, kw_only=True):
     """POST /reload_weights: a folder on the engine's machine with safetensors of all weights, or the changed ones."""
 
-    path: FilePath | None = None  # None: the folder of the engine's model, as rl-max saves its weights
+    path: FilePath | None = None  # None: the folder of the engine's model, where rl-max saves its weights
     policy_version: Version | None = None  # None: one more than now
 
 

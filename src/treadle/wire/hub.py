@@ -52,7 +52,7 @@ class RegisteredEnv(msgspec.Struct, kw_only=True):
     groups_accepted: int = 0  # ours: how many groups this name has already delivered; the cursor after a restart
     run_id: str = ""  # ours: another one means another run, or that the hub was reset
     publish_interval: int = 1  # ours: of the trainer, as it registered
-    trackers: Trackers = Trackers()  # ours: the same
+    trackers: Trackers = Trackers()  # ours: likewise
 
 
 class BatchInfo(msgspec.Struct, kw_only=True):

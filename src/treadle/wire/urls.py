@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from http.client import HTTPConnection, HTTPSConnection
 from urllib.parse import urlsplit
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_TOKEN_IN_URL = re.compile(r"/t/[^/]+/?$")
 
 
 def shown_url(url: str) -> str:
     """Without the token that a URL may carry (http://HOST:PORT/t/TOKEN, http://USER:TOKEN@HOST): logs are passed on."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def without_token(url: str) -> str:
+    """`http://HOST:PORT/t/TOKEN` -> `http://HOST:PORT`."""
+    return _TOKEN_IN_URL.sub("", url)
 
 
 def url_to(host: str, port: int) -> str:

@@ -345,7 +345,7 @@ def test_a_program_runs_in_the_folder_where_its_command_was_given(tmp_path, monk
     assert asyncio.run(scenario(**settled)) == (0.25, settled)  # as a resumed run starts it
     assert asyncio.run(scenario(command="./agent", working_dir="begun in")) == (0.25, settled)
     begun_in.rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"there is no folder .*begun in, in which the agent's command was given"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*begun in, in which the agent's command is to run"):
         asyncio.run(scenario(**settled))
 
 

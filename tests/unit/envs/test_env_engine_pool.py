@@ -162,6 +162,23 @@ def test_what_an_engine_that_goes_away_was_asked_is_asked_of_the_other(tmp_path)
     assert asyncio.run(scenario()) == {"b"}
 
 
+def test_answers_of_an_engine_that_lost_its_weights_are_asked_again(tmp_path):
+    engines = Engines(tmp_path)
+    engines.versions = [5, 5]
+
+    async def scenario():
+        async with engines.pool(lambda newest: newest - 1, patience=Patience(give_up_after_s=30.0)) as pool:
+            await pool.health()
+            engines.versions[1] = 0
+            wave = await pool.generate_wave("w", [[65], [66]], n=1, max_tokens=8, temperature=0.0)
+            refused = engines.asked[1]
+            texts = await engines.ask(pool, 4)
+            return refused, {one.completions[0].text[-1] for one in wave} | {text[-1] for text in texts}
+
+    assert asyncio.run(scenario()) == (1, {"a"})
+    assert engines.asked[1] == 1, "nor is it asked again"
+
+
 def test_engines_of_different_models_are_refused_and_later_left_out(tmp_path):
     engines = Engines(tmp_path, models=("qwen", "llama"))
 
@@ -174,6 +191,20 @@ def test_engines_of_different_models_are_refused_and_later_left_out(tmp_path):
 
     asyncio.run(scenario())
     assert engines.asked == [4, 0]
+
+
+@pytest.mark.parametrize("models", [("model", "weights_v3"), ("weights_v3", "model")])
+def test_an_engine_that_the_trainer_has_restarted_is_asked(tmp_path, models):
+    engines = Engines(tmp_path, models)
+    engines.versions = [3 * (model == "weights_v3") for model in models]
+
+    async def scenario():
+        async with engines.pool(lambda _: 3) as pool:
+            await pool.health()
+            await engines.ask(pool, 2)
+
+    asyncio.run(scenario())
+    assert engines.asked == [2 * (model == "weights_v3") for model in models]
 
 
 def test_a_run_goes_on_with_the_engine_that_gets_the_weights(tmp_path, caplog):

@@ -109,18 +109,46 @@ def test_a_tracker_that_cannot_be_opened_stops_nothing(
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with caplog.at_level(logging.WARNING, logger="treadle.env"):
         serve(tmp_path, ("wandb",), data_dir_to_save_evals=tmp_path / "evals")
-    [told] = [record.treadle_fields for record in caplog.records if record.getMessage() == "no_tracker"]
+    (told,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
     assert told["problem"] == "--track wandb needs wandb"
     assert told["fix"].startswith("pip install 'treadle[trackers]'")
+    assert (tmp_path / "evals" / "eval_step_000003.json").exists()
+
+
+def test_a_tracker_whose_files_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    with caplog.at_level(logging.WARNING, logger="treadle.env"):
+        serve(tmp_path, ("tensorboard",), state_dir=no_folder, data_dir_to_save_evals=tmp_path / "evals")
+    (told,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
+    assert str(no_folder) in told["problem"]
+    assert "--env.use-trackers false" in told["fix"]
     assert (tmp_path / "evals" / "eval_step_000003.json").exists()
 
 
 class Recorder:
     def __init__(self) -> None:
         self.tables: list[tuple[int, Table]] = []
+        self.is_closed = False
 
     def log_table(self, step: int, table: Table) -> None:
         self.tables.append((step, table))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FullDisk(Recorder):
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_at_the_end_leaves_no_tracker_open() -> None:
+    recorder = Recorder()
+    Tracking(FanTracker(FullDisk(), {"recorder": recorder}), num_rows=2).close()  # type: ignore[arg-type,dict-item]
+    assert recorder.is_closed
 
 
 def rollout(version: int, text: str = "4") -> Rollout:

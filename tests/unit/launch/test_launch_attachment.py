@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -15,8 +19,9 @@ from test_launch_plan import FACTS, RUN
 from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.secret_settings import require_secrets
 from treadle.config.train import FLOAT32_LR, TrainConfig
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, RunStalled
 from treadle.launch import attachment, resume
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import attach, choose_model, one_address, settle_engine, without_effect
@@ -140,6 +145,20 @@ def test_processes_get_the_tokens_of_their_roles_at_attached_servers() -> None:
         "trainer": [role_token(SECRET, "trainer")] * 2,
     }
     assert plan.watch_url == f"{HUB}/t/{role_token(SECRET, 'observer')}"
+    also_in_url = plan_of({"hub_url": f"{HUB}/t/{SECRET}"}, RunTokens(hub=SECRET))
+    assert also_in_url.watch_url == plan.watch_url
+
+
+def test_a_token_in_the_hubs_address_is_not_stored_and_is_given_again_once(tmp_path: Path) -> None:
+    again = {"hub_url": f"{HUB}/t/{SECRET}"}
+    file = tmp_path / "config.json"
+    save_run(plan_of(again).config, file)
+    assert SECRET not in file.read_text()
+    with pytest.raises(ConfigError, match="--hub-url"):
+        require_secrets(load_run(file).model_dump(mode="json"))
+    resumed = one_address(load_run(file, again), frozenset(again))
+    require_secrets(resumed.model_dump(mode="json"))
+    assert resumed.engine.hub_url == resumed.hub_url == again["hub_url"]
 
 
 def test_the_token_file_of_a_server_that_runs_already_is_not_made(tmp_path: Path) -> None:
@@ -280,6 +299,12 @@ def test_an_address_where_nothing_answers_is_told_with_its_remedy(kind: str, mon
     assert f"correct --{kind}-url, or leave it out" in refused.value.fix
 
 
+def test_an_address_that_is_no_name_of_a_machine_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
+    with pytest.raises(ConfigError, match=r"no hub is ready at http://a\.\.b:8300"):
+        attach(attached({"hub_url": "http://a..b:8300"}), frozenset(), NO_TOKENS, say_nothing)
+
+
 def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(attachment, "_ANSWER_S", 0.2)
     monkeypatch.setattr(attachment, "NO_ANSWER_S", {"engine": 0.5})
@@ -308,6 +333,43 @@ def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypa
     assert not (run / "hub.sqlite").exists()
 
 
+@contextmanager
+def engine_that_reports(info: BridgeInfo) -> Iterator[str]:
+    """The URL of a server that answers every GET with this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(msgspec.json.encode(info))
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def test_a_run_that_goes_on_keeps_the_learning_rate_that_the_user_gave(tmp_path: Path, monkeypatch) -> None:
+    lives: list[RunConfig] = []
+    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
+    model = str(write_model(tmp_path / "model"))
+    with engine_that_reports(msgspec.structs.replace(INFO, model_name=model, dtype="float32")) as url:
+        flags = {"engine_url": url, "model": model, "train.lr": 1e-6, "steps": 3, "output": tmp_path / "runs"}
+        start_run(load_run(None, flags), plain=True)
+        (run,) = (tmp_path / "runs").iterdir()
+        resume(run, {}, plain=True)
+        resume(run, {"train.lr": 2e-6}, plain=True)
+    assert [config.train.lr for config in lives] == [1e-6, 1e-6, 2e-6]
+
+
 PUBLISHES = """
 import json, os, pathlib, time, urllib.request
 time.sleep(1)
@@ -330,6 +392,24 @@ def test_no_environment_begins_before_the_trainer_of_a_run_that_goes_on(tmp_path
         life = Life(plan, reader_of(config, tmp_path))
         life.live(plain=True)
     assert life.outcome().is_complete
+
+
+NEVER_PUBLISHES = """
+import json, os, time, urllib.request
+report = {{"kind": "trainer", "name": "trainer", "machine": "here", "pid": os.getpid()}}
+body = json.dumps(report).encode()
+urllib.request.urlopen(urllib.request.Request({url!r} + "/v1/reports", body, {{"Content-Type": "application/json"}}))
+time.sleep(60)
+"""
+
+
+def test_a_trainer_that_never_publishes_is_not_waited_for_without_end(tmp_path: Path, make_spec) -> None:
+    with HubProcess(tmp_path) as hub:
+        config = attached({"hub_url": hub.url, "engine_url": ENGINE, "stall_timeout_s": 1.0})
+        trainer = make_spec("trainer", NEVER_PUBLISHES.format(url=hub.url))
+        plan = Plan(config, tmp_path, (make_spec("env", ""), trainer), hub.url, is_env_last=True)
+        with pytest.raises(RunStalled, match="nothing has moved"):
+            Life(plan, reader_of(config, tmp_path)).live(plain=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [("", HUB), (HUB, "")])

@@ -27,8 +27,10 @@ from treadle.launch.matrix import (
     obstacle,
     parse_modes,
     refusal,
+    refuse_other_settings,
     resume_matrix,
     settings_of,
+    start_matrix,
     with_settled_paths,
 )
 from treadle.launch.matrix_table import Matrix, Row, draw_plot, one_sentence, render_page, row_of, text_of, verdict
@@ -114,8 +116,8 @@ def test_the_table_has_a_line_for_every_mode_and_says_passed_or_failed(tmp_path:
                      r"logprobs of trainer and engine differ by \S+ nats after the last publish; rewards are finite$",
                      text, re.MULTILINE)  # fmt: skip
     assert "single_copy: failed: the engine answered the last evaluation as version 4, not 5\n" in text
-    assert "broadcast_nccl: not possible: NCCL sends from the trainer's GPU to the engine's, and this machine has " \
-           "none\n" in text  # fmt: skip
+    assert "broadcast_nccl: not possible: NCCL needs a GPU for the trainer and another for the engine, and this " \
+           "machine has none\n" in text  # fmt: skip
     assert "\ndelta: not run\n" in text
 
 
@@ -171,7 +173,7 @@ def test_every_mode_gets_the_same_settings_but_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ({"train.weight_bridge_mode": "reload"}, "--train.weight-bridge-mode chooses one way"),
+        ({"train.weight_bridge_mode": "reload"}, "--train.weight-bridge-mode chooses one mode"),
         ({"train.save_path": "mine"}, "--train.save-path would be the same for all modes"),
         ({"env.group_size": "3", "train.batch_size": "8"}, "no multiple of"),
         ({"env.name": "no_such_task"}, "no_such_task"),
@@ -231,6 +233,22 @@ def test_a_resumed_matrix_keeps_its_settings(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         resume_matrix(finished, load_settings(None, flags), modes, plain=True)
+
+
+def test_a_refused_change_of_a_secret_does_not_show_it() -> None:
+    given, begun = (load_settings(None, {"openai.api_key": key}) for key in ("sk-now", "sk-then"))
+    with pytest.raises(ConfigError, match=r"openai\.api_key") as refused:
+        refuse_other_settings(given, begun)
+    assert "sk-" not in str(refused.value)
+
+
+def test_the_home_folder_in_output_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("treadle.launch.matrix._Runner.run", lambda *_: 0)
+    assert start_matrix(load_settings(None, {"output": "~/runs"}), ("none",), plain=True) == 0
+    assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_a_folder_that_is_no_matrix_cannot_be_resumed(tmp_path: Path) -> None:

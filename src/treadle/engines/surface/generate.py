@@ -86,7 +86,7 @@ def _prompts(body: GenerateRequest) -> list[Prompt]:
 
 
 def _encoded(served: Served, prompt: Prompt) -> object:
-    """Its token ids, as far as they are what they should be: `request_of` checks them."""
+    """The prompt's token ids, unchecked: `request_of` checks them."""
     return served.encode(prompt) if isinstance(prompt, str) else prompt.get("prompt_token_ids")
 
 

@@ -1,4 +1,4 @@
-"""Several requests that one client asks at once: their answers together, or their streams as one."""
+"""Run several requests of one client concurrently: collect their answers, or merge their streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treadle.engines.port import Delta, Engine, Generation, Request
 
 
 async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
-    """The answer to each; when one of them fails, the others are given up with it."""
+    """The answers, in order; when a request fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)

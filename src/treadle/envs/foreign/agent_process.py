@@ -47,7 +47,7 @@ def words_of(command: str | Sequence[str]) -> list[str]:
 def check_can_start(command: Sequence[str], working_dir: Path) -> None:
     if not working_dir.is_dir():
         raise ConfigError(
-            f"there is no folder {working_dir}, in which the agent's command was given",
+            f"there is no folder {working_dir}, in which the agent's command is to run",
             fix="restore it, or give --env.args again with another working_dir",
         )
     program = working_dir / command[0] if "/" in command[0] else command[0]

@@ -78,9 +78,9 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
         groups_accepted=course.groups_accepted,
         steps=course.num_steps,
     )
-    # In a thread, because a service may be slow to answer: the process must hear a signal meanwhile.
-    ledger.tracking = await asyncio.to_thread(open_tracking, config, desk.name, registered)
     try:
+        # In a thread, because a service may be slow to answer: the process must hear a signal meanwhile.
+        ledger.tracking = await asyncio.to_thread(open_tracking, config, desk.name, registered)
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
             keep = _keep_nothing if path is None else stack.enter_context(GroupFile(path)).write

@@ -7,7 +7,8 @@ Its files are in state_dir/NAME/tracker-RUN. What goes wrong with a tracker is l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +27,7 @@ from treadle.wire.hub import RegisteredEnv
 
 log = get_logger("env")
 
-STEPS_PER_TABLE = 10  # of training rollouts, between evaluations
+STEPS_PER_TABLE = 10  # between two tables of training rollouts; an evaluation logs one too
 MAX_CELL_CHARS = 2000
 ROLLOUT_COLUMNS = ("policy_version", "prompt", "completion", "reward", "is_right", "tokens", "ended")
 SAMPLE_COLUMNS = ("question", "completion", "gold", "reward", "is_right", "ended")
@@ -50,6 +51,10 @@ def open_tracking(config: EnvConfig, name: str, registered: RegisteredEnv) -> Tr
     except TreadleError as error:  # the package is missing on this machine, or there is no login
         log.warning("no_tracker", problem=error.message, fix=f"{error.fix}; or turn it off: --env.use-trackers false")
         return Tracking(None, 0)
+    except OSError as error:
+        fix = "give a folder that can be written to: --env.state-dir; or turn it off: --env.use-trackers false"
+        log.warning("no_tracker", problem=str(error), fix=fix)
+        return Tracking(None, 0)
     log.info("tracking", sinks=",".join(registered.trackers.sinks), folder=str(folder))
     return Tracking(tracker, config.num_rollouts_to_keep)
 
@@ -66,7 +71,7 @@ class Tracking:
     def add(self, rollouts: Sequence[Rollout], *, may_log: bool) -> None:
         """The rollouts of a group that is sent: the first of them is a row of the next table.
 
-        While an evaluation runs, nothing is logged: its step comes first, and a service may not take a step back.
+        While an evaluation runs, nothing is logged: its step is lower, and a service takes steps in order only.
         """
         if self._tracker is None or not self._num_rows or not rollouts or not rollouts[0].transcripts:
             return
@@ -78,7 +83,8 @@ class Tracking:
     def log_evaluation(self, result: EvalResult) -> None:
         if self._tracker is None:
             return
-        self._tracker.log(result.step, figures(result))
+        with _only_logged():
+            self._tracker.log(result.step, figures(result))
         if self._num_rows and result.samples:
             firsts = result.samples[:: result.generation_params["n"]][: self._num_rows]
             rows = [
@@ -90,12 +96,22 @@ class Tracking:
 
     def close(self) -> None:
         if self._tracker is not None:
-            self._tracker.close()
+            with _only_logged():
+                self._tracker.close()
 
     def _log_rollouts(self, step: int) -> None:
         self._next_table = step + STEPS_PER_TABLE
         if self._tracker is not None and self._rollouts:
             self._tracker.log_table(step, Table("train/rollouts", ROLLOUT_COLUMNS, list(self._rollouts)))
+
+
+@contextmanager
+def _only_logged() -> Iterator[None]:
+    """For what may fail by its file; the sinks beside it never raise."""
+    try:
+        yield
+    except (TreadleError, OSError) as error:
+        log.warning("tracking_failed", problem=str(error))
 
 
 def _row(rollout: Rollout) -> tuple[Any, ...]:

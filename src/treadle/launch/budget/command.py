@@ -41,7 +41,7 @@ def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -
     add_plan_flags(own_flags)
     values = own_flags.parse_args([])
     try:
-        # Every setting of a run that was started is there, whether it is used or not.
+        # The settings of a run that was started are complete, so the engine's share of memory is there even if unused.
         job, machine = read_request(run, values, explicit_keys(run) - {"engine.gpu_memory_utilization"})
     except TreadleError as error:  # of a model whose shape is not known here, say
         console.print(f"no plan of its memory: {error}", style="dim")

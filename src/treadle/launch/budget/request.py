@@ -32,14 +32,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--host-memory-gb", dest="_host_memory_gb", type=float, metavar="GB", help="memory beside the GPUs")
     add(
         "--train-gpus", dest="_train_gpus", type=int, metavar="N",
-        help="GPUs of the trainer, one process each; they divide its optimizer; absent: --train.world-size",
+        help="GPUs of the trainer, one process each; they divide the optimizer's state; absent: --train.world-size",
     )  # fmt: skip
     add(
         "--engine-gpus", dest="_engine_gpus", type=int, metavar="N",
-        help="further GPUs of the engine, more than one: tensor parallel, for adapters only; 0: it runs on the "
-        "trainer's; absent: as --engine.tensor-parallel-size and --engine.device say",
+        help="GPUs of the engine besides the trainer's; more than one: tensor parallel, adapters only; 0: it runs on "
+        "the trainer's GPU; absent: as --engine.tensor-parallel-size and --engine.device say",
     )  # fmt: skip
-    add("--prompt-tokens", dest="_prompt_tokens", type=int, metavar="N", help="longest prompt; absent: what is left")
+    add(
+        "--prompt-tokens", dest="_prompt_tokens", type=int, metavar="N",
+        help="longest prompt in tokens; absent: known for built-in environments, else seq_len less the completion",
+    )  # fmt: skip
     add("--json", dest="_json", action="store_true", help="print JSON instead of a table")
 
 

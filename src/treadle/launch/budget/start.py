@@ -1,7 +1,7 @@
-"""Job and flags -> the commands that start it. Pure.
+"""Build the commands that start a planned job. Pure.
 
-one trainer process    treadle run
-several                treadle run starts one: hub, engine, environment and trainers by hand, the trainers by torchrun
+one trainer process          treadle run
+several trainer processes    hub, engine and environment one by one, the trainers by torchrun
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treadle.launch.budget.request import settings_of
 
 Settings = Mapping[str, str]  # {"train.optimizer": "adamw_8bit"}
 BY_HAND = "start it with, each in a terminal of its own (treadle run starts one trainer process: docs/multi-gpu.md)"
-_OF_TORCHRUN = ("world_size", "trainer_rank", "init_method", "device")  # what it decides for each trainer process
+_OF_TORCHRUN = ("world_size", "trainer_rank", "init_method", "device")  # what torchrun sets for each trainer process
 _OF_MODE: Mapping[str, Settings] = {
     "single-copy": {"train.single_copy": "true"},
     "two-copies": {"train.use_shared_memory": "true"},
@@ -31,7 +31,7 @@ _OF_MODE: Mapping[str, Settings] = {
 
 @dataclass(frozen=True)
 class Start:
-    """`settings` and `config_file`: what the user gave for the run, beside the planner's own flags."""
+    """What the user gave for the run: `settings` and `config_file`, without the planner's own flags."""
 
     run: RunConfig
     settings: Settings
@@ -49,7 +49,7 @@ class Start:
         return "start it with" if job.train_gpus == 1 else BY_HAND
 
     def commands(self, job: Job, flags: Iterable[str] = ()) -> list[str]:
-        """`flags`: those of a suggestion, ("--train.optimizer adamw_8bit",). None where no model was named."""
+        """Empty if no model was named. `flags`: those of a suggestion, ("--train.optimizer adamw_8bit",)."""
         if not self.is_model_known:
             return []
         settings = {**self.settings, **settings_of(flags)}
@@ -58,7 +58,7 @@ class Start:
         return self._by_hand(job, settings)
 
     def _placing(self, job: Job) -> Settings:
-        """Which GPUs engine and trainer take, where they do not share one."""
+        """Which GPUs engine and trainer use, if they do not share one."""
         if job.engine_gpus == 0 or self.run.engine_url:
             return {}
         if job.engine_gpus > 1:
@@ -73,7 +73,7 @@ class Start:
     def _by_hand(self, job: Job, settings: Settings) -> list[str]:
         """torchrun gives rank N the GPU N, so the engine takes those after the trainers', or the first with a trainer.
 
-        What treadle run carries from one section to another is given to both.
+        Settings that treadle run copies from one section to another are given to both processes.
         """
         run, mode = self.run, settings.get("train.weight_bridge_mode", self.run.train.weight_bridge_mode)
         common = {"model": settings.get("model", run.model)}

@@ -79,7 +79,7 @@ class Server:
             return Answer(answer.status, answer.read())
         except TimeoutError:
             return Answer(0, trouble=f"no answer within {timeout_s:.0f} s", is_late=True)
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: http://a..b is no name of a machine
             return Answer(0, trouble=str(error) or type(error).__name__)
         finally:
             connection.close()
