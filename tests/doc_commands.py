@@ -54,18 +54,13 @@ ROWS = [
 
 
 def how(command: Command) -> str:
-    """ "run" (tests/e2e/test_docs.py), "parsed" (tests/unit/docs), "marked", or "" for one that nothing looks at."""
+    """ "run" (tests/e2e/test_docs*.py), "marked", "installs" (./check does it before), or "" for any other."""
     if command.reason:
         return "marked"
-    words = command.words
-    program, verb = Path(words[0]).name, " ".join(words[:2])
-    if program in ("curl", "export", "run-api") or verb in ("treadle token", "treadle plan", "treadle hub"):
+    program = Path(command.words[0]).name
+    if program in ("treadle", "curl", "export", "run-api"):
         return "run"
-    if verb == "treadle env" and words[3:4] and words[3] in ("validate", "process", "evaluate"):
-        return "run"
-    if (verb == "treadle engine" and "./my-model" in words) or words[:3] == ["treadle", "doctor", "--hub"]:
-        return "run"
-    return "parsed" if program in ("treadle", "torchrun", "pip", "setup.sh") else ""
+    return "installs" if program in ("pip", "setup.sh") else ""
 
 
 def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

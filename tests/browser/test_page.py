@@ -133,6 +133,7 @@ def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_the
         context.close()
 
 
+@pytest.mark.full  # a detail of the page
 def test_a_step_without_a_value_is_a_gap_and_what_stands_alone_is_a_dot(browser: Any, tmp_path: Path, pictures: Path):
     write_run(tmp_path / "run", num_steps=NUM_STEPS, num_groups=NUM_GROUPS)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -178,6 +179,7 @@ def test_hovering_tells_the_values_and_dragging_zooms(visit: Visit):
     assert visit.complaints == []
 
 
+@pytest.mark.full  # a detail of the page
 def test_log_scale_and_smoothing_change_the_lines_and_not_what_was_measured(visit: Visit):
     page = visit.open()
     found = chart(page, "Gradient norm")
@@ -202,6 +204,7 @@ def test_the_healthy_range_is_drawn_where_there_is_one(visit: Visit):
     assert num_healthy_pixels(chart(page, "Completion length")) < 1_000  # the edges of a green line
 
 
+@pytest.mark.full  # a detail of the page
 def test_several_runs_are_laid_over_each_other_and_taken_away_again(visit: Visit):
     page = visit.open()
     page.click("#compare summary")
@@ -238,6 +241,7 @@ def test_the_filters_find_what_they_say(visit: Visit):
     assert visit.complaints == []
 
 
+@pytest.mark.full  # a detail of the page
 def test_older_groups_are_paged_to(visit: Visit):
     page = visit.open("rollouts")
     page.wait_for_selector("#list tbody tr")
@@ -364,6 +368,7 @@ def test_hostile_text_is_shown_as_text(live_visit: Visit, hub: HubProcess, run_f
     assert live_visit.complaints == []
 
 
+@pytest.mark.full  # a detail of the page
 def test_a_huge_group_opens_and_says_what_it_leaves_out(live_visit: Visit, hub: HubProcess):
     rows = [[1] * 4000] * 32
     changes = {"tokens": rows, "masks": rows, "scores": [0.0, 1.0] * 16, "inference_logprobs": None, "messages": None}
@@ -438,6 +443,7 @@ def test_after_a_restart_of_the_hub_the_page_goes_on_where_it_was(live_visit: Vi
     assert [one for one in live_visit.complaints if "ERR_" not in one] == []  # beside the connection that was cut
 
 
+@pytest.mark.full  # a detail of the page
 def test_what_is_asked_for_while_the_hub_is_away_comes_when_it_is_back(live_visit: Visit, hub: HubProcess):
     page = live_visit.open()
     page.wait_for_selector(CONNECTED)
@@ -481,6 +487,7 @@ def test_what_each_process_does_or_waits_for_is_shown_as_it_reports_it(live_visi
     assert live_visit.complaints == []
 
 
+@pytest.mark.full  # a detail of the page
 def test_the_views_can_be_reached_by_key_and_the_theme_stays(visit: Visit):
     page = visit.open()
     page.keyboard.press("3")

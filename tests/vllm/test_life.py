@@ -56,6 +56,7 @@ def check_it_serves(served, folder, version):
     assert mean_difference(model, PROMPT, sampled.completions) < SAME
 
 
+@pytest.mark.full  # for the modes none and lora_restart; test_engine_surface.py restarts the other engine
 def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_model, tmp_path):
     version = served(served.engine.state()).policy_version
     stop = threading.Event()

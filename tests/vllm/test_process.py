@@ -70,6 +70,7 @@ def test_a_real_model_answers_and_ends_by_itself(engine, prompt_ids):
     assert answer["policy_versions"] == [[0]]
 
 
+@pytest.mark.full  # with the default model; test_surface.py compares logprobs of a small one
 def test_raw_logprobs_are_the_models_at_temperature_1(engine, prompt_ids):
     answer = engine.generate(prompt_ids, n=4, max_tokens=24, temperature=0.5, top_p=0.9, ignore_eos=True)
     completions = [

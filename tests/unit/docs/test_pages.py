@@ -1,8 +1,8 @@
 """What README.md and docs/ tell a user to type works.
 
-Every command is one of three: run as it stands (here, or in tests/e2e/test_docs.py); read by the real parser of its
-verb, up to where a process would start; or marked in the page with the reason why nobody runs it. `pytest -s` prints
-how many there are of each. With --full, tests/e2e/test_docs.py also runs every `treadle run` of the pages.
+Here every command is read by the real parser of its verb, up to where a process would start. With --full
+tests/e2e/test_docs.py and test_docs_processes.py run it, unless its page is marked with the reason why nobody does.
+`pytest -s` prints how many there are of each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOREIGN_FLAGS = {
 OTHER_PROGRAMS = ("python bench", "docker ", "torchrun ", "pytest ", "./check", "pip ")
 
 
-def test_every_command_is_run_parsed_or_marked() -> None:
+def test_every_command_is_run_or_marked() -> None:
     unseen = [f"{command.where}: {command.line}" for command in IN_BLOCKS if not how(command)]
     assert not unseen, "run it in this test, or write <!-- not run: why --> before its block"
     hidden = [f"{page.name}: {text}" for page in PAGES for text in page.hidden_commands]
