@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full  # tests/unit/docs gives every command to the real
 __all__ = ["folder"]
 ENGINE = ("--model", "./my-model", "--engine", "transformers", "--dtype", "float32", "--threads", "1")
 SHORT_ENV = (
-    "--openai.model-name", "./my-model", "--env.group-size", "2", "--env.max-token-length", "8", "--env.num-eval", "0",
+    "--openai.model-name", "./my-model", "--env.group-size", "2", "--env.max-token-length", "24", "--env.num-eval", "0",
     "--env.ensure-scores-are-not-same", "false", *ONE_WORKER,
 )  # fmt: skip
 DEADLINE_S = 120.0
