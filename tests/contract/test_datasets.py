@@ -63,11 +63,11 @@ for settings in json.loads(sys.argv[3]):
     try:
         task = load_environment(EnvConfig(**settings))
         prepare_task(task)
-        told = [len(task.train_items()), len(task.eval_items()), task.train_items()[3].messages[-1]["content"],
+        found = [len(task.train_items()), len(task.eval_items()), task.train_items()[3].messages[-1]["content"],
                 task.train_items()[3].answer]
     except TreadleError as error:
-        told = str(error)
-    print("found: " + json.dumps(told))
+        found = str(error)
+    print("found: " + json.dumps(found))
 """
 )
 COLUMNS = {"name": "gsm8k", "data_columns": "question=problem answer=solution"}

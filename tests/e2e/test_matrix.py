@@ -75,13 +75,13 @@ def test_all_modes_pass_also_when_interrupted(model: Path, tmp_path: Path) -> No
         time.sleep(0.05)
     interrupted = time.time()
     process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, last_lines(told)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, last_lines(output)
     matrix = newest_run(tmp_path)
     before = {mode: row["result"] for mode, row in results(matrix).items()}
     assert before.pop("broadcast_nccl") == "not possible"
     assert list(before.values()) == ["passed", "stopped", *["not run"] * (len(MODES) - 3)]
-    assert f"matrix --resume {matrix}" in told
+    assert f"matrix --resume {matrix}" in output
     done = run_matrix("--resume", str(matrix), "--plain")
     assert done.returncode == 0, last_lines(done.stdout + done.stderr)
     rows = results(matrix)

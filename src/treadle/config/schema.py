@@ -135,6 +135,12 @@ class RunConfig(Section):
     env: EnvConfig = EnvConfig()
     train: TrainConfig = TrainConfig()
 
+    @property
+    def attached_urls(self) -> dict[str, str]:
+        """The servers that run already, which the run uses and does not start: {"hub": URL}."""
+        urls = {"hub": self.hub_url, "engine": self.engine_url}
+        return {server: url for server, url in urls.items() if url}
+
     def check_together(self) -> None:
         """What a whole run needs of its sections; a process that runs alone knows only its own."""
         group, sequences = self.env.group_size, self.train.sequences_per_step

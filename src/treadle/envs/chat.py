@@ -11,30 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from treadle.envs.base import Message
-from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.engine_client import Completion, Sampler
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import RequestError
 from treadle.wire.groups import IGNORED, NO_LOGPROB
 
 LONG_TEXT = 100_000  # characters
-
-
-class Sampler(Protocol):
-    """The engine, as a chat needs it (envs.engine_client.EngineClient)."""
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        n: int = 1,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-    ) -> Generation: ...
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,8 @@ class Generation:
     seconds: float
 
 
-class Engine(Protocol):
-    """What an environment asks for completions: one engine (EngineClient), or several (engine_pool.EnginePool)."""
-
-    async def health(self) -> EngineHealth: ...
-
-    async def served_models(self) -> list[ServedModel]: ...
+class Sampler(Protocol):
+    """Samples completions of one prompt: all that a chat needs of an engine."""
 
     async def generate(
         self,
@@ -59,6 +55,14 @@ class Engine(Protocol):
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> Generation: ...
+
+
+class Engine(Sampler, Protocol):
+    """What an environment asks for completions: one engine (EngineClient), or several (engine_pool.EnginePool)."""
+
+    async def health(self) -> EngineHealth: ...
+
+    async def served_models(self) -> list[ServedModel]: ...
 
     async def generate_wave(
         self,

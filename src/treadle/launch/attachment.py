@@ -24,7 +24,7 @@ from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.doctor.live import Answer, Server
-from treadle.launch.plan import RunTokens, with_values
+from treadle.launch.plan import RunTokens, value_of, with_values
 from treadle.sync.live_folder import LiveFolder
 from treadle.sync.model_identity import is_same_model
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
@@ -81,9 +81,7 @@ def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[st
 def _url_of(config: RunConfig, key: str, kind: str) -> str:
     if key == "train.vllm_port":  # the section has made a URL of it
         key = "train.engine_url"
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
+    value = value_of(config, key)
     urls = (value,) if isinstance(value, str) else tuple(value)
     if len(urls) > 1:
         raise ConfigError(
@@ -119,9 +117,9 @@ def without_effect(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
     """Notes on --hub.* and --engine.* settings that have no effect, because that server runs already."""
     notes = []
     used = {"hub": ("hub.token_file",), "engine": ("engine.token_file", "engine.model")}
-    for kind, url in (("hub", config.hub_url), ("engine", config.engine_url)):
+    for kind, url in config.attached_urls.items():
         idle = sorted(key for key in given if key.startswith(f"{kind}.") and key not in used[kind])
-        if url and idle:
+        if idle:
             flags = ", ".join(_flag(key) for key in idle)
             notes.append(f"no effect: {flags}; the {kind} at {shown_url(url)} keeps what it was started with")
     return tuple(notes)
@@ -151,8 +149,7 @@ def attach(
     if config.hub_url:
         token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
         hub = Server("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
-        _wait_for(hub, "/healthz", say)
-        status = _ask(hub, "/v1/status", HubStatus)
+        status = _ask(hub, "/healthz", "/v1/status", HubStatus, say)
         if last_step is None:
             refuse_used_hub(config, status)
         else:
@@ -162,8 +159,7 @@ def attach(
         return Attached(config, was_begun=was_begun)
     token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
     engine = Server("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
-    _wait_for(engine, "/health", say)
-    info = _ask(engine, "/bridge/info", BridgeInfo)
+    info = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
     if last_step is None:
         refuse_used_engine(config, info)
     config, decided, notes = settle_engine(choose_model(config, info, explicit), info, explicit)
@@ -200,7 +196,7 @@ def _wait_for(server: Server, path: str, say: Say) -> None:
             raise _refused(server, path, answer)
         waited_s = time.monotonic() - begun
         if waited_s > (NO_ANSWER_S[server.kind] if is_busy else NOTHING_THERE_S):
-            why = answer.trouble or f"it answers {answer.told}"
+            why = answer.trouble or f"it answers {answer.summary}"
             raise ConfigError(
                 f"no {server.kind} is ready at {server.shown} after {waited_s:.0f} s: {why}",
                 fix=f"start it (treadle {server.kind}{_port_flag(server.url)}), correct --{server.kind}-url, or leave "
@@ -212,7 +208,9 @@ def _wait_for(server: Server, path: str, say: Say) -> None:
         time.sleep(ASK_EVERY_S)
 
 
-def _ask(server: Server, path: str, kind: type[T]) -> T:
+def _ask(server: Server, health_path: str, path: str, kind: type[T], say: Say) -> T:
+    """GET `path`, as soon as the server is ready."""
+    _wait_for(server, health_path, say)
     answer = server.ask(path)
     try:
         if answer.status == 200:
@@ -225,11 +223,11 @@ def _ask(server: Server, path: str, kind: type[T]) -> T:
 def _refused(server: Server, path: str, answer: Answer) -> ConfigError:
     if answer.status in (401, 403):
         return ConfigError(
-            f"the {server.kind} at {server.shown} asks for its token: {answer.told}",
+            f"the {server.kind} at {server.shown} asks for its token: {answer.summary}",
             fix=f"put it into {server.token_variable}, or name its file: --{server.kind}.token-file FILE",
         )
     return ConfigError(
-        f"what answers at {server.shown}{path} is not {_an(server.kind)} of this release of Treadle: {answer.told}",
+        f"what answers at {server.shown}{path} is not {_an(server.kind)} of this release of Treadle: {answer.summary}",
         fix=f"correct --{server.kind}-url",
     )
 

@@ -54,6 +54,7 @@ from treadle.launch.settings import (
     check_one_model,
     check_one_trainer,
     read_tokens,
+    run_label,
     settle_environment,
     settle_paths,
     with_fitting_groups,
@@ -93,15 +94,10 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int
         model_folder = prepare_model(attached.config.model)
         plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners)
         plan_in(config.output)  # settings that contradict each other are refused before a folder is made
-        folder = run_folders.create_run_folder(config.output, _label(config))
+        folder = run_folders.create_run_folder(config.output, run_label(config))
         with run_folders.locked(folder):
             run_folders.save_request(asked, folder)
             return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
-
-
-def _label(config: RunConfig) -> str:
-    """ "arithmetic-addition", "gsm8k", "my_env": the last part of a run folder's name."""
-    return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
 
 def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> int:
@@ -144,8 +140,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
             attached = attach(config, explicit | {"model"}, tokens, _say, last_step)  # it keeps its model
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
             plan = _planner(attached, model_folder, explicit, frozenset(overrides), tokens, listeners)(folder)
-            run_folders.check_queue_exists(plan.config, folder, reader_of(plan.config, folder).read().last_step)
-            _tell_what_is_repeated(plan.config, folder)
+            run_folders.check_queue_exists(plan.config, folder, last_step)
+            _say_what_is_repeated(plan.config, last_step)
             return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
 
 
@@ -157,12 +153,11 @@ def _check_same_place_of_queue(config: RunConfig, folder: Path) -> None:
         raise ConfigError(f"the queue of this run is {where}; --resume cannot change that", fix="start a new run")
 
 
-def _tell_what_is_repeated(config: RunConfig, folder: Path) -> None:
+def _say_what_is_repeated(config: RunConfig, last_step: int) -> None:
     """Steps after the last checkpoint are trained again, on the batches that were recorded for them."""
-    last = reader_of(config, folder).read().last_step
     saved = run_folders.newest_checkpoint(config.train.save_path)
-    if saved < last:
-        steps = f"step {last}" if saved + 1 == last else f"steps {saved + 1} to {last}"
+    if saved < last_step:
+        steps = f"step {last_step}" if saved + 1 == last_step else f"steps {saved + 1} to {last_step}"
         _say(f"{steps} came after the last checkpoint: trained again, on the same batches from the queue")
 
 

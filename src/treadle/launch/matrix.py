@@ -31,18 +31,18 @@ from treadle.launch.matrix_table import (
     Row,
     as_json,
     draw_plot,
-    load_pyplot,
     one_sentence,
     render_page,
     row_of,
     text_of,
     verdict,
 )
-from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys
+from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys, value_of
 from treadle.launch.report import load_summary
 from treadle.launch.report_page import PAGE_FILE, gather, render
-from treadle.launch.settings import check_one_model, settle_environment, settle_paths, with_fitting_groups
+from treadle.launch.settings import check_one_model, run_label, settle_environment, settle_paths, with_fitting_groups
 from treadle.launch.wording import gigabytes, near, program
+from treadle.track.plot import load_pyplot
 
 MATRIX_FILE = "matrix.json"
 # The settings of the trainer that define a mode, with their defaults.
@@ -100,9 +100,8 @@ def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int
     """Run every mode; the exit code: 0 all passed that can run here, 1 some failed, 130 stopped by the user."""
     check_settings(config, modes)
     require("train", "torch", "transformers")
-    label = "-".join(part for part in ("matrix", config.env.own_name, config.env.task) if part).replace("/", "-")
     config = with_settled_paths(config)  # also of ~/runs
-    folder = run_folders.create_run_folder(config.output, label)
+    folder = run_folders.create_run_folder(config.output, f"matrix-{run_label(config)}")
     with run_folders.locked(folder):
         run_folders.save_request(config, folder)
         return _Runner(folder, config, modes, plain=plain).run({})
@@ -163,14 +162,14 @@ def with_settled_paths(config: RunConfig) -> RunConfig:
     settled, values = settle_paths(config), dict[str, Any]()
     for key in explicit_keys(config):
         section, _, name = key.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[name] = _value(settled, key)
+        (values.setdefault(section, {}) if section else values)[name] = value_of(settled, key)
     return parse(RunConfig, values, source="the command line")
 
 
 def refuse_other_settings(given: RunConfig, begun: RunConfig) -> None:
     """The runs of a matrix are compared: they keep the settings that it was started with."""
     for key in sorted(explicit_keys(given)):
-        now, then = _value(given, key), _value(begun, key)
+        now, then = value_of(given, key), value_of(begun, key)
         if now != then and NOT_STORED not in str(then):
             name = key.rpartition(".")[2]
             was, wished = (without_secrets({name: value})[name] for value in (then, now))
@@ -255,10 +254,10 @@ class _Runner:
         except TreadleError as error:
             return error.exit_code, str(error)
         except OSError as error:  # such as a full disk or a busy port: the next mode may still run
-            told = as_user_error(error) or as_path_error(error)
-            if told is None:
+            user_error = as_user_error(error) or as_path_error(error)
+            if user_error is None:
                 raise
-            return told.exit_code, str(told)
+            return user_error.exit_code, str(user_error)
 
     def _look(self, mode: str, error: str) -> Row:
         """The row of a mode as its folder is now; `error` is what ended it."""
@@ -356,13 +355,6 @@ def _merged(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, Mapping) else value
     return merged
-
-
-def _value(config: RunConfig, dotted: str) -> Any:
-    value: Any = config
-    for name in dotted.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _say(line: str) -> None:

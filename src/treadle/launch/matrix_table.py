@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from jinja2 import Environment, StrictUndefined
 
-from treadle.errors import MissingExtra
 from treadle.launch.history import History, Step, is_number
 from treadle.launch.process import last_words
 from treadle.launch.report_page import Facts
 from treadle.launch.wording import one_line
+from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]
 LONGEST_REASON = 300  # characters
@@ -245,17 +245,6 @@ def cell_of(row: Row, column: Column) -> str:
 def as_json(matrix: Matrix) -> dict[str, Any]:
     columns = {column.key: f"{column.title} ({column.unit}): {column.meaning}" for column in COLUMNS}
     return {**asdict(matrix), "columns": columns}
-
-
-def load_pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise MissingExtra("the plot needs matplotlib", fix="pip install 'treadle[train]'") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def draw_plot(matrix: Matrix, path: Path) -> None:

@@ -226,8 +226,7 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
     """Where the servers that the run starts are to listen."""
     wished = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
-    attached = {"hub": config.hub_url, "engine": config.engine_url}
-    return {server: address for server, address in wished.items() if not attached[server]}
+    return {server: address for server, address in wished.items() if server not in config.attached_urls}
 
 
 def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
@@ -237,6 +236,14 @@ def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
     if "steps" in explicit:
         raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps")
     return config.train.steps
+
+
+def value_of(config: RunConfig, dotted: str) -> Any:
+    """The value of a setting: `value_of(config, "hub.port")`."""
+    value: Any = config
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -282,8 +289,7 @@ def _processes(
         spec("env", "env", config.env.name, "serve", threads=1),
         spec("trainer", "train", threads=train_threads),
     )
-    attached = {"hub": config.hub_url, "engine": config.engine_url}
-    return tuple(process for process in specs if not attached.get(process.name))
+    return tuple(process for process in specs if process.name not in config.attached_urls)
 
 
 def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) -> dict[str, str]:

@@ -84,11 +84,17 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
             raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
 
 
+def run_label(config: RunConfig) -> str:
+    """ "arithmetic-addition", "gsm8k", "my_env": the last part of a run folder's name."""
+    return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
+
+
 def read_tokens(config: RunConfig) -> RunTokens:
     """The tokens of hub and engine, for the processes that call them. Files that do not exist yet are made here."""
     hub, engine, env = config.hub, config.engine, os.environ
-    for kind, url, file in (("hub", config.hub_url, hub.token_file), ("engine", config.engine_url, engine.token_file)):
-        if url and file is not None and not file.exists():
+    for kind, url in config.attached_urls.items():
+        file = {"hub": hub.token_file, "engine": engine.token_file}[kind]
+        if file is not None and not file.exists():
             raise ConfigError(
                 f"there is no token file {file}, and the {kind} at {shown_url(url)} runs already",
                 fix=f"name the file that it was started with: --{kind}.token-file FILE",

@@ -22,17 +22,23 @@ class HeldOutPoint:
     high: float
 
 
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, which draws into files."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise MissingExtra("a plot needs matplotlib", fix="pip install 'treadle[train]'") from None
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def plot_reward(
     steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], path: Path, *, title: str
 ) -> None:
     """Draw `steps` (lines of metrics.jsonl) and `held_out` into the PNG file `path`."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise MissingExtra("the reward plot needs matplotlib", fix="pip install 'treadle[train]'") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     _draw_series(axes, steps, "reward", "mean reward", _REWARD)
     _draw_series(axes, steps, "rollout/accuracy", "accuracy in training", _ACCURACY)

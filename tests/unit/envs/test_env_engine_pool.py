@@ -110,8 +110,8 @@ def test_an_engine_that_is_too_old_is_not_asked_until_it_has_caught_up(tmp_path,
 
     assert asyncio.run(scenario()) == [4, 0]
     assert engines.asked == [6, 2]
-    told = [(record.getMessage(), record.treadle_fields["engine"]) for record in caplog.records]
-    assert told == [
+    logged = [(record.getMessage(), record.treadle_fields["engine"]) for record in caplog.records]
+    assert logged == [
         ("engine_left_out", f"http://b:9001 has version 3 of {tmp_path}/b/model"),
         ("engine_asked_again", f"http://b:9001 has version 4 of {tmp_path}/b/model"),
     ]
@@ -229,8 +229,8 @@ def test_a_run_goes_on_with_the_engine_that_gets_the_weights(tmp_path, caplog):
     assert [min(group.policy_version for group in groups) for _, groups in hub_double.deliveries] == [0, 1, 2, 3]
     # Two prompts a wave: one each for the first wave, and both at the engine that is kept new from then on.
     assert engines.asked == [7, 1]
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine_")]
-    assert told == ["engine_left_out"], "once"
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine_")]
+    assert logged == ["engine_left_out"], "once"
 
 
 def test_one_engine_needs_no_pool():

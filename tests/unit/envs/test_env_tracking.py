@@ -109,9 +109,9 @@ def test_a_tracker_that_cannot_be_opened_stops_nothing(
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with caplog.at_level(logging.WARNING, logger="treadle.env"):
         serve(tmp_path, ("wandb",), data_dir_to_save_evals=tmp_path / "evals")
-    (told,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
-    assert told["problem"] == "--track wandb needs wandb"
-    assert told["fix"].startswith("pip install 'treadle[trackers]'")
+    (logged,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
+    assert logged["problem"] == "--track wandb needs wandb"
+    assert logged["fix"].startswith("pip install 'treadle[trackers]'")
     assert (tmp_path / "evals" / "eval_step_000003.json").exists()
 
 
@@ -122,9 +122,9 @@ def test_a_tracker_whose_files_cannot_be_written_stops_nothing(
     no_folder.touch()
     with caplog.at_level(logging.WARNING, logger="treadle.env"):
         serve(tmp_path, ("tensorboard",), state_dir=no_folder, data_dir_to_save_evals=tmp_path / "evals")
-    (told,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
-    assert str(no_folder) in told["problem"]
-    assert "--env.use-trackers false" in told["fix"]
+    (logged,) = [record.treadle_fields for record in caplog.records if record.name == "treadle.env"]
+    assert str(no_folder) in logged["problem"]
+    assert "--env.use-trackers false" in logged["fix"]
     assert (tmp_path / "evals" / "eval_step_000003.json").exists()
 
 

@@ -204,9 +204,9 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
     assert set(answer["commands"]) <= set(shown)  # whole lines, to be copied
     for command in commands:
         words = [word for word in shlex.split(command) if not word.startswith("CUDA_VISIBLE_DEVICES=")]
-        told = doc_commands.treadle_words(words)
-        assert told is not None, command
-        code, said = doc_commands.parse(told, monkeypatch, capsys)
+        parsed = doc_commands.treadle_words(words)
+        assert parsed is not None, command
+        code, said = doc_commands.parse(parsed, monkeypatch, capsys)
         assert not code, (command, said)
         assert "--world-size" not in command  # torchrun says how many there are
     for offer in answer["suggestions"]:

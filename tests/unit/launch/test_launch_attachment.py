@@ -130,7 +130,7 @@ def test_addresses_that_cannot_be_right_are_refused(flags, says, fix) -> None:
     assert fix in refused.value.fix
 
 
-def test_settings_of_a_server_that_runs_already_are_told_to_have_no_effect() -> None:
+def test_settings_of_a_server_that_runs_already_are_named_as_without_effect() -> None:
     flags = {"hub_url": HUB, "hub.port": 8100, "hub.token_file": "t", "engine.dtype": "float32"}
     config = attached(flags)
     (note,) = without_effect(config, explicit_keys(load_run(None, flags)))
@@ -290,7 +290,7 @@ def test_a_hub_that_runs_is_asked_with_its_token_and_refused_when_used(tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["hub", "engine"])
-def test_an_address_where_nothing_answers_is_told_with_its_remedy(kind: str, monkeypatch) -> None:
+def test_an_address_where_nothing_answers_is_an_error_with_its_remedy(kind: str, monkeypatch) -> None:
     monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
     port = free_port()
     with pytest.raises(ConfigError, match=f"no {kind} is ready at http://127.0.0.1:{port}") as refused:
@@ -299,7 +299,7 @@ def test_an_address_where_nothing_answers_is_told_with_its_remedy(kind: str, mon
     assert f"correct --{kind}-url, or leave it out" in refused.value.fix
 
 
-def test_an_address_that_is_no_name_of_a_machine_is_told(monkeypatch) -> None:
+def test_an_address_that_is_no_name_of_a_machine_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
     with pytest.raises(ConfigError, match=r"no hub is ready at http://a\.\.b:8300"):
         attach(attached({"hub_url": "http://a..b:8300"}), frozenset(), NO_TOKENS, say_nothing)
@@ -308,12 +308,12 @@ def test_an_address_that_is_no_name_of_a_machine_is_told(monkeypatch) -> None:
 def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(attachment, "_ANSWER_S", 0.2)
     monkeypatch.setattr(attachment, "NO_ANSWER_S", {"engine": 0.5})
-    told: list[str] = []
+    lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as loading:  # takes connections, as a loading engine does
         url = f"http://127.0.0.1:{loading.getsockname()[1]}"
         with pytest.raises(ConfigError, match="no engine is ready"):
-            attach(attached({"engine_url": url}), frozenset(), NO_TOKENS, told.append)
-    assert told == [f"waiting for the engine at {url}: it takes connections and is not ready yet"]
+            attach(attached({"engine_url": url}), frozenset(), NO_TOKENS, lines.append)
+    assert lines == [f"waiting for the engine at {url}: it takes connections and is not ready yet"]
 
 
 # The life of an attached run

@@ -208,12 +208,12 @@ def finished(tmp_path: Path) -> Path:
 def test_a_finished_matrix_is_written_again_without_running(finished: Path, capsys: Any) -> None:
     again = load_settings(None, {"steps": str(STEPS)})
     assert resume_matrix(finished, again, ("none", "single_copy"), plain=True) == 0
-    told = capsys.readouterr().out
-    assert "mode 1 of 2, none: passed: 5 of 5 steps" in told
+    output = capsys.readouterr().out
+    assert "mode 1 of 2, none: passed: 5 of 5 steps" in output
     saved = json.loads((finished / MATRIX_FILE).read_text())
     assert [(row["mode"], row["result"]) for row in saved["rows"]] == [("none", "passed"), ("single_copy", "passed")]
     assert saved["rows"][1]["figures"]["sent_mb"] == 0
-    assert (finished / "matrix.txt").read_text() in told
+    assert (finished / "matrix.txt").read_text() in output
     assert (finished / "matrix.png").read_bytes().startswith(b"\x89PNG")
     page = (finished / "matrix.html").read_text()
     for link in re.findall(r'href="([^"]+)"', page):

@@ -36,14 +36,14 @@ class Answer:
     def values(self) -> dict[str, Any]:
         """The object in it; {} for anything else."""
         try:
-            told = json.loads(self.body)
+            parsed = json.loads(self.body)
         except ValueError:
             return {}
-        return told if isinstance(told, dict) else {}
+        return parsed if isinstance(parsed, dict) else {}
 
     @property
-    def told(self) -> str:
-        """Whoever answered, in its own words."""
+    def summary(self) -> str:
+        """Status and error message, cut to 200 characters."""
         said = self.values.get("detail") or self.values.get("error") or self.body.decode("utf-8", "replace")
         if isinstance(said, dict):  # OpenAI's shape
             said = said.get("message") or said
@@ -159,7 +159,7 @@ def _check_generate(engine: Server, *, is_paused: bool) -> Check:
         return Check(name, "warning", found, f"see the trainer's log; POST {engine.shown}/bridge/resume lets it go")
     if answer.status == 0:
         return Check(name, "problem", answer.trouble, "it is stuck, or much too busy: kill -USR1 its pid, see its log")
-    return Check(name, "problem", answer.told, "the engine's log says why")
+    return Check(name, "problem", answer.summary, "the engine's log says why")
 
 
 def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
@@ -172,15 +172,15 @@ def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
         else "start one with `treadle engine --port N` and give its address to both: treadle train --engine-url, "
         "treadle env --openai.base-url"
     )
-    return Check(asked, "problem", f"{answer.told}; {why}", remedy)
+    return Check(asked, "problem", f"{answer.summary}; {why}", remedy)
 
 
 def _unreachable(server: Server, answer: Answer, path: str) -> Check:
     what = f"{server.shown}{path}"
     if answer.status in _REFUSED:
-        return Check(server.kind, "problem", f"{what} answered {answer.told}", f"export {server.token_variable}=...")
+        return Check(server.kind, "problem", f"{what} answered {answer.summary}", f"export {server.token_variable}=...")
     if answer.status:
-        found = f"{what} answered {answer.told}: that is not a treadle {server.kind}"
+        found = f"{what} answered {answer.summary}: that is not a treadle {server.kind}"
         return Check(server.kind, "problem", found, f"give the address of the {server.kind}, without a path")
     if answer.is_late:
         remedy = "it is stuck, stopped, or much too busy: its log says more, kill -USR1 its pid writes where it stands"
