@@ -3,7 +3,7 @@
     treadle env agent serve --env.data rows.jsonl --env.args '{"command": "python examples/agent.py"}'
 
 with rows like {"question": "What is 17 * 23?", "answer": "391"}. It is started once for every rollout; OPENAI_BASE_URL
-and OPENAI_API_KEY, which the client reads by itself, lead to the model.
+and OPENAI_API_KEY, which the client reads by itself, lead to the model. The client: pip install openai
 """
 
 import json

@@ -12,11 +12,14 @@ import pytest
 
 import treadle.engines
 import treadle.envs
+import treadle.export
 import treadle.hub.process
 import treadle.launch
 import treadle.launch.budget.command
 import treadle.launch.chat
+import treadle.launch.dash
 import treadle.launch.doctor.command
+import treadle.launch.folder
 import treadle.launch.matrix
 import treadle.launch.report_page
 import treadle.launch.top
@@ -35,12 +38,28 @@ from treadle.launch.settings import check_one_trainer, settle_environment
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
-    (treadle.launch.chat, "talk"), (treadle.launch.top, "watch_run"),
+    (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.launch.chat, "talk"),
+    (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
     (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
     (treadle.launch.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
 _VERBS = frozenset(
-    ("run", "matrix", "plan", "hub", "engine", "env", "train", "top", "chat", "doctor", "report", "token")
+    (
+        "run",
+        "matrix",
+        "plan",
+        "hub",
+        "engine",
+        "env",
+        "train",
+        "dash",
+        "top",
+        "chat",
+        "export",
+        "doctor",
+        "report",
+        "token",
+    )
 )
 # Words that stand for something of the user's.
 PLACEHOLDERS = {
@@ -74,6 +93,8 @@ def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "svamp.json").symlink_to(ROOT / "tests" / "data" / "svamp.json")
     example = (ROOT / "examples" / "capitals.py").read_text()
     (folder / "my_env.py").write_text(example.replace("names_it", "names_mine").replace('"capitals"', '"mine"'))
+    (folder / "RUN").mkdir()
+    (folder / "RUN" / "config.json").write_text("{}")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "engine.token").write_text("a-token-of-at-least-thirty-two-characters\n")
     (folder / "engine.token").chmod(0o600)
@@ -153,7 +174,7 @@ def _checks_of_run(config: Any, **_: object) -> int:
     return 0
 
 
-def _checks_of_env(_: str, config: Any, __: Any) -> int:
+def _checks_of_env(_: str, config: Any, __: Any, **___: Any) -> int:
     if not config.name.startswith("verifiers:"):
         environment = load_environment(config)
         if config.data and not re.fullmatch(

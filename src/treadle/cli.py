@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from treadle.config.flags import FlagParser
 
 PARENT = "TREADLE_PARENT_PID"  # set by the launcher
+_NEWEST = object()  # --resume without a folder
+_CONFIG_HELP = "settings: TOML, YAML, or the config.json of a run; flags win over it"
 ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
 VERBS = {
     "run": "train a model: start every process, watch them, and report what was learned",
@@ -31,9 +35,11 @@ VERBS = {
     "engine": "serve a model",
     "env": "run an environment: treadle env NAME [serve|process|evaluate|validate]",
     "train": "run the trainer",
+    "dash": "open the page of a run, while it goes on or after its end",
     "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
-    "doctor": "check this machine, or a run that goes on, and say what is wrong and what mends it",
+    "export": "write the result of a run as one model folder, with its adapters merged in",
+    "doctor": "check this machine, or a run that goes on, and say what is wrong and how to fix it",
     "report": "write what a run achieved into one HTML file",
     "token": "print the token of a role, for clients of a hub or an engine that asks for one",
 }
@@ -52,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         from treadle.config.load import suggest
 
         sys.exit(_complain(f"unknown verb '{verb}'; {suggest(verb, VERBS) or 'see treadle --help'}"))
+    from treadle.watch.stacks import listen_for_signal
+
+    listen_for_signal()
     _die_with_parent()
     try:
         sys.exit(_HANDLERS[verb](rest))
     except TreadleError as error:
-        sys.exit(_complain(_with_flags_of(verb, error), error.exit_code))
+        sys.exit(_complain(_with_flags_of(verb, error, rest), error.exit_code))
     except BrokenPipeError:  # who read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -64,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         user_error = as_user_error(error) or as_path_error(error)
         if user_error is None:
             raise
-        sys.exit(_complain(_with_flags_of(verb, user_error), user_error.exit_code))
+        sys.exit(_complain(_with_flags_of(verb, user_error, rest), user_error.exit_code))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -83,19 +92,27 @@ def _run(words: list[str]) -> int:
     from treadle.guides import GUIDES
 
     parser = FlagParser(prog="treadle run", guide=GUIDES["run"])
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
-    parser.add_argument("--resume", dest="_resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser.add_argument(
+        "--resume", dest="_resume", nargs="?", const=_NEWEST, type=Path, metavar="RUN",
+        help="continue the run in this folder, or without one the newest run in --output",
+    )  # fmt: skip
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     _add_run_flags(parser)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch import resume, start
+    from treadle.launch.folder import newest_run
 
-    how = {"plain": values._plain, "open_page": values._open}
-    if values._resume is not None:
-        return resume(values._resume, given(values), **how)
-    return start(load_run(values._config, given(values)), **how)
+    how, flags = {"plain": values._plain, "open_page": values._open}, given(values)
+    if values._resume is None:
+        return start(load_run(values._config, flags, with_derived=False), **how)
+    if values._resume is _NEWEST:
+        output = load_run(values._config, flags, with_derived=False).output
+        flags.pop("output", None)
+        return resume(newest_run(output), flags, **how)
+    return resume(values._resume, flags, **how)
 
 
 def _matrix(words: list[str]) -> int:
@@ -106,7 +123,7 @@ def _matrix(words: list[str]) -> int:
     parser.add_argument(
         "--modes", dest="_modes", metavar="NAMES", help="modes to run, separated by commas (default: all)"
     )
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue this matrix")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     _add_run_flags(parser)
@@ -132,11 +149,11 @@ def _plan(words: list[str]) -> int:
     from treadle.launch.budget.request import add_plan_flags
 
     parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_plan_flags(parser)
     _add_run_flags(parser)
     values = parser.parse_args(words)
-    return plan_memory(load_run(values._config, given(values)), values)
+    return plan_memory(load_run(values._config, given(values), with_derived=False), values)
 
 
 def _hub(words: list[str]) -> int:
@@ -160,8 +177,10 @@ def _engine(words: list[str]) -> int:
     else:
         parser.refuse(unknown)
     from treadle.engines import serve
+    from treadle.launch.folder import is_run, result_of
 
-    serve(run.engine)
+    folder = Path(run.engine.model).expanduser()
+    serve(run.engine.model_copy(update={"model": str(result_of(folder))}) if is_run(folder) else run.engine)
     return 0
 
 
@@ -190,7 +209,8 @@ def _env(words: list[str]) -> int:
     parser = FlagParser(prog="treadle env", guide=GUIDES["env"])
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")
     parser.add_argument("_action", metavar="ACTION", nargs="?", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML or YAML; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser.add_argument("--verbose", dest="_verbose", action="store_true", help="validate: list what is ok too")
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
     values, rest = parser.parse_known(words)
@@ -201,7 +221,7 @@ def _env(words: list[str]) -> int:
     _log_to_stderr()
     from treadle import envs
 
-    return envs.act(values._action, run.env, run.openai)
+    return envs.act(values._action, run.env, run.openai, verbose=values._verbose)
 
 
 def _top(words: list[str]) -> int:
@@ -215,6 +235,19 @@ def _top(words: list[str]) -> int:
     from treadle.launch.top import watch_run
 
     return watch_run(values.run, plain=values.plain, once=values.once)
+
+
+def _dash(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+
+    parser = FlagParser(prog="treadle dash", description="Open the page of a run, while it goes on or after its end.")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="its folder; absent: the newest run in ./runs")
+    parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
+    values = parser.parse_args(words)
+    _log_to_stderr("WARNING")
+    from treadle.launch.dash import show_page
+
+    return show_page(values.run, opens=not values.no_open)
 
 
 def _chat(words: list[str]) -> int:
@@ -241,13 +274,15 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--hub", dest="_hub", default="", metavar="URL", help="a hub that serves now")
     parser.add_argument("--engine", dest="_engine", default="", metavar="URL", help="an engine that serves now")
     parser.add_argument("--json", dest="_json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--verbose", dest="_verbose", action="store_true", help="list what is ok too")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     _add_run_flags(parser)
     values = parser.parse_args(words)
     from treadle.launch.doctor.command import Patient, examine
 
     patient = Patient(values._run, values._hub, values._engine)
-    return examine(load_run(values._config, given(values)), patient, is_json=values._json)
+    config = load_run(values._config, given(values), with_derived=False)
+    return examine(config, patient, is_json=values._json, verbose=values._verbose)
 
 
 def _report(words: list[str]) -> int:
@@ -260,6 +295,27 @@ def _report(words: list[str]) -> int:
     from treadle.launch.report_page import write_report
 
     return write_report(values.run, values.out)
+
+
+def _export(words: list[str]) -> int:
+    from treadle.config.flags import FlagParser
+
+    parser = FlagParser(prog="treadle export", description="Write what a run has trained as a model folder.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run, of an adapter, or of a model")
+    parser.add_argument(
+        "--merged", type=Path, metavar="DIR", required=True,
+        help="new folder for the whole model in safetensors; adapters are merged into its weights",
+    )  # fmt: skip
+    values = parser.parse_args(words)
+    from treadle.errors import require
+
+    require("train", "torch", "transformers")
+    from treadle.export import export_merged
+
+    target = values.merged.expanduser().resolve()
+    export_merged(values.run.expanduser(), target)
+    print(target)
+    return 0
 
 
 def _token(words: list[str]) -> int:
@@ -284,7 +340,7 @@ def _token(words: list[str]) -> int:
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run, "matrix": _matrix, "plan": _plan, "hub": _hub, "engine": _engine, "env": _env, "train": _train,
-    "chat": _chat, "top": _top,
+    "chat": _chat, "export": _export, "dash": _dash, "top": _top,
     "doctor": _doctor, "report": _report, "token": _token,
 }  # fmt: skip
 
@@ -311,7 +367,7 @@ def _section_parser(name: str) -> FlagParser:
     from treadle.guides import GUIDES
 
     parser = FlagParser(prog=f"treadle {name}", guide=GUIDES[name])
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
     return parser
 
@@ -336,25 +392,27 @@ def _load_process(file: Path | None, flags: dict[str, Any], *sections: str) -> R
 
 def _log_to_stderr(level: str = "INFO") -> None:
     from treadle.log import set_up_logging
-    from treadle.watch.stacks import listen_for_signal
 
     set_up_logging(os.environ.get("TREADLE_LOG", level))
-    listen_for_signal()
 
 
 def _overview() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
-    return f"treadle {__version__}: GRPO post-training for language models\n\n{verbs}\n\ntreadle VERB --help says more."
+    lines = [f"treadle {__version__}: GRPO post-training for language models", ""]
+    for verb, text in VERBS.items():
+        first, *more = textwrap.wrap(text, max(60, shutil.get_terminal_size().columns) - width - 5)
+        lines += [f"  {verb:<{width}}  {first}", *(f"  {'':<{width}}  {line}" for line in more)]
+    return "\n".join([*lines, "", "treadle VERB --help says more."])
 
 
-def _with_flags_of(verb: str, error: TreadleError) -> str:
-    """The error with the flags of the verb that the user called: `run`, in a process that the launcher started."""
+def _with_flags_of(verb: str, error: TreadleError, words: list[str]) -> str:
+    """The error message, with flags as the user typed them; those of `run` in a process that the launcher started."""
     from treadle.config.advice import VERB_OF_SECTION, as_flags_of
 
     if isinstance(error, ProcessDied):  # it quotes the end of a log
         return str(error)
-    return as_flags_of("run" if PARENT in os.environ else verb, str(error), verb if verb in VERB_OF_SECTION else "")
+    section = verb if verb in VERB_OF_SECTION else ""
+    return as_flags_of("run" if PARENT in os.environ else verb, str(error), section, typed=words)
 
 
 def _complain(message: str, code: int = 2) -> int:

@@ -2,6 +2,7 @@
 
 TreadleError
 ├── UserError           exit code 2: something the user can change
+│   ├── SeveralProblems   several of these, found by independent checks
 │   ├── ConfigError       a key, flag or value that cannot be right
 │   ├── MissingExtra      an optional dependency is not installed
 │   ├── ModelError        a model that does not exist or that we refuse to load
@@ -15,6 +16,7 @@ TreadleError
 ├── EngineError         the engine refused a call or could not be reached
 │   └── RequestError      a request that cannot be served as it was asked
 ├── SyncError           new weights did not reach the engine, or cannot be shown to have reached it
+├── ScoringError        exit code 2: no answer could be scored, because a reward or an environment fails
 └── TrainingError       the numbers went bad (NaN) or a batch cannot be trained
 """
 
@@ -23,6 +25,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class TreadleError(Exception):
@@ -41,6 +45,15 @@ class TreadleError(Exception):
 
 class UserError(TreadleError):
     exit_code = 2
+
+
+class SeveralProblems(UserError):
+    """Several user errors, reported at once: `Problems` collects them."""
+
+    def __init__(self, problems: Sequence[UserError]) -> None:
+        lines = [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, start=1)]
+        super().__init__("\n".join([f"{len(problems)} problems:", *lines]))
+        self.problems = tuple(problems)
 
 
 class ConfigError(UserError):
@@ -95,6 +108,10 @@ class SyncError(TreadleError):
     pass
 
 
+class ScoringError(TreadleError):
+    exit_code = 2  # the user's code must be changed; a retry fails again
+
+
 class TrainingError(TreadleError):
     pass
 
@@ -104,6 +121,50 @@ def require(extra: str, *packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(f"this needs {package}, which is not installed", fix=f"pip install 'treadle[{extra}]'")
+
+
+class Problems:
+    """Collects the user errors of independent checks, so that all of them are reported at once.
+
+    problems = Problems()
+    with problems.collected():
+        require("train", "torch")
+    with problems.collected():
+        check_port(8000)
+    problems.raise_all()
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, UserError] = {}  # by its text: two checks may find the same
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Catch and keep a user error that the block raises."""
+        try:
+            yield
+        except SeveralProblems as error:
+            self._add(*error.problems)
+        except UserError as error:
+            self._add(error)
+        except OSError as error:
+            known = as_user_error(error) or as_path_error(error)
+            if known is None:
+                raise
+            self._add(known)
+
+    def _add(self, *problems: UserError) -> None:
+        for problem in problems:
+            self._found.setdefault(str(problem), problem)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._found
+
+    def raise_all(self) -> None:
+        """Raise what was collected: the error itself when it is the only one."""
+        found = list(self._found.values())
+        if found:
+            raise found[0] if len(found) == 1 else SeveralProblems(found)
 
 
 _NO_MEMORY = (

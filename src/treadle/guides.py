@@ -43,7 +43,7 @@ GUIDES = MappingProxyType({
         examples={
             "treadle matrix --steps 5": "all modes that can run here",
             "treadle matrix --modes lora_only --steps 3": "does one mode work here?",
-            "treadle matrix --engine vllm --model-name Qwen/Qwen3-0.6B": "with vLLM",
+            "treadle matrix --engine vllm --model Qwen/Qwen3-0.6B": "with vLLM",
             "treadle matrix --resume runs/20260102-030405-matrix-gsm8k": "continue an interrupted matrix",
         },
         flags={
@@ -130,7 +130,7 @@ GUIDES = MappingProxyType({
         "engine. The same command again goes on from the newest checkpoint.",
         examples={
             "treadle train --save-path mine": "25 steps of the built-in model",
-            "treadle train --model-name Qwen/Qwen3-0.6B --steps 200 --lr 1e-6": "another model",
+            "treadle train --model Qwen/Qwen3-0.6B --steps 200 --lr 1e-6": "another model",
             "treadle train --lora --objective dapo --kl-coef 0.01": "adapters, and another objective",
         },
         flags={
@@ -145,7 +145,7 @@ GUIDES = MappingProxyType({
     "doctor": Guide(
         usage="[RUN] [--hub URL] [--engine URL] [FLAG VALUE ...]",
         about="Check this machine for a run with the given flags (all those of treadle run); or, with a run's folder "
-        "or addresses, the live system; and say what is wrong and what mends it. Ends with 1 when something is wrong.",
+        "or addresses, the live system; and say what is wrong and how to fix it. Ends with 1 when something is wrong.",
         examples={
             "treadle doctor": "this machine",
             "treadle doctor --model Qwen/Qwen3-8B --engine.engine vllm": "is it fit for that run?",
@@ -154,7 +154,7 @@ GUIDES = MappingProxyType({
         },
         flags={
             "what to look at": ("--hub", "--engine", "--model", "--engine.engine", "--engine.vllm-python", "--output"),
-            "how": ("--json", "--config"),
+            "how": ("--verbose", "--json", "--config"),
         },
     ),
 })  # fmt: skip

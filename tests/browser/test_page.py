@@ -95,7 +95,7 @@ def test_the_charts_have_points_and_nothing_is_asked_of_anybody_else(visit: Visi
     assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "beside", "beside"]
     page.wait_for_selector(CONNECTED)
     assert page.inner_text("#progress-text") == f"step {NUM_STEPS} of {NUM_STEPS}"
-    assert page.inner_text("#words") == f"all {NUM_STEPS} steps are trained"
+    assert page.inner_text("#words").startswith(f"all {NUM_STEPS} steps are trained; held-out accuracy ")
     assert visit.complaints == []
     assert visit.hosts == {f"127.0.0.1:{still_hub.port}"}
 
@@ -105,6 +105,21 @@ def test_a_finished_run_is_not_called_live(visit: Visit, pictures: Path):
     page.wait_for_selector("#connection.complete")
     assert page.inner_text("#connection") == "complete"
     page.screenshot(path=pictures / "complete.png")
+
+
+def test_a_complete_run_stays_complete_when_its_hub_ends(live_visit: Visit, hub: HubProcess, pictures: Path):
+    page = live_visit.open("processes")
+    page.wait_for_selector("#connection.complete")
+    assert httpx.post(f"{hub.url}/disconnect-env", json={"env_id": 0}).status_code == 200
+    page.wait_for_selector("#env-table .state-finished")
+    assert "gone" not in page.inner_text("#env-table")
+    assert "not running" not in page.inner_text("#process-table")
+    hub.end()
+    page.wait_for_selector("#connection[data-connection=lost]")
+    assert page.inner_text("#connection") == "complete"
+    assert "held-out accuracy" in page.inner_text("#words")
+    assert page.is_visible("#hub-ended")
+    page.screenshot(path=pictures / "complete-without-hub.png")
 
 
 def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_they_do_not(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -184,3 +185,41 @@ def test_a_set_up_that_is_killed_twice_is_continued(tmp_path):
     ]  # fmt: skip
     assert not list((tmp_path / "downloads").iterdir())
     assert '"<|im_end|>"' in (folder / "tokenizer_config.json").read_text()
+
+
+BROKEN_REWARD = """
+from treadle.envs import Environment, Item, environment
+from treadle.envs.rewards import RewardInput, reward
+
+
+@reward
+def broken(completion: RewardInput) -> float:
+    return completion.metadata["level"]
+
+
+@environment("broken_env")
+class BrokenEnv(Environment):
+    rewards = [broken]
+
+    def train_items(self):
+        return [Item.ask(f"Say {i}", answer=i) for i in range(8)]
+
+    def eval_items(self):
+        return [Item.ask(f"Say {i}", answer=i) for i in range(8, 16)]
+"""
+
+
+@pytest.mark.full  # after the first group, of evaluations and of training: tests/unit/envs
+def test_a_reward_that_always_raises_ends_the_run_with_its_line(tmp_path):
+    write_tiny_model(tmp_path / "model", num_layers=2)
+    (tmp_path / "broken_env.py").write_text(BROKEN_REWARD)
+    result = treadle(
+        "treadle", "run", "--model", "./model", "--env.name", "broken_env.py", "--env.group-size", "4", "--plain",
+        "--env.max-token-length", "8", "--train.batch-size", "8", "--engine.dtype", "float32", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 2
+    line = BROKEN_REWARD.splitlines().index('    return completion.metadata["level"]') + 1
+    assert f"could be scored: broken: KeyError: 'level', at broken_env.py:{line}" in result.stderr
+    assert "0.0 %" not in result.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text())["held_out_before"] is None

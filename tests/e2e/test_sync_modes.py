@@ -21,6 +21,7 @@ MODES = {
     "two copies": ("--train.use-shared-memory",),
     "two copies, gloo": ("--train.use-shared-memory", "--train.broadcast-by", "gloo"),
     "lora_only": ("--train.weight-bridge-mode", "lora_only", *ADAPTERS),
+    "lora_only, shared base": ("--train.weight-bridge-mode", "lora_only", "--train.single-copy", *ADAPTERS),
     "lora_restart": ("--train.weight-bridge-mode", "lora_restart", *ADAPTERS),
     "none": ("--train.weight-bridge-mode", "none"),
     "reload": ("--train.weight-bridge-mode", "reload", "--train.vllm-restart-interval", "2"),
@@ -45,6 +46,8 @@ def test_a_run_publishes_proved_weights_and_ends_at_the_last_version(model, tmp_
     result, run = run_treadle(tmp_path, "--model", str(model), *SMALL, *MODES[mode])
     assert result.returncode == 0, ending(result, run)
     check_run(run, mode)
+    is_one_copy = "weights_compared" in (run / "logs" / "trainer.log").read_text()  # only of weights that are shared
+    assert is_one_copy == (mode in ("one copy", "lora_only, shared base"))
 
 
 def check_run(run, mode):

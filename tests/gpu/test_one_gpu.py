@@ -11,6 +11,7 @@ import torch
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
+from treadle.sync.lora_swap import LoraSwapSync
 from treadle.sync.single_copy import SingleCopySync
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
@@ -65,6 +66,44 @@ def test_published_weights_are_the_engines_own_and_logprobs_agree(engine, dtype,
             assert difference.max() < limit
             logprobs.sum().backward()
             assert all(torch.isfinite(g).all() for g in optimizer.gradients.values())
+
+
+@pytest.mark.parametrize(("engine", "dtype", "limit"), CASES)
+def test_adapters_are_trained_on_the_engines_own_base(engine, dtype, limit, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256)
+    port, log = free_port(), tmp_path / "engine.log"
+    flags = ("--engine", engine, "--model", str(folder), "--port", str(port), "--dtype", dtype, "--device", "cuda",
+             "--max-model-len", "256", "--weights-file", str(tmp_path / "weights"), "--enable-lora",
+             "--adapter-root", str(tmp_path))  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with running("engine", *flags, log=log) as process:
+        wait_until_healthy(f"{url}/health", process, log, timeout_s=240)
+        config = TrainConfig(
+            device="cuda", engine_url=url, logprob_chunk=64, micro_tokens=10_000, single_copy=True,
+            weight_bridge_mode="lora_only", lora_target_modules=("q_proj", "up_proj"), save_path=tmp_path / "saved",
+        )  # fmt: skip
+        sync = LoraSwapSync(config)
+        attached = sync.attach()
+        square = torch.ones(64, 64, device="cuda", dtype=getattr(torch, dtype))
+        square @ square  # cuBLAS takes its workspace
+        before = torch.cuda.memory_allocated()
+        policy = build_policy(attached, config)
+        adapters = sum(p.numel() * p.element_size() for p in policy.live.values())
+        assert torch.cuda.memory_allocated() - before < adapters + 200_000  # buffers: no second copy of the base
+        optimizer = build_optimizer(policy, config)
+        for version in (1, 2):
+            with torch.no_grad():
+                for master in optimizer.masters.values():
+                    master.add_(torch.randn_like(master) * 0.02)
+            sync.publish(policy, version=version)
+            sync.settle()
+            answer = ask(url)
+            assert answer["policy_version"] == version
+            (micro,) = pack([as_group(answer)], config).micros
+            logprobs, _ = policy.score(micro)
+            difference = (logprobs.detach().cpu() - micro.loss_tokens.rollout_logprobs_L).abs()
+            print(f"{engine} {dtype}: |trainer - engine| mean {difference.mean():.2e}, max {difference.max():.2e}")
+            assert difference.max() < limit
 
 
 def ask(url: str) -> dict:

@@ -25,6 +25,6 @@ def adapting(tmp_path_factory):
 
 @pytest.fixture
 def engine(request):
-    """On a GPU an engine shares its weights or takes adapters, not both."""
+    """Modes with adapters have an engine that does not share its weights."""
     is_lora = request.node.callspec.params["mode"] == "lora_only"
     return request.getfixturevalue("adapting" if is_lora else "sharing")

@@ -25,5 +25,5 @@ def adapting(tmp_path_factory):
 
 @pytest.fixture
 def surface(request):
-    """On a GPU an engine shares its weights or takes adapters, not both."""
+    """Modes with adapters have an engine that does not share its weights."""
     return request.getfixturevalue("adapting" if "no_adapters_left" in request.fixturenames else "sharing")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from treadle import envs
-from treadle.cli import VERBS, main
+from treadle.cli import _HANDLERS, VERBS, main
+from treadle.config import EnvConfig
+from treadle.envs import catalogue
 from treadle.guides import GUIDES
 
 
@@ -49,14 +54,26 @@ def test_the_help_begins_with_what_it_does_and_how_and_fits_on_a_screen_or_two(v
     assert lines[0] == f"usage: treadle {verb} {GUIDES[verb].usage}"
     assert " ".join(lines[2 : lines.index("examples:")]).strip() == GUIDES[verb].about
     assert 3 <= sum(line.lstrip().startswith(f"treadle {verb}") for line in lines[:-1]) <= 4
-    assert len(lines) < 60
+    assert len(lines) < 80
     assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith(("...", "…"))], "a help text is cut off"
     told = re.fullmatch(rf"treadle {verb} --help-all lists all (\d+) flags\.", lines[-1])
     assert told is not None
     everything = treadle(verb, "--help-all").stdout
     listed = re.findall(r"^  (?:-h, )?(--[a-z][\w.-]*)", everything, flags=re.MULTILINE)
     assert len(listed) == int(told[1])
     assert everything.startswith(f"usage: treadle {verb} {GUIDES[verb].usage}\n\n")
+
+
+def test_the_help_names_no_default_that_a_task_replaces() -> None:
+    """`treadle run` takes the task's own: 16 tokens for arithmetic, 2048 for gsm8k."""
+    said = " ".join(treadle("run", "--help").stdout.split())
+    assert "longest completion, in tokens (default: the task's own, else 512)" in said
+    for module in (*catalogue._BUILT_IN.values(), *catalogue._OF_OTHERS.values()):
+        importlib.import_module(module)
+    replaced = {name for kind in catalogue._REGISTRY.values() for name in kind.defaults}
+    extra = {name: EnvConfig.model_fields[name].json_schema_extra for name in replaced - {"task", "group_size"}}
+    assert all(isinstance(found, dict) and found["default_text"] for found in extra.values()), extra
 
 
 @pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("train", "--help"), ("doctor", "--help")])
@@ -68,6 +85,15 @@ def test_help_never_loads_torch(words: tuple[str, ...]) -> None:
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert "treadle.cli" in loaded
     assert not loaded & {"torch", "transformers", "matplotlib"}
+
+
+def test_every_verb_writes_its_stacks_on_sigusr1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in VERBS:
+        faulthandler.unregister(signal.SIGUSR1)
+        monkeypatch.setitem(_HANDLERS, verb, lambda words: 0)
+        with pytest.raises(SystemExit):
+            main([verb])
+        assert faulthandler.unregister(signal.SIGUSR1), verb
 
 
 def test_a_misspelt_verb_is_answered_with_the_right_one() -> None:
@@ -116,7 +142,7 @@ def test_an_environment_without_a_verb_serves(
     words: list[str], action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acted: list[str] = []
-    monkeypatch.setattr(envs, "act", lambda action, *_: acted.append(action))
+    monkeypatch.setattr(envs, "act", lambda action, *_, **__: acted.append(action))
     with pytest.raises(SystemExit) as ended:
         main(["env", *words])
     assert (ended.value.code, acted) == (None, [action]), capsys.readouterr().err

@@ -10,23 +10,25 @@ as_flags_of("env", "raise --train.seq-len") -> "raise treadle train --seq-len"
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 
 from pydantic import BaseModel
 
-from treadle.config.flags import spellings_of
 from treadle.config.schema import RunConfig
-from treadle.config.section import Section
+from treadle.config.section import Section, spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
 _OF_RUN_ALONE = frozenset(("resume", "plain", "open"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),
+    "dash": frozenset(("no-open",)),
     "top": frozenset(("plain", "once")),
     "report": frozenset(("out",)),
+    "export": frozenset(("merged",)),
     "token": frozenset(("token-file",)),
-    "doctor": frozenset(("hub", "engine", "json")),
+    "doctor": frozenset(("hub", "engine", "json", "verbose")),
     "matrix": frozenset(("modes", "resume", "plain", "engine")),
     "plan": frozenset((
         "params", "mode", "gpu", "gpu-memory-gb", "host-memory-gb", "train-gpus", "engine-gpus", "prompt-tokens",
@@ -38,15 +40,32 @@ _FLAG = re.compile(r"(?<![\w.-])--(?P<name>[a-z][a-z0-9-]*+(?:\.[a-z][a-z0-9-]*+
 _COMMAND = re.compile(r"\b(treadle|docker|pip|torchrun|python)\b[^;,()`\n]*$")
 
 
-def as_flags_of(verb: str, text: str, section: str = "") -> str:
-    """`text` with the flags of `verb`; `section` is that of the process which wrote it."""
+def as_flags_of(verb: str, text: str, section: str = "", typed: Iterable[str] = ()) -> str:
+    """`text` with the flags of `verb`; `section` is that of the process which wrote it.
+
+    `typed` are words of the user's command line: of several spellings of a flag, the one that was typed is used.
+    """
+    flags = {word.partition("=")[0].replace("_", "-") for word in typed if word.startswith("--")}
 
     def spelled(found: re.Match[str]) -> str:
         if _COMMAND.search(text[: found.start()]):
             return found[0]
-        return _spelled(found["name"], verb, section) or found[0]
+        flag = _spelled(found["name"], verb, section) or found[0]
+        return flag if flag in flags else next((other for other in _others(flag, verb) if other in flags), flag)
 
     return _FLAG.sub(spelled, text)
+
+
+def _others(flag: str, verb: str) -> list[str]:
+    """The other spellings of a flag that `verb` takes: "--lr" -> ["--learning-rate"]."""
+    prefix, dot, plain = flag.removeprefix("--").rpartition(".")
+    section = prefix or ("run" if verb in WHOLE_RUN else verb)
+    model = RunConfig if section == "run" else type(getattr(RunConfig(), section, None))
+    for name, field in getattr(model, "model_fields", {}).items():
+        spellings = [spelling.replace("_", "-") for spelling in spellings_of(name, field)]
+        if plain in spellings:
+            return [f"--{prefix}{dot}{spelling}" for spelling in spellings if spelling != plain]
+    return []
 
 
 def _spelled(name: str, verb: str, section: str) -> str:

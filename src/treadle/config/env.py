@@ -10,8 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option
 
+OF_TASK = "the task's own, else {}".format  # default of a setting that a built-in task may replace
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Score = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def parse_object(value: Any) -> Any:
@@ -82,7 +84,7 @@ class ServerConfig(Section):
 
 
 class DataOptions(Section):
-    """What is asked. Which of these a task looks at, `treadle env NAME validate` says."""
+    """Data of a task. The "settings" check of `treadle env NAME validate` lists the settings that the task reads."""
 
     data: str = option(
         "",
@@ -115,11 +117,21 @@ class RewardOptions(Section):
 
     brevity: NotNegative = option(0.0, "arithmetic: bonus for a right answer that ends early, at most this much")
     length_penalty: bool = option(
-        False, "when a whole group is right: full reward up to half of max_token_length, then less, down to none"
+        False,
+        "when a whole group is right: full reward up to half of max_token_length, then less, down to none",
+        default_text=OF_TASK("false"),
     )
-    ensure_scores_are_not_same: bool = option(False, "drop groups whose scores are all the same, and count them")
+    right: Score = option(
+        1.0,
+        "lowest score that counts as right when neither the reward (correct) nor the environment (is_right) decides",
+    )
+    ensure_scores_are_not_same: bool = option(
+        False, "drop groups whose scores are all the same, and count them", default_text=OF_TASK("false")
+    )
     reward_workers: PositiveInt = option(2, "processes that score")
-    reward_timeout_s: Seconds = option(10.0, "a reward that takes longer is ended, and its completion marked")
+    reward_timeout_s: Seconds = option(
+        10.0, "a reward that takes longer is ended, and its completion marked", default_text=OF_TASK(10.0)
+    )
     reward_memory_mb: Count = option(1024, "memory that a reward may take; 0: no limit")
 
 
@@ -156,9 +168,11 @@ class PaceOptions(Section):
 class EvaluationOptions(Section):
     """How good is the policy now?"""
 
-    num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never")
+    num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never", default_text=OF_TASK(256))
     steps_per_eval: Count = option(
-        0, "also evaluate every so many steps (not in the last max_age); 0: before and after"
+        0,
+        "steps between evaluations (none in the last max_age steps); 0: only before and after training",
+        default_text=OF_TASK(0),
     )
     eval_samples: PositiveInt = option(1, "answers per prompt; more than one gives pass@k")
     eval_temperature: NotNegative | None = option(None, "0 is greedy; empty: 0 for one answer, else the training's")
@@ -176,10 +190,8 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
 
     name: str = option("arithmetic", "a built-in environment, verifiers:NAME, or the path of a .py file")
     group_size: PositiveInt = option(8, "completions per prompt")
-    max_token_length: PositiveInt = option(
-        16, "longest completion, in tokens; most environments have their own, else 512"
-    )
-    temperature: NotNegative = option(1.0, "sampling temperature in training")
+    max_token_length: PositiveInt = option(16, "longest completion, in tokens", default_text=OF_TASK(512))
+    temperature: NotNegative = option(1.0, "sampling temperature in training", default_text=OF_TASK(1.0))
     seed: int = option(0, "the same seed gives the same prompts and the same samples")
     rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
     inference_weight: float = option(1.0, "weight of this environment in the mix")

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from treadle.config.guide import Guide
 from treadle.config.load import suggest
+from treadle.config.section import spellings_of
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -123,7 +124,8 @@ def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldIn
 
 def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str) -> None:
     flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in spellings_of(name, field)]
-    default = _as_typed(field.default)
+    extra = field.json_schema_extra
+    default = str(extra.get("default_text", "") if isinstance(extra, dict) else "") or _as_typed(field.default)
     group.add_argument(
         *flags,
         dest=key,
@@ -149,13 +151,6 @@ def _dashed(word: str) -> str:
         return word
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value
-
-
-def spellings_of(name: str, field: FieldInfo) -> list[str]:
-    """The field's own name, and the others that its flag has."""
-    extra = field.json_schema_extra
-    further = extra.get("flags", []) if isinstance(extra, dict) else []
-    return [name, *map(str, further)]  # type: ignore[arg-type]
 
 
 def _plain_kind(kind: Any) -> Any:

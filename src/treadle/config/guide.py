@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 NARROWEST = 60
 WIDEST_FLAG = 30
+_KEPT = "\0"  # a space that no line ends at
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,23 @@ def _examples(examples: Mapping[str, str], width: int) -> list[str]:
 
 
 def _flag(flag: str, action: argparse.Action, column: int, width: int) -> list[str]:
-    """One line each: what stands behind a semicolon is left to the full list."""
-    words, default = _said(action)
-    room = width - column - 4
-    text = words + default if len(words + default) <= room else textwrap.shorten(words, room, placeholder=" ...")
+    """The help text up to its first semicolon, wrapped beside the flag; --help-all shows the rest."""
     typed = _typed(flag, action)
-    return [f"  {typed:<{column}}  {text}"] if len(typed) <= column else [f"  {typed}", f"  {'':<{column}}  {text}"]
+    said = _said(action).replace("(default: ", f"(default:{_KEPT}")
+    text = textwrap.wrap(said, width - column - 4, break_long_words=False, break_on_hyphens=False)
+    text = [line.replace(_KEPT, " ") for line in text]
+    first, *more = text if len(typed) <= column else ["", *text]
+    return [f"  {typed:<{column}}  {first}".rstrip(), *(f"  {'':<{column}}  {line}" for line in more)]
 
 
 def _typed(flag: str, action: argparse.Action) -> str:
-    return f"{flag} {action.metavar}" if action.metavar and action.nargs != "?" else flag
+    """A boolean needs no value: `--train.lora`; a value that may be left out is in brackets: `--resume [RUN]`."""
+    if not action.metavar or action.const == "true":
+        return flag
+    return f"{flag} [{action.metavar}]" if action.nargs == "?" else f"{flag} {action.metavar}"
 
 
-def _said(action: argparse.Action) -> tuple[str, str]:
-    """What it is, and what it is unless it is given."""
+def _said(action: argparse.Action) -> str:
+    """The help text and the default."""
     words, mark, default = (action.help or "").replace("%%", "%").partition(" (default: ")
-    return words.partition(";")[0], mark + default
+    return words.partition(";")[0] + mark + default

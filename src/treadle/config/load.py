@@ -6,29 +6,38 @@ import difflib
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import restore_secrets, without_secrets
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
+DERIVED = "derived"  # in a run's config.json: values that the launcher chose for this one run, such as its ports
 T = TypeVar("T", bound=BaseModel)
 
 
-def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None, *, with_derived: bool = True) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
+
+    `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
 
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
     4
     """
-    values = _read(path.expanduser()) if path else {}
+    values: dict[str, Any] = {}
+    if path is not None:
+        found = read_file(path.expanduser())
+        if path.suffix == ".json":
+            found = merge_derived(found) if with_derived else {key: found[key] for key in found if key != DERIVED}
+        values, notes = with_our_names(found, path)
+        sys.stderr.writelines(f"{note}\n" for note in notes)
     restore_secrets(values, os.environ)
     _make_room_for_names(values, overrides or {})
     for dotted, value in (overrides or {}).items():
@@ -36,17 +45,13 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None) -> R
         place = values
         for section in sections:
             place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"'{section}' is {place!r} in {path}", fix=f"write its settings below [{section}]")
         place[key] = value
     return parse(RunConfig, values, source=str(path) if path else "the command line")
 
 
 def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """A name given over a file sets what it stands for: the file's own values of those settings step back."""
-    saved = values.get("train")
-    if not isinstance(saved, dict):
-        return
+    saved = values.get("train", {})
     for name, table in (("objective", OBJECTIVES), ("mismatch", MISMATCHES)):
         for setting in table.get(str(overrides.get(f"train.{name}")), {}):
             saved.pop(setting, None)
@@ -65,9 +70,28 @@ def with_absolute_paths(section: T) -> T:
     return section.model_copy(update=found)
 
 
-def save_run(run: RunConfig, path: Path) -> None:
-    """Write the resolved configuration without its secrets: JSON, which otherwise reads back to the same value."""
-    replace_text(path, json.dumps(without_secrets(run.model_dump(mode="json")), indent=2) + "\n")
+def save_run(run: RunConfig, path: Path, derived: Iterable[str] = ()) -> None:
+    """Write the resolved configuration without its secrets: JSON, which otherwise reads back to the same value.
+
+    `derived`: keys ("hub.port") whose values the launcher chose for this run. A new run from this file ignores them.
+    """
+    settings = without_secrets(run.model_dump(mode="json"))
+    own: dict[str, dict[str, Any]] = {}
+    for dotted in sorted(derived):
+        section, _, key = dotted.partition(".")
+        own.setdefault(section, {})[key] = settings[section].pop(key)
+    replace_text(path, json.dumps(settings | {DERIVED: own}, indent=2) + "\n")
+
+
+def merge_derived(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json of a run holds, with the derived values among the settings."""
+    values = {key: value for key, value in saved.items() if key != DERIVED}
+    derived = saved.get(DERIVED)
+    for section, own in derived.items() if isinstance(derived, dict) else ():
+        settings = values.get(section, {})
+        if isinstance(own, dict) and isinstance(settings, dict):
+            values[section] = {**own, **settings}
+    return values
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -92,49 +116,34 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else ""
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise ConfigError(
-            f"cannot read the configuration {path}: {problem}", fix="name another file, or fix this one"
-        ) from None
-    if path.suffix in (".yaml", ".yml"):
-        from treadle.config.env_file import read_yaml
-
-        values, notes = read_yaml(text, str(path))
-        sys.stderr.writelines(f"{note}\n" for note in notes)
-        return values
-    try:
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be parsed: {error}", fix="correct that line") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings", fix='write a JSON object: {"env": {"group_size": 8}}')
-    return values
-
-
 def _first_problem(model: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
     """One problem at a time, in words: (what is wrong, what to do)."""
     problem = error.errors(include_url=False)[0]
     place = [str(part) for part in problem["loc"]]
     dotted = ".".join(place)
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(model, place[:-1])
-        hint = suggest(place[-1], known)
-        return f"unknown key '{dotted}' in {source}", hint or f"known keys: {', '.join(sorted(known))}"
+        hint = _nearest_key(model, place)
+        return f"unknown key '{dotted}' in {source}", hint or "treadle run --help-all lists all settings"
     if problem["type"] == "value_error":
         return f"{source}: {problem['msg'].removeprefix('Value error, ')}", ""
     flag = "--" + dotted.replace("_", "-")
     return f"'{dotted}' is {problem['input']!r} in {source}: {problem['msg'].lower()}", f"correct {flag}"
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    for name in path:
-        field = model.model_fields.get(name)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+def _nearest_key(model: type[BaseModel], place: list[str]) -> str:
+    """The key that a wrong one may mean: the same in another section, else one of a similar name; "" for none.
+
+    >>> _nearest_key(RunConfig, ["learning_rate"]), _nearest_key(RunConfig, ["train", "learning_rat"])
+    ("did you mean 'train.learning_rate'?", "did you mean 'learning_rate'?")
+    """
+    *section, key = [part.replace("-", "_") for part in place]
+    own = SECTIONS.get(section[0]) if section else model
+    others: dict[str, type[BaseModel]] = {}
+    if model is RunConfig:
+        others = {"": model, **{f"{name}.": kind for name, kind in SECTIONS.items()}}
+    elsewhere = {prefix: names_in(kind) for prefix, kind in others.items() if kind is not own}
+    exact = [f"'{prefix}{key}'" for prefix, names in elsewhere.items() if key in names]
+    if exact:
+        return f"did you mean {' or '.join(exact)}?"
+    near = "" if own is None else suggest(key, names_in(own))
+    return near or suggest(key, [prefix + name for prefix, names in elsewhere.items() for name in names])

@@ -170,6 +170,11 @@ class RunConfig(Section):
                 fix=f"{flag}max-num-seqs {group}",
             )
         refuse_split_engine(self.engine.tensor_parallel_size, self.train.weight_bridge_mode)
+        if self.engine.tensor_parallel_size > 1 and self.train.single_copy:
+            raise ConfigError(
+                f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
+                fix="leave --train.single-copy out, or use an engine on one GPU",
+            )
         if self.engine.logprobs_mode == "raw_logprobs" and self.env.temperature != 1:
             raise ConfigError(
                 f"raw logprobs are those of temperature 1, and rollouts are sampled at {self.env.temperature:g}: every "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -24,9 +25,16 @@ def parse_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:
-    """A field with its help text and further spellings of its flag."""
-    return Field(default, description=help, json_schema_extra={"flags": list(flags)})
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), default_text: str = "") -> Any:
+    """A field with its help text and further spellings of its flag; `default_text` replaces the default in --help."""
+    return Field(default, description=help, json_schema_extra={"flags": list(flags), "default_text": default_text})
+
+
+def spellings_of(name: str, field: FieldInfo) -> list[str]:
+    """The field's own name, and the others that its flag has."""
+    extra = field.json_schema_extra
+    further = extra.get("flags", []) if isinstance(extra, dict) else []
+    return [name, *map(str, further)]  # type: ignore[arg-type]
 
 
 class Section(BaseModel):

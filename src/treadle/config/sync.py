@@ -39,7 +39,9 @@ class SyncOptions(Section):
         )
     )
     single_copy: bool = option(
-        False, "shared_vllm: one copy of the weights for both, or an error; without it one is made where that is needed"
+        False,
+        "shared_vllm: one copy of the weights for both, or an error; without it a second copy is made where it is "
+        "needed. lora_only: one copy of the base model; the trainer reads the engine's",
     )
     use_shared_memory: bool = option(
         False, "shared_vllm: two copies: the trainer keeps its own and hands over new weights"
@@ -101,10 +103,11 @@ class SyncOptions(Section):
                 "single_copy is one copy of the weights for engine and trainer, use_shared_memory is two: give one of "
                 "the two"
             )
-        if given and self.weight_bridge_mode != "shared_vllm":
+        modes = ("shared_vllm", "lora_only") if self.single_copy else ("shared_vllm",)
+        if given and self.weight_bridge_mode not in modes:
             raise ValueError(
-                f"{given[0]} is a way of weight_bridge_mode shared_vllm, and the mode is {self.weight_bridge_mode}: "
-                "leave one of them out"
+                f"{given[0]} is a way of weight_bridge_mode {' and '.join(modes)}, and the mode is "
+                f"{self.weight_bridge_mode}: leave one of them out"
             )
         broadcast = {"broadcast_by": self.broadcast_by != "auto", "broadcast_host": bool(self.broadcast_host)}
         if any(broadcast.values()) and not self.use_shared_memory:

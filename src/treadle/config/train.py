@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from treadle.config.layers import Layers
 from treadle.config.section import (
     DEFAULT_MODEL,
     Count,
@@ -30,23 +31,6 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Automatic = Literal["auto", "on", "off"]
 
-
-def parse_layers(value: Any) -> Any:
-    """ "20-22,0-1" -> (0, 1, 20, 21, 22); what is not a text of that form is left to the type to refuse."""
-    if not isinstance(value, str):
-        return value
-    layers: set[int] = set()
-    for part in value.replace(",", " ").split():
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"'{value}' is no list of layers; write for example 20-31,0-3")
-        if dash and int(last) < int(first):
-            raise ValueError(f"'{part}' counts backwards; write {last}-{first}")
-        layers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(layers))
-
-
-Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
 
 # What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
 ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
@@ -199,6 +183,9 @@ class LoraOptions(Section):
     lora_dropout: Fraction = option(0.0, "dropout before the adapters; more than 0 makes every ratio noisy")
     lora_target_modules: Names = option(("q_proj", "v_proj"), "which linear layers get an adapter")
     lora_layer_indices: Layers = option(None, "only in these layers (20-31,0-3); empty: in all")
+    merge_final: bool = option(
+        False, "with lora: in the end also write final_model, the model with the adapters merged into its weights"
+    )
 
 
 def _by_device(name: str) -> str:
@@ -331,12 +318,20 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
                 f"weight_bridge_mode {self.weight_bridge_mode} publishes adapters, and lora is off: leave lora out, or "
                 "choose reload to publish all weights"
             )
-        own_copy = {"lora": self.lora, "epochs over 1": self.epochs > 1, "world_size over 1": self.world_size > 1}
+        # Adapters are the trainer's own, and a frozen base stays as the engine has it.
+        merges = self.weight_bridge_mode not in LORA_MODES
+        own_copy = {
+            "lora": self.lora and merges,
+            "epochs over 1": self.epochs > 1 and merges,
+            "world_size over 1": self.world_size > 1,
+        }
         if self.single_copy and any(own_copy.values()):
             needs = " and ".join(name for name, is_set in own_copy.items() if is_set)
+            if not merges:
+                raise ValueError(f"single_copy cannot be with {needs}: leave it out")
             raise ValueError(
                 f"single_copy cannot be with {needs}: the trainer's weights then differ from the engine's between two "
-                "publishes; set use_shared_memory instead"
+                "publishes; set use_shared_memory instead, or with lora weight_bridge_mode lora_only"
             )
         return self
 

@@ -70,7 +70,8 @@ CHARTS = (
         "Reward and held-out accuracy",
         "reward",
         "rollout/accuracy",
-        note="Mean score of the rollouts, their accuracy, and held-out accuracy (dots, with 95 % intervals).",
+        note="Mean score of the rollouts and their accuracy; as dots, both of the held-out answers (accuracy with its "
+        "95 % interval).",
         has_held_out=True,
     ),
     _chart("KL", "mean_kl", "kl"),
@@ -92,7 +93,14 @@ CHARTS = (
     ),
     _chart("Completion length", "completions/mean_length", "completions/min_length", "completions/max_length"),
     _chart("Cut off at the length limit", "completions/clipped_ratio"),
-    _chart("Tokens per second", "perf/trained_tok_s_wall_clock", "perf/forwarded_tok_s_wall_clock"),
+    _chart(
+        "Tokens per second",
+        "perf/generated_tok_s_wall_clock",
+        "perf/trained_tok_s_wall_clock",
+        "perf/forwarded_tok_s_wall_clock",
+        note="Generated: sampled for the rollouts of the step. Trained: those with a loss; none when all groups of the "
+        "step scored the same. Forwarded: trained tokens and prompts that went through the model.",
+    ),
     _chart("MFU", "perf/mfu_wall_clock", "perf/mfu_fwd_bwd", note="Share of the card's peak rate; none on a CPU."),
     _chart("Age of the rollouts", "sample/staleness_mean", "sample/staleness_max"),
     _chart("Groups without a lesson", "frac_reward_zero_std", "by_group/frac_all_good", "by_group/frac_all_bad"),

@@ -23,10 +23,10 @@ from treadle.dash.processes import EngineWatch, ProcessTable, ProcessView
 from treadle.dash.query import Handler, Unanswerable, as_json, real, telling, whole
 from treadle.dash.queue_history import QueueHistory
 from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_group, view_rollouts
-from treadle.dash.run_folder import RunFolder, Runs
+from treadle.dash.run_folder import HeldOut, RunFolder, Runs
 from treadle.dash.search import search
 from treadle.dash.static import INDEX, StaticFiles
-from treadle.dash.words import EngineState, Situation, in_words, standing
+from treadle.dash.words import EngineState, Situation, Standing, in_words, result_in_words, standing
 from treadle.store import Store
 from treadle.store.browse import Browser, GroupSummary, Wanted
 from treadle.track.names import METRICS
@@ -175,32 +175,42 @@ class Routes:
         planned = self._config.get("steps")
         now = time.time()
         processes = self._processes.look()
+        held_out = own.held_out() if own is not None else []
+        steps = planned if isinstance(planned, int) else run.trainer.num_steps if run.trainer else None
         is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
         situation = Situation(
             explanation=self._explain(),
             has_trainer=run.trainer is not None,
             step=run.current_step,
-            planned_steps=planned if isinstance(planned, int) else run.trainer.num_steps if run.trainer else None,
+            planned_steps=steps,
             leased_step=leased.step if leased else None,
             leased_s=now - leased.at if leased else None,
             trained_s=now - trained.at if trained else None,
             engine=engine,
             is_at_work=is_any_running or self._is_at_work(),
             last_words=own.last_words() if own is not None else "",
+            is_measured=self._is_measured(held_out, steps),
+            result=result_in_words(held_out),
         )
+        stands = standing(situation)
         return {
-            "standing": standing(situation),
+            "standing": stands,
             "words": in_words(situation),
             "health": own.health(run.current_step - HEALTHY_AFTER_STEPS) if own is not None else [],
             "step": run.current_step,
             "steps": situation.planned_steps,
             "queued": {"groups": counts.queued.groups, "sequences": counts.queued.sequences},
             "groups": {state: getattr(counts, state).groups for state in STATES},
-            "processes": [self._with_version(view, run.current_step, engine) for view in processes],
+            "processes": [self._process(view, run.current_step, engine, stands) for view in processes],
             "logs": own.log_names() if own is not None else [],
         }
 
-    def _with_version(self, view: ProcessView, step: int, engine: EngineState | None) -> dict[str, Any]:
+    def _is_measured(self, held_out: Sequence[HeldOut], steps: int | None) -> bool:
+        """Whether no evaluation is to come after the last step."""
+        num_eval = (self._config.get("env") or {}).get("num_eval")
+        return num_eval == 0 or (steps is not None and any(one.step >= steps for one in held_out))
+
+    def _process(self, view: ProcessView, step: int, engine: EngineState | None, stands: Standing) -> dict[str, Any]:
         told: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
         if view.name == "hub":
             told["heard_s"] = 0.0  # it answers just now
@@ -209,10 +219,12 @@ class Routes:
         elif view.name == "engine" and engine is not None:
             told["version"] = engine.version
             told["heard_s"] = 0.0 if engine.answers else view.heard_s
-            if not engine.answers:
+            if not engine.answers and stands != "complete":
                 told["detail"] = "does not answer"
             elif engine.paused_s is not None:
                 told["detail"] = "adopting new weights"
+        if stands == "complete" and view.state != "running":
+            told["state"] = "finished"
         return told
 
     async def log(self, request: Request) -> Response:

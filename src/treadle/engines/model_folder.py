@@ -21,6 +21,7 @@ HARMLESS_SUFFIXES = frozenset({
     ".yaml", ".yml", ".toml", ".csv", ".tsv", ".log", ".lock", ".metadata", ".png", ".jpg", ".jpeg", ".gif", ".svg",
     ".webp", ".pdf",
 })  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"
 UNREAD_FOLDERS = (".git", ".cache")  # of git and of the hub's client; no library looks into them
 INDEX = "model.safetensors.index.json"
 SETTINGS = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json", INDEX)
@@ -28,10 +29,17 @@ REFETCH_FIX = "fetch or save the model again"
 MAX_HEADER_BYTES = 100 << 20  # as safetensors itself has it
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether PEFT saved an adapter there; a folder that holds a whole model too counts as the model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+
+
 def check_model_folder(folder: Path) -> None:
     """Refuse a model that is damaged, or that could run code."""
+    if is_adapter(folder):
+        raise ModelError(f"{folder} holds an adapter", fix=f"treadle export {folder} --merged DIR makes a model of it")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds no config.json", fix="--model-name takes a folder saved by save_pretrained")
+        raise ModelError(f"{folder} holds no config.json", fix="--model takes a folder saved by save_pretrained")
     refuse_code(folder)
     for file in sorted(folder.glob("*.json")):
         if "config" in file.name or file.name in SETTINGS:

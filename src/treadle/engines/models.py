@@ -11,6 +11,7 @@ from treadle.config.advice import as_flags_of
 from treadle.engines.default_model import prepare_default_model
 from treadle.engines.model_folder import check_model_folder
 from treadle.errors import ModelError, TreadleError, as_user_error
+from treadle.sync.model_identity import find_model
 
 # Weights come as safetensors only: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -33,8 +34,7 @@ def resolve_model(name: str) -> Path:
 
 
 def _fetch(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"there is no model folder '{name}'", fix="check --model-name")
+    find_model(name)  # refuses a path that is not there
     try:
         from huggingface_hub import snapshot_download
 
@@ -43,12 +43,12 @@ def _fetch(name: str) -> Path:
         kind = type(error).__name__
         raise ModelError(
             f"there is no folder '{name}', and it could not be fetched from the model hub ({kind})",
-            fix=f"check --model-name (a folder, a Hugging Face id, or {DEFAULT_MODEL}) and the network",
+            fix=f"check --model (a folder, a Hugging Face id, or {DEFAULT_MODEL}) and the network",
         ) from None
 
 
-def main(name: str, verb: str = "run") -> int:
-    """`verb`: the command that the user called; error messages name its flags."""
+def main(name: str, verb: str = "run", *typed: str) -> int:
+    """`verb`: the command that the user called; error messages name its flags, as they were `typed`."""
     failure: TreadleError
     try:
         print(resolve_model(name))
@@ -60,7 +60,7 @@ def main(name: str, verb: str = "run") -> int:
         if known is None:
             raise
         failure = known
-    sys.stderr.write(f"treadle: {as_flags_of(verb, str(failure))}\n")
+    sys.stderr.write(f"treadle: {as_flags_of(verb, str(failure), typed=typed)}\n")
     return failure.exit_code
 
 

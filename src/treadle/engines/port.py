@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from treadle.engines.model_folder import ADAPTER_CONFIG
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
 from treadle.sync.layout import Layout
@@ -111,7 +112,7 @@ class EngineState:
     failure: str | None = None
 
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT saves an adapter
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")  # as PEFT saves an adapter
 
 
 @dataclass(frozen=True)

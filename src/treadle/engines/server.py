@@ -16,11 +16,13 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
+from treadle.engines.adapter_settings import base_of, read_adapter_settings
 from treadle.engines.eye import EngineEye
+from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
 from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
-from treadle.errors import EngineError, is_out_of_memory, require
+from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import claimed
@@ -39,6 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to thei
 # A thread that reads or writes files waits this long for each turn beside a busy event loop. With Python's own 5 ms, an
 # adapter of 120 tensors took seconds to look at.
 THREADS_TURN_S = 0.0005
+ADAPTER_VERSION = 1  # policy version of an adapter given by --model; 0: the model's own weights, where a run can begin
 NO_ROOM_FIX = (
     "lower --max-num-seqs or --max-model-len, or stop what else uses the memory; `treadle plan` says what fits"
 )
@@ -64,6 +67,7 @@ def _serve(
     config: EngineConfig, access: Access, listener: socket.socket, waits: Waits, eye: EngineEye, watchdog: Watchdog
 ) -> None:
     started = time.monotonic()
+    config, adapter = base_and_adapter(config)
     with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=LONG_LOAD_S)):
         engine = start_engine(config, resolve_model(config.model), eye.loads)
     facts = engine.facts
@@ -76,12 +80,14 @@ def _serve(
         seconds=time.monotonic() - started,
     )
     log.info("listening", host=config.host, port=config.port)
-    life = EngineLife(engine, eye, watchdog)
+    life = EngineLife(engine, eye, watchdog, adapter)
     file = config.weights_file
     bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
     app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
+    if life.refusal is not None:
+        raise life.refusal
     if life.failure is not None:
         fix = NO_ROOM_FIX if is_out_of_memory(life.failure) else "the traceback is above"
         raise EngineError(f"generation failed ({life.failure})", fix=fix)
@@ -93,6 +99,21 @@ def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> Engine
         return config
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return config.model_copy(update={"weights_file": folder / f"treadle-engine-{os.getpid()}.weights"})
+
+
+def base_and_adapter(config: EngineConfig) -> tuple[EngineConfig, Path | None]:
+    """The settings of the model to load, and the adapter to serve it with where --model names an adapter's folder."""
+    folder = Path(os.path.expanduser(config.model))
+    if not is_adapter(folder):
+        return config, None
+    settings = read_adapter_settings(folder)
+    served = {
+        "model": base_of(folder, settings),
+        "served_model_name": config.served_model_name or config.model,
+        "enable_lora": True,
+        "max_lora_rank": max(config.max_lora_rank, settings.rank),
+    }
+    return config.model_copy(update=served), folder.resolve()
 
 
 def start_engine(config: EngineConfig, folder: Path, tell: Callable[[str, int, int], None]) -> Engine:
@@ -128,6 +149,7 @@ class EngineLife:
         engine: Engine,
         eye: EngineEye,
         watchdog: Watchdog,
+        adapter: Path | None = None,
         *,
         grace_s: float = RESTART_GRACE_S,
         on_death: Callable[[], None] = _end_process,
@@ -135,17 +157,24 @@ class EngineLife:
         self._engine = engine
         self._eye = eye
         self._watchdog = watchdog
+        self._adapter = adapter  # to serve with from the first request on
         self._grace_s = grace_s
         self._on_death = on_death
         self._closing: asyncio.Task[None] | None = None
         self.failure: str | None = None
+        self.refusal: TreadleError | None = None  # of the adapter
 
     @contextlib.asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
         self._watchdog.watch_loop(asyncio.get_running_loop())
         watching = asyncio.ensure_future(self._watch())
         try:
+            if self._adapter is not None:
+                await self._engine.load_adapter(self._adapter.name, self._adapter, ADAPTER_VERSION)
             yield
+        except TreadleError as error:
+            self.refusal = error
+            raise
         finally:
             watching.cancel()
             self.end()

@@ -17,6 +17,7 @@ from treadle.engines.default_model import cache_folder, default_model_folder
 from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.engines.models import FETCHED
 from treadle.errors import TreadleError
+from treadle.sync.model_identity import is_path
 
 
 def survey_model(name: str) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def survey_model(name: str) -> dict[str, Any]:
     if name == DEFAULT_MODEL:
         kind = "built-in"
         folder: Path | None = default_model_folder()
-    elif os.path.isdir(place) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    elif os.path.isdir(place) or is_path(name):
         kind, folder = "folder", place
     else:
         kind, folder = "hub", _cached(name)

@@ -34,7 +34,7 @@ from treadle.engines.model_folder import REFETCH_FIX
 from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import report, sample, uniforms
 from treadle.engines.text import Text, Written
-from treadle.errors import ConfigError, ModelError, is_out_of_memory
+from treadle.errors import ModelError, is_out_of_memory
 from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
@@ -74,11 +74,6 @@ class TransformersEngine:
         self.device = choose_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        if config.weights_file is not None and config.enable_lora and self.device.type != "cpu":
-            raise ConfigError(
-                "on a GPU an engine shares its weights or takes adapters, not both",
-                fix="drop --weights-file or --enable-lora",
-            )
         self.folder = folder
         self.max_model_len = config.max_model_len
         self._reports_raw = config.logprobs_mode == "raw_logprobs"

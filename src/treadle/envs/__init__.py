@@ -56,14 +56,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'treadle.envs' has no attribute '{name}'")
 
 
-def act(action: Action, env: EnvConfig, server: ServerConfig) -> int:
+def act(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool = False) -> int:
     """What `treadle env NAME ACTION` does; the exit code. Ends by itself, or on SIGTERM or SIGINT."""
     from treadle.envs import process
 
     if action == "validate":
         from treadle.envs.checking.validation import validate_task
 
-        return process.run_until_signal(validate_task(env))
+        return process.run_until_signal(validate_task(env, verbose=verbose))
     if action == "process":
         from treadle.envs.writing import write_groups
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from treadle.envs.chat import Model
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
+ROUNDING = 1e-6  # a sum of float32 rewards may miss 1 by this much
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Score:
     outcome: Outcome | Literal["too_short"] = "scored"
     error: str = ""
     seconds: float = 0.0  # that scoring took
+
+
+def is_enough(score: float, right: float) -> bool:
+    """Whether a score counts as right: at least `right`, but for rounding."""
+    return score >= right - ROUNDING
 
 
 class Environment(ABC):
@@ -156,9 +162,11 @@ class Environment(ABC):
         raise NotImplementedError
 
     def is_right(self, result: RewardResult) -> bool:
-        """What counts as accuracy: by default, that the first reward gave more than nothing."""
+        """What counts as accuracy: a reward's verdict (`correct`), else `config.right` points from the first one."""
+        if result.correct is not None:
+            return result.correct
         first = next(iter(result.parts.values()), None)
-        return first is not None and first > 0
+        return first is not None and is_enough(first, self.config.right)
 
     @property
     def waits_for_agents(self) -> bool:

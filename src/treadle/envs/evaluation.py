@@ -23,6 +23,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
 from treadle.envs.rollout import Desk, Rollout, roll_group, score_generation
+from treadle.envs.scoring import none_scored
 from treadle.envs.seeds import stable_seed
 from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, Tell, groups_at_once, in_order
 from treadle.envs.stats import pass_at_k, pass_interval
@@ -54,6 +55,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
     num_right: int  # of the answers
     accuracy: float  # pass@1
     interval_95: tuple[float, float]  # of the accuracy
+    mean_score: float | None = None  # of the answers that could be scored
     ended: float | None = None  # share of the answers that ended by themselves
     pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
     pass_at_k_interval_95: dict[str, tuple[float, float]]
@@ -104,6 +106,10 @@ async def evaluate_policy(
         answers = await _ask_in_turns(desk, items, sampling, prompts_at_once, tell)
     else:
         answers = await _ask_in_waves(desk, items, sampling, wave_prefix, prompts_at_once, tell)
+    scores = [rollout.score for rollouts in answers for rollout in rollouts]
+    may_fail = desk.environment.waits_for_agents  # they may connect late
+    if scores and not may_fail and all(score.reward is None for score in scores):
+        raise none_scored(len(scores), scores[0], desk.config)
     return summarize(desk.config, step, items, answers, seconds=time.monotonic() - started)
 
 
@@ -122,9 +128,11 @@ async def _ask_in_waves(
             temperature=sampling.temperature,
             seeds=_seeds(desk.config, sampling, range(first, first + len(part))),
         )
-        answers += await asyncio.gather(
+        arrived = await asyncio.gather(
             *(score_generation(desk, *one) for one in zip(part, prompts, generations, strict=True))
         )
+        desk.judge.require_scores([rollout.score for rollouts in arrived for rollout in rollouts])
+        answers += arrived
         tell(len(answers), _so_far(answers))
     return answers
 
@@ -141,6 +149,7 @@ async def _ask_in_turns(
     answers: list[list[Rollout]] = []
     async with aclosing(in_order(ask, range(len(items)), at_once=prompts_at_once)) as arriving:
         async for rollouts in arriving:
+            desk.judge.require_scores([rollout.score for rollout in rollouts])
             answers.append(rollouts)
             tell(len(answers), _so_far(answers))
     return answers
@@ -159,6 +168,7 @@ def summarize(
     """The answers to each item -> the figures. Pure."""
     num_rights = [sum(rollout.score.is_right for rollout in rollouts) for rollouts in answers]
     everything = [rollout for rollouts in answers for rollout in rollouts]
+    scores = [rollout.score.reward for rollout in everything if rollout.score.reward is not None]
     unscored: Counter[str] = Counter(rollout.score.outcome for rollout in everything if rollout.score.reward is None)
     versions = {v for rollout in everything for transcript in rollout.transcripts for v in transcript.policy_versions}
     chances = {
@@ -177,6 +187,7 @@ def summarize(
         num_right=sum(num_rights),
         accuracy=shares["1"],
         interval_95=intervals["1"],
+        mean_score=fmean(scores) if scores else None,
         ended=fmean(not rollout.is_truncated for rollout in everything) if everything else None,
         pass_at_k=shares,
         pass_at_k_interval_95=intervals,
@@ -216,8 +227,11 @@ def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
 
 
 def _so_far(answers: Sequence[Sequence[Rollout]]) -> str:
-    right = [rollout.score.is_right for rollouts in answers for rollout in rollouts]
-    return f"{sum(right) / max(len(right), 1):.1%} right so far"
+    scores = [rollout.score for rollouts in answers for rollout in rollouts]
+    num_right = sum(score.is_right for score in scores)
+    rewards = [score.reward for score in scores if score.reward is not None]
+    mean = f", mean score {fmean(rewards):.3f}" if rewards else ""
+    return f"{num_right / max(len(scores), 1):.1%} right{mean} so far"
 
 
 def _tell_nobody(num_done: int, note: str) -> None:
@@ -244,6 +258,7 @@ def figures(result: EvalResult) -> dict[str, float]:
         **{f"eval/pass@{k}": share for k, share in result.pass_at_k.items()},
         "eval/num_unscored": result.num_unscored,
         "eval/mean_completion_tokens": result.mean_completion_tokens,
+        **({} if result.mean_score is None else {"eval/mean_score": result.mean_score}),
         **({} if result.ended is None else {"eval/ended": result.ended}),
     }
 
@@ -279,7 +294,8 @@ def _write_whole(path: Path, content: bytes) -> None:
 def in_words(result: EvalResult, num_samples: int = 3) -> str:
     """The result as a person reads it, with the first answers to a few prompts."""
     name = f"{_title(result)} at policy version {result.policy_version}"
-    effort = f"{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
+    mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
+    effort = f"{mean}{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
     if result.num_answers == result.num_prompts:
         found = f"{result.num_right} of {result.num_prompts} right = {_share(result, '1')}"
         lines = [f"{name}: {found}, {effort}"]

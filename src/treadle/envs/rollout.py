@@ -21,7 +21,7 @@ class Rollout:
 
     transcripts: list[Transcript]  # every one of them is trained on
     score: Score
-    seconds: float  # of the engine
+    seconds: float  # that the engine took for it; rollouts of a group are generated side by side
     text: str = ""  # the last thing that the policy said
 
     @property
@@ -71,9 +71,8 @@ async def roll_group(desk: Desk, item: Item, sampling: Sampling, *, num_rollouts
 async def score_generation(desk: Desk, item: Item, prompt: Sequence[int], generation: Generation) -> list[Rollout]:
     """One completion is one rollout: the prompt is not trained, every sampled token is."""
     scores = await desk.judge.scores(item, generation.completions)
-    share_s = generation.seconds / len(generation.completions)
     return [
-        Rollout([_single_turn(item, prompt, completion)], score, share_s, completion.text)
+        Rollout([_single_turn(item, prompt, completion)], score, generation.seconds, completion.text)
         for completion, score in zip(generation.completions, scores, strict=True)
     ]
 
@@ -88,7 +87,7 @@ def _single_turn(item: Item, prompt: Sequence[int], completion: Completion) -> T
 async def _roll_turns(desk: Desk, item: Item, sampling: Sampling, num_rollouts: int) -> list[Rollout]:
     """Side by side. When one fails because the engine is gone, the others are given up with it."""
     tasks = [
-        asyncio.ensure_future(_roll_one(desk, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
+        asyncio.ensure_future(roll_one(desk, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
         for number in range(num_rollouts)
     ]
     try:
@@ -98,11 +97,11 @@ async def _roll_turns(desk: Desk, item: Item, sampling: Sampling, num_rollouts: 
             task.cancel()
 
 
-async def _roll_one(desk: Desk, item: Item, sampling: Sampling) -> Rollout:
+async def roll_one(desk: Desk, item: Item, sampling: Sampling) -> Rollout:
     model = Model(desk.engine, desk.tokenizer, sampling)
     try:
         given = await desk.environment.rollout(item, model)
-        score = as_score(given) if given is not None else await _judge_last_reply(desk, item, model)
+        score = await _judge_last_reply(desk, item, model) if given is None else as_score(given, desk.config.right)
     except RequestError as error:  # asked in a way that cannot be: the code's mistake, in this rollout
         score = _failed(desk, item, error)
     except (EngineError, UserError):  # the engine's fault, or a setting's: not this one rollout's

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Score
+from treadle.envs.base import Environment, Item, Score, is_enough
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import Reward, RewardInput, RewardPool, RewardResult, Scorer, registry
 from treadle.envs.rewards.calls import describe
+from treadle.errors import ScoringError
 from treadle.log import get_logger
 
 log = get_logger("env")
@@ -52,6 +53,8 @@ class Judge:
         self._scorer = scorer
         self.failures = FailureLog()
         self._reward: Reward | None = None
+        self._num_raised = 0
+        self._has_scored = False
         if environment.rewards:
             self._reward = registry.create(environment.rewards)
 
@@ -63,6 +66,18 @@ class Judge:
             if result.score is None:
                 self.failures.note("score_failed", f"{result.outcome}: {result.detail}", item, completion.text)
         return [self._as_score(result) for result in results]
+
+    def require_scores(self, scores: Sequence[Score]) -> None:
+        """Raise ScoringError when scoring has raised for a group's worth of answers and has never succeeded.
+
+        Not for environments that wait for external agents, which may connect late.
+        """
+        self._has_scored = self._has_scored or any(score.reward is not None for score in scores)
+        raised = [score for score in scores if score.outcome == "raised"]
+        self._num_raised += len(raised)
+        config, may_fail = self._environment.config, self._has_scored or self._environment.waits_for_agents
+        if raised and not may_fail and self._num_raised >= max(config.group_size, 2):
+            raise none_scored(self._num_raised, raised[0], config)
 
     def _as_score(self, result: RewardResult) -> Score:
         return Score(
@@ -90,19 +105,30 @@ def score_here(environment: Environment, item: Item, completion: Completion, fai
     """By the environment's own method; an error in its code marks this completion, not the run."""
     began_s = time.perf_counter()
     try:
-        score = as_score(environment.score(item, completion.text, completion))
+        score = as_score(environment.score(item, completion.text, completion), environment.config.right)
     except Exception as error:  # the border to code that a user writes
         failures.note("score_failed", f"{type(error).__name__}: {error}", item, completion.text, with_trace=True)
         score = failed(error)
     return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measure, where it has one
 
 
-def as_score(given: Score | float) -> Score:
+def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringError:
+    return ScoringError(
+        f"none of {num_answers} answers could be scored: {example.error or example.outcome}",
+        fix=f"correct that code; treadle env {config.name} validate tries it without a model",
+    )
+
+
+def as_score(given: Score | float, right: float) -> Score:
     """What a user's code gave, as plain finite numbers; ValueError or TypeError where it is none.
 
-    A plain number is right when it is above nothing. A score of None is one that says why there is none.
+    A plain number counts as right from `right` on. A score of None is one that says why there is none.
     """
-    score = given if isinstance(given, Score) else Score(reward=_number("reward", given), is_right=bool(given > 0))
+    if isinstance(given, Score):
+        score = given
+    else:
+        reward = _number("reward", given)
+        score = Score(reward=reward, is_right=is_enough(reward, right))
     if score.reward is None and score.outcome != "scored":
         return score
     return replace(

@@ -61,7 +61,8 @@ class Tally:
     def brief(self) -> str:
         mean = sum(self.rewards) / max(len(self.rewards), 1)
         right = self.num_right / max(self.num_rollouts, 1)
-        return f"mean score {mean:.3f}, {right:.1%} right, {self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s"
+        speed = self.num_tokens / max(self.seconds, 1e-9)
+        return f"mean score {mean:.3f}, {right:.1%} right, {speed:.0f} generated tokens/s"
 
     def in_words(self) -> str:
         lines = [f"{self.num_groups} groups, {self.num_rollouts} rollouts: {self.brief}"]

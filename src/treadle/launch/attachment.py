@@ -140,12 +140,21 @@ class Attached:
     engine: BridgeInfo | None = None
     was_begun: bool = False
 
+    @property
+    def derived(self) -> frozenset[str]:
+        """Keys to save as derived: settings of servers that this run did not start, and how weights reach them."""
+        keys = {
+            f"{kind}.{name}" for kind in self.config.attached_urls for name in getattr(self.config, kind).model_dump()
+        }
+        return frozenset(keys | ({"train.use_shared_memory"} if self.engine is not None else set()))
+
 
 def attach(
     config: RunConfig, explicit: frozenset[str], tokens: RunTokens, say: Say, last_step: int | None = None
 ) -> Attached:
     """Wait for the servers that run already, and compare them with the run; `last_step` None: it is a new run."""
     was_begun = False
+    of_hub: tuple[str, ...] = ()
     if config.hub_url:
         token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
         hub = Server("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
@@ -155,15 +164,16 @@ def attach(
         else:
             refuse_emptied_hub(config, status, last_step)
             was_begun = status.started
+        of_hub = (f"hub at {shown_url(config.hub_url)}: it runs already, and this run uses it",)
     if not config.engine_url:
-        return Attached(config, was_begun=was_begun)
+        return Attached(config, notes=of_hub, was_begun=was_begun)
     token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
     engine = Server("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
     info = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
     if last_step is None:
         refuse_used_engine(config, info)
     config, decided, notes = settle_engine(choose_model(config, info, explicit), info, explicit)
-    return Attached(config, decided, notes, info, was_begun)
+    return Attached(config, decided, (*of_hub, *notes), info, was_begun)
 
 
 def refuse_used_hub(config: RunConfig, status: HubStatus) -> None:
@@ -310,7 +320,7 @@ def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any]
             f"{where} takes adapters up to rank {info.max_lora_rank}, and train.lora_r is {train.lora_r}",
             fix=f"--train.lora-r {info.max_lora_rank}, or start it with treadle engine --max-lora-rank {train.lora_r}",
         )
-    if mode != "shared_vllm":
+    if mode != "shared_vllm" and not train.single_copy:
         return {}, ""
     is_here = is_loopback_host(urlsplit(config.engine_url).hostname or "")
     if info.shared_weights and is_here:

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 
+from treadle.engines.model_folder import is_adapter
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import EngineError, ModelError, require
-from treadle.launch.folder import REQUEST_FILE
+from treadle.launch.folder import find_result, is_run, result_of
 from treadle.launch.machine import look_at_machine
 from treadle.launch.model import ending_on_sigterm, prepare_model
-from treadle.launch.plan import CONFIG_FILE, ProcessSpec, child_environment
+from treadle.launch.plan import ProcessSpec, child_environment
 from treadle.launch.ports import ANY_FREE, Listeners, held_ports, port_of
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 
@@ -43,30 +44,27 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
 
 
 def find_model(model: str | None, runs: Path) -> Path:
-    """The folder to load: a run's result, a model's folder, or what an id is prepared into."""
+    """The folder to load: a run's result, the folder of a model or an adapter, or what an id is prepared into."""
     if model is None:
         return _newest_result(runs)
     folder = Path(model).expanduser()
     if not folder.exists() and folder.parent.name == runs.name:
         raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
-    if (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in (REQUEST_FILE, "checkpoints")):
-        result = folder / "checkpoints" / "final_model"
-        if not result.is_dir():
-            raise ModelError(
-                f"the run {model} has no trained model yet", fix=f"finish it: treadle run --resume {model}"
-            )
-        return result.resolve()
+    if is_run(folder):
+        return result_of(folder)
+    if is_adapter(folder):
+        return folder.resolve()
     return Path(prepare_model(model, "chat"))
 
 
 def _newest_result(runs: Path) -> Path:
-    results = sorted(runs.glob("*/checkpoints/final_model"), key=lambda result: result.stat().st_mtime)
-    if not results:
+    found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
+    if not found:
         raise ModelError(
             f"there is no finished run in {runs}/",
             fix="name a run, a model folder or an id: treadle chat MODEL",
         )
-    return results[-1].resolve()
+    return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
 
 
 @contextlib.contextmanager

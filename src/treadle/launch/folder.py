@@ -1,7 +1,8 @@
 """A run's folder: made once, locked while a launcher uses it, refused when there is no room for it.
 
 runs/20260102-030405-arithmetic-addition/
-  config.json   every setting, resolved      request.json  the settings that the user gave
+  config.json   every setting, resolved; under "derived" what holds for this run alone
+  request.json  the settings that the user gave
   metrics.jsonl evals/ checkpoints/ logs/    hub.sqlite    summary.json  reward.png
 """
 
@@ -14,20 +15,23 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from treadle.config.load import replace_text
+from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import without_secrets
-from treadle.errors import ConfigError, DiskFull
+from treadle.errors import ConfigError, DiskFull, ModelError
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.wording import gigabytes, near, program
+from treadle.launch.wording import counted, gigabytes, near, program
 
 REQUEST_FILE = "request.json"
+ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; beside it a final_model that they are merged into
+RESULTS = ("final_model", ADAPTER_RESULT)
 _TOO_LITTLE_BYTES, _ENOUGH_BYTES = 2e9, 5e9
+_LOCK_ATTEMPTS = 5
 
 
 def create_run_folder(output: Path, name: str) -> Path:
@@ -71,12 +75,20 @@ def locked(folder: Path) -> Iterator[None]:
         for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / ".lock", os.O_RDWR | os.O_CREAT)):
             descriptor = os.open(path, flags, 0o600)
             opened.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fix = "stop it first, or wait for its end"
-                raise ConfigError(f"the run in {folder} is going on", fix=fix) from None
+            if not _lock(descriptor):
+                raise ConfigError(f"the run in {folder} is going on", fix="stop it first, or wait for its end")
         yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Repeated for a moment: `is_going` of another process holds the lock while it looks."""
+    for attempt in range(_LOCK_ATTEMPTS):
+        if attempt:
+            time.sleep(0.05)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def is_going(folder: Path) -> bool:
@@ -102,6 +114,53 @@ def check_is_run(folder: Path) -> None:
             f"{folder} is not the folder of a run: it holds no {CONFIG_FILE}",
             fix="name the folder that `treadle run` printed when it began",
         )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run; config.json alone is not enough, because model folders have one too."""
+    is_model = any(folder.glob("*.safetensors"))
+    has_parts = (folder / REQUEST_FILE).exists() or ((folder / "checkpoints").is_dir() and not is_model)
+    return (folder / CONFIG_FILE).is_file() and has_parts
+
+
+def find_result(save_path: Path) -> Path | None:
+    """What a run has trained, in its folder of checkpoints: the newer of model and adapter; None while it trains."""
+    found = [result for name in RESULTS if (result := save_path / name).is_dir()]
+    return max(found, key=lambda result: result.stat().st_mtime_ns, default=None)
+
+
+def result_of(folder: Path) -> Path:
+    """What the run in `folder` has trained; its checkpoints are looked for in it first, because it may have moved."""
+    config = load_run(folder / CONFIG_FILE)
+    result = find_result(folder / "checkpoints") or find_result(config.train.save_path)
+    if result is None:
+        fix = f"finish it: {program()} run --resume {near(folder)}"
+        raise ModelError(f"the run {near(folder)} has no trained model yet", fix=fix)
+    return result.resolve()
+
+
+def newest_run(output: Path) -> Path:
+    """The run in `output` that was started last, by the time in its name."""
+    runs = sorted(path for path in output.expanduser().glob("*") if is_run(path))
+    if not runs:
+        raise ConfigError(
+            f"there is no run in {output.expanduser().resolve()}",
+            fix="name the folder of a run, or the folder that holds it by --output",
+        )
+    return runs[-1]
+
+
+def check_checkpoints(save_path: Path, steps: int) -> str:
+    """A note when a new run continues from a checkpoint in a folder that the user named; an error when that one has all
+    the steps already, as where the settings of an earlier run are used again."""
+    step = newest_checkpoint(save_path)
+    if step >= steps:
+        raise ConfigError(
+            f"{save_path} holds a checkpoint of step {step}, and this run has {counted(steps, 'step')}: nothing is "
+            "left to train",
+            fix=f"name another --train.save-path for a fresh run, or --steps {step + 1} to train further",
+        )
+    return f"continues from the checkpoint of step {step} in {near(save_path)}" if step else ""
 
 
 def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:

@@ -17,9 +17,15 @@ from treadle.track.plot import HeldOutPoint
 Step = dict[str, Any]
 # Where the time of a step goes, and the metrics that add up to it.
 SECONDS_PER_STEP = {
-    "generation": ("rollout/generation_s",),
     "training": ("perf/fwd_bwd_s", "perf/optimizer_s"),
     "waiting": ("perf/rollout_wait_s",),
+}
+GENERATION_S = "rollout/generation_s"  # of a group, beside the steps: it may take longer than one
+
+# How fast tokens are sampled and trained on; in a step whose groups all scored the same, none is trained.
+TOKENS_PER_SECOND = {
+    "generated": "perf/generated_tok_s_wall_clock",
+    "trained": "perf/trained_tok_s_wall_clock",
 }
 
 LARGEST_NUMBER = 1e300  # sums of larger ones are infinite
@@ -39,6 +45,7 @@ class Evaluation:
     ended: float | None = None  # share of the answers that ended by themselves; None: not known
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
     policy_version: int | None = None  # that answered, as the engine said
+    mean_score: float | None = None  # of the answers that could be scored; None: not known
 
     @property
     def point(self) -> HeldOutPoint:
@@ -134,6 +141,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
             ended=None if values.get("ended") is None else float(values["ended"]),
             max_tokens=(values.get("generation_params") or {}).get("max_tokens"),
             policy_version=None if values.get("policy_version") is None else int(values["policy_version"]),
+            mean_score=float(values["mean_score"]) if is_number(values.get("mean_score")) else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

@@ -18,9 +18,7 @@ from rich.console import Console
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import require_secrets
-from treadle.envs.base import prepare_task
-from treadle.envs.catalogue import load_environment
-from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory, require
+from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import (
     Attached,
@@ -47,21 +45,21 @@ from treadle.launch.plan import (
     wished_addresses,
 )
 from treadle.launch.ports import Listeners, held_ports, port_of
+from treadle.launch.preflight import checked_resume, checked_start
 from treadle.launch.probe import answers_ok, get_json
 from treadle.launch.process import KILLED
 from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.settings import (
-    check_one_model,
     check_one_trainer,
     read_tokens,
     run_label,
-    settle_environment,
     settle_paths,
-    with_fitting_groups,
 )
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
+from treadle.launch.wording import counted
+from treadle.train.requirements import check_layers
 from treadle.wire.urls import shown_url, without_token
 
 STOPPED_BY_USER = 130
@@ -76,22 +74,16 @@ _FIXED_FOR_LIFE = (
 def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
     require_secrets(config.model_dump(mode="json"))  # of another run's config.json
     asked, explicit = config, explicit_keys(config)
-    config = config.model_copy(update={"env": settle_environment(config.env)})
-    config = one_address(with_fitting_groups(config, explicit), explicit)
-    config.check_together()
-    check_one_trainer(config)
-    check_one_model(config, explicit)
-    choose_steps(config, explicit)
-    config = settle_paths(config)
-    require("train", "torch", "transformers")
-    # A busy port is cheap to notice and must not cost the user a download first.
-    with held_ports(wished_addresses(config), explicit) as listeners:
-        warning = run_folders.check_disk_space(config.output)
-        if warning:
-            _say(f"warning: {warning}")
+    with checked_start(config, explicit, _say) as ready:
+        config, listeners = ready
+        if "train.save_path" in explicit:
+            note = run_folders.check_checkpoints(config.train.save_path, choose_steps(config, explicit))
+            if note:
+                _say(note)
         tokens = read_tokens(config)
         attached = attach(config, explicit, tokens, _say)
         model_folder = prepare_model(attached.config.model)
+        check_layers(attached.config.train, Path(model_folder))
         plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners)
         plan_in(config.output)  # settings that contradict each other are refused before a folder is made
         folder = run_folders.create_run_folder(config.output, run_label(config))
@@ -121,17 +113,14 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         summary = load_summary(folder)
         if summary is not None and summary.steps_taken > config.steps:
             raise ConfigError(
-                f"{summary.steps_taken} steps are taken already", fix=f"--steps {summary.steps_taken + 1}"
+                f"{counted(summary.steps_taken, 'step')} taken already", fix=f"--steps {summary.steps_taken + 1}"
             )
         if summary is not None and summary.is_complete and summary.steps_taken >= config.steps:
-            _say(f"this run is complete: it has taken its {summary.steps_taken} steps; more with --steps")
+            _say(f"this run is complete: {counted(summary.steps_taken, 'step')} taken; more with --steps")
             print_report(summary, Console())
             return 0
         require_secrets(config.model_dump(mode="json"))
-        environment = load_environment(config.env)
-        prepare_task(environment)
-        config = config.model_copy(update={"env": environment.config})
-        require("train", "torch", "transformers")
+        config = checked_resume(config)
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
@@ -185,7 +174,8 @@ def _planner(
         )
         if attached.engine is not None:
             check_live_folder(plan.config, attached.engine)
-        return replace(plan, is_env_last=attached.was_begun)
+        chosen = (attached.derived | {"env.pace", "env.group_size"}) - explicit  # settings.py chose the last two
+        return replace(plan, is_env_last=attached.was_begun, derived=plan.derived | chosen)
 
     return plan_in
 
@@ -195,7 +185,7 @@ def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: b
     folder = plan.run_folder
     run_folders.remove_stale_weights(folder)
     history = reader_of(plan.config, folder)
-    save_run(plan.config, folder / CONFIG_FILE)
+    save_run(plan.config, folder / CONFIG_FILE, plan.derived)
     save_versions(folder)
     page = RunPage(without_token(plan.hub_url), plan.watch_url)
     _say(f"run folder: {folder}")

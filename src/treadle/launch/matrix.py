@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
-from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error, require
+from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.cards import find_gpu, host_memory
 from treadle.launch.job import STOPPED_BY_USER, resume_run, start_run
@@ -43,6 +44,7 @@ from treadle.launch.report_page import PAGE_FILE, gather, render
 from treadle.launch.settings import check_one_model, run_label, settle_environment, settle_paths, with_fitting_groups
 from treadle.launch.wording import gigabytes, near, program
 from treadle.track.plot import load_pyplot
+from treadle.train.requirements import check_trainer
 
 MATRIX_FILE = "matrix.json"
 # The settings of the trainer that define a mode, with their defaults.
@@ -93,13 +95,14 @@ def load_settings(file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
     if named:
         flag = "--train." + named[0].replace("_", "-")
         raise ConfigError(f"{flag} chooses one mode, and a matrix compares several", fix="give --modes")
-    return load_run(file, {**flags, **{f"train.{key}": value for key, value in _WAY.items()}})
+    way = {f"train.{key}": value for key, value in _WAY.items()}
+    return load_run(file, {**flags, **way}, with_derived=False)
 
 
 def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int:
     """Run every mode; the exit code: 0 all passed that can run here, 1 some failed, 130 stopped by the user."""
     check_settings(config, modes)
-    require("train", "torch", "transformers")
+    check_trainer(config.train, os.environ)
     config = with_settled_paths(config)  # also of ~/runs
     folder = run_folders.create_run_folder(config.output, f"matrix-{run_label(config)}")
     with run_folders.locked(folder):

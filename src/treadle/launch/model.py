@@ -25,9 +25,10 @@ def prepare_model(model: str, verb: str = "run") -> str:
     A process of its own does it, because it needs torch and the launcher must stay small. When it fails it
     has already said why, so this ends with its exit code and says nothing more.
     """
+    typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
     with ending_on_sigterm():
         done = subprocess.run(
-            [sys.executable, "-m", "treadle.engines.models", model, verb],
+            [sys.executable, "-m", "treadle.engines.models", model, verb, *typed],
             stdout=subprocess.PIPE,
             text=True,
             check=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +25,11 @@ from treadle.errors import RunStalled
 from treadle.launch.probe import get
 from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
-from treadle.wire.hub import Processes, ProcessStanding
+from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding
 from treadle.wire.urls import shown_url
 
 LOOK_EVERY_S = 1.0
+METER_S = 15.0  # window of the token rate: an engine counts tokens only when a completion ends
 SILENT_S = 30.0
 STACKS_TAKE_S = 1.0
 MOST_ALARMS = 200
@@ -44,6 +46,7 @@ class Sight:
     alarms     late waits and silent processes, once each
     findings   what is wrong with the work of a process, once each
     standings  the processes, as the hub knows them
+    generated_tok_s  tokens that the engines sampled per second, over the last seconds; None: not known yet
     """
 
     now: str = ""
@@ -51,6 +54,29 @@ class Sight:
     alarms: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     standings: tuple[ProcessStanding, ...] = ()
+    generated_tok_s: float | None = None
+
+
+class TokenMeter:
+    """How fast a count of tokens grows.
+
+    >>> meter = TokenMeter()
+    >>> meter.rate(0.0, 100), meter.rate(2.0, 500)
+    (None, 200.0)
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def rate(self, now_s: float, num_tokens: float) -> float | None:
+        """Tokens per second over the last METER_S; None at the first count, also after an engine restart."""
+        if self._seen and num_tokens < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now_s, num_tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - METER_S:
+            self._seen.popleft()
+        first_s, first = self._seen[0]
+        return (num_tokens - first) / (now_s - first_s) if now_s > first_s else None
 
 
 class Overseer:
@@ -74,6 +100,7 @@ class Overseer:
         self._moved_s = clock()
         self._progress: Hashable = None
         self._raised: set[tuple[str, str]] = set()
+        self._meter = TokenMeter()
         self.sight = Sight()
 
     def look(self, progress: Hashable, *, is_starting: bool = False) -> None:
@@ -93,10 +120,20 @@ class Overseer:
         self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
         for standing in standings:
             self._look_at(standing)
-        self.sight = replace(self.sight, now=tell_now(standings), notes=notes, standings=tuple(standings))
+        self.sight = replace(
+            self.sight,
+            now=tell_now(standings),
+            notes=notes,
+            standings=tuple(standings),
+            generated_tok_s=self._generated_tok_s(standings),
+        )
         is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
         is_movement_seen = is_known and not is_starting
         self._look_for_movement((progress, *_movement(standings)) if is_movement_seen else object(), standings)
+
+    def _generated_tok_s(self, standings: list[ProcessStanding]) -> float | None:
+        counts = [c for standing in standings if (c := standing.report.counts.get(GENERATED_TOKENS)) is not None]
+        return self._meter.rate(self._clock(), sum(counts)) if counts else None
 
     def _look_at(self, standing: ProcessStanding) -> None:
         report = standing.report

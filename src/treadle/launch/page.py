@@ -38,11 +38,13 @@ class RunPage:
             return f"{self.hub_url}{PATH}"
         return f"{self.hub_url}/t/TOKEN{PATH} (`treadle token observer` prints TOKEN)"
 
-    def open(self) -> None:
-        """Some browsers do not return before they are closed: in a thread of its own."""
+    def open(self, *, within_s: float = 0.0) -> None:
+        """Open it in a thread, because some browsers return only when closed; wait up to `within_s` for the thread."""
         if not self.can_open():
             return
-        threading.Thread(target=webbrowser.open, args=(self.address(),), name="browser", daemon=True).start()
+        thread = threading.Thread(target=webbrowser.open, args=(self.address(),), name="browser", daemon=True)
+        thread.start()
+        thread.join(within_s)
 
     def address(self) -> str:
         """With the token: for the browser alone."""

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.config.schema import RunConfig
-from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
+from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.launch.overseer import Sight
-from treadle.launch.wording import duration, gigabytes, percent, sparkline
+from treadle.launch.wording import duration, gigabytes, model_name, percent, sparkline
 from treadle.track.health_log import HealthLine
 from treadle.watch.telling import SILENT_AFTER_S, is_long, shortened, tell_work, wait_to_show
 from treadle.wire.hub import ProcessStanding
@@ -45,25 +45,29 @@ def draw(picture: Picture) -> RenderableType:
     figures.add_row(
         "reward", _number(history.last("reward"), "{:.3f}"),
         "accuracy", _accuracy(history.last("rollout/accuracy")),
-        "tokens/s", _number(history.last("perf/trained_tok_s_wall_clock"), "{:,.0f}"),
+        "generated tokens/s", _number(_generated_tok_s(picture), "{:,.0f}"),
     )  # fmt: skip
     figures.add_row(
         "queue", _UNKNOWN if picture.num_queued is None else f"{picture.num_queued} groups",
         "policy age", _number(history.last("sample/staleness_mean"), "{:.1f}"),
-        "memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN,
+        "trained tokens/s", _number(history.last(TOKENS_PER_SECOND["trained"]), "{:,.0f}"),
     )  # fmt: skip
+    figures.add_row("memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN)
     lines: list[RenderableType] = [_progress(picture), *_work(picture.sight), Text(), figures, _seconds(history)]
-    course = history.values("rollout/accuracy")
-    if course:
-        lines.append(Text.assemble(("accuracy per step  ", "dim"), (sparkline(course), "green")))
+    rewards = history.values("reward")
+    if rewards:
+        ends = f"  {rewards[0]:.3f} → {rewards[-1]:.3f}"
+        lines.append(Text.assemble(("reward per step    ", "dim"), (sparkline(rewards), "green"), ends))
     if history.evaluations:
-        lines.append(_held_out(history.evaluations))
+        lines += _held_out(history.evaluations)
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
     if picture.sight.standings:
         lines += [Text(), _processes(picture.sight.standings)]
     lines += [Text(f"! {finding}", style="yellow") for finding in picture.sight.findings[-NUM_ALARMS_SHOWN:]]
     lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
-    name = Text.assemble((picture.run_name, "bold"), f"  {picture.config.model}  {picture.config.env.task_name}")
+    # Where room is short, the end of a title is cut off.
+    about = f"  {picture.config.env.task_name}  {model_name(picture.config.model)}"
+    name = Text.assemble((picture.run_name, "bold"), about)
     return Panel(Group(*lines), title=name, title_align="left", subtitle=picture.how_to_leave, subtitle_align="right")
 
 
@@ -92,17 +96,29 @@ def _progress(picture: Picture) -> RenderableType:
 
 
 def _seconds(history: History) -> Text:
-    """Where the last step's time went."""
+    """Where the last step's time went; a group is generated beside it, and may take longer than a step."""
     parts = [
         f"{word} {value:.1f}" for word, keys in SECONDS_PER_STEP.items() if (value := history.last(*keys)) is not None
     ]
+    if (generation := history.last(GENERATION_S)) is not None:
+        parts.append(f"in parallel: generation {generation:.1f}")
     return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
 
 
-def _held_out(evaluations: tuple[Evaluation, ...]) -> Text:
+def _generated_tok_s(picture: Picture) -> float | None:
+    """As the engine counts it now; where it does not report, that of the last step."""
+    now = picture.sight.generated_tok_s
+    return picture.history.last(TOKENS_PER_SECOND["generated"]) if now is None else now
+
+
+def _held_out(evaluations: tuple[Evaluation, ...]) -> list[RenderableType]:
     shown = [evaluations[0], *evaluations[1:][-2:]]
     course = "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
-    return Text.assemble(("held-out accuracy  ", "dim"), (course, "bold"))
+    scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
+    return [
+        Text.assemble(("held-out accuracy  ", "dim"), (course, "bold")),
+        Text.assemble(("held-out score     ", "dim"), scores),
+    ]
 
 
 def _work(sight: Sight) -> list[RenderableType]:

@@ -96,6 +96,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what was chosen for this machine, and why
     observer_token: str = field(default="", repr=False)  # of the hub, where it asks for one
     is_env_last: bool = False  # the environment must not begin before the trainer has published
+    derived: frozenset[str] = frozenset()  # keys whose values hold for this one run: no settings for another
 
     @property
     def watch_url(self) -> str:
@@ -153,6 +154,7 @@ def build_plan(
         "train.atropos_url": hub_url,
         "env.rollout_server_url": hub_url,
         "train.engine_url": engine_url,
+        "train.vllm_port": None,  # engine_url says it
         "openai.base_url": f"{engine_url}/v1",
         "engine.model": model_folder,
         "train.model": model_folder,
@@ -160,12 +162,14 @@ def build_plan(
         "steps": choose_steps(config, explicit),
         "train.steps": choose_steps(config, explicit),
     }
+    # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
+    of_this_run = (derived.keys() - explicit) | (settled.keys() - (explicit & {"hub.port", "engine.port"}) - {"steps"})
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
-    return Plan(resolved, run_folder, specs, hub_url, notes, observer_token)
+    return Plan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
 def choose_by_processor(
@@ -204,7 +208,8 @@ def engine_of_mode(
     train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
 ) -> dict[str, Any]:
     """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
-    shares = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
+    by_memory = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
+    shares = by_memory or train.single_copy
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     saved = train.save_path if "train.save_path" in explicit else run_folder
     settings["engine.adapter_root"] = train.live_path or saved  # only what this run's trainer saves

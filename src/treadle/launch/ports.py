@@ -22,11 +22,27 @@ def held_ports(wished: Mapping[str, tuple[str, int]], explicit: frozenset[str] =
 
     A default port is a wish and gives way when it is busy; one that the user chose ("hub.port" in `explicit`) does not.
     """
+    chosen = {name: address for name, address in wished.items() if f"{name}.port" in explicit}
+    _refuse_one_for_two(chosen)
+    in_order = {**chosen, **wished}  # the chosen ones first: a default gives way to them
     with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(_hold(name, host, port, is_chosen=f"{name}.port" in explicit))
-            for name, (host, port) in wished.items()
+        taken = {
+            name: stack.enter_context(_hold(name, host, port, is_chosen=name in chosen))
+            for name, (host, port) in in_order.items()
         }
+        yield {name: taken[name] for name in wished}
+
+
+def _refuse_one_for_two(chosen: Mapping[str, tuple[str, int]]) -> None:
+    """Refuse one port for two servers. Hosts are not compared: one host may have several names."""
+    owners: dict[int, str] = {}
+    for name, (_, port) in chosen.items():
+        other = owners.setdefault(port, name)
+        if other != name and port != ANY_FREE:
+            raise PortInUse(
+                f"--{other}.port and --{name}.port are both {port}: two servers cannot share a port",
+                fix=f"choose another --{name}.port",
+            )
 
 
 def port_of(listener: socket.socket) -> int:

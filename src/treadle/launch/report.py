@@ -13,8 +13,9 @@ from rich.console import Console
 from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
 from treadle.errors import MissingExtra
-from treadle.launch.history import SECONDS_PER_STEP, Evaluation, History
-from treadle.launch.wording import duration, gigabytes, near, one_line, percent, program
+from treadle.launch.folder import ADAPTER_RESULT, find_result
+from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
+from treadle.launch.wording import counted, duration, gigabytes, model_name, near, one_line, percent, program
 from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
@@ -69,7 +70,7 @@ class Summary:
     seconds_per_step: dict[str, float | None]
     peak_memory_bytes: int
     peak_memory_by_process: dict[str, int]
-    final_model: str
+    final_model: str  # or adapter; "" while there is none
     metrics: str
     plot: str
     logs: str
@@ -81,6 +82,11 @@ class Summary:
     # Share of the held-out answers that ended by themselves; None: not known.
     ended_before: float | None = None
     ended_after: float | None = None
+    tokens_per_second: dict[str, float | None] = field(default_factory=dict)  # {"generated": 812.0, "trained": 412.4}
+
+    @property
+    def result_name(self) -> str:
+        return "trained adapter" if Path(self.final_model).name == ADAPTER_RESULT else "trained model"
 
 
 def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Outcome) -> Summary:
@@ -99,11 +105,11 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         total_s=round(outcome.total_s, 1),
         seconds_per_step={
             word: _rounded(history.mean(*keys))
-            for word, keys in {"total": ("perf/step_s",), **SECONDS_PER_STEP}.items()
+            for word, keys in {"total": ("perf/step_s",), **SECONDS_PER_STEP, "generation": (GENERATION_S,)}.items()
         },
         peak_memory_bytes=outcome.peak_memory_bytes,
         peak_memory_by_process=outcome.peak_memory_by_process,
-        final_model=str(config.train.save_path / "final_model"),
+        final_model=str(find_result(config.train.save_path) or ""),
         metrics=str(config.train.metrics_file),
         plot=str(run_folder / "reward.png"),
         logs=str(run_folder / "logs"),
@@ -113,6 +119,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         last_words=outcome.last_words,
         ended_before=None if history.before is None else history.before.ended,
         ended_after=None if history.after is None else history.after.ended,
+        tokens_per_second={word: _rounded(history.mean(key)) for word, key in TOKENS_PER_SECOND.items()},
     )
 
 
@@ -161,7 +168,7 @@ def load_summary(run_folder: Path) -> Summary | None:
 
 def draw_plot(history: History, summary: Summary) -> str:
     """Draw reward.png; what to tell the user when it could not be drawn, else ""."""
-    title = f"{summary.task}, {summary.model}"
+    title = f"{summary.task}, {model_name(summary.model)}"
     try:
         plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title)
     except MissingExtra as error:
@@ -175,13 +182,17 @@ def print_report(summary: Summary, console: Console) -> None:
         console.print(value, highlight=False, markup=False, soft_wrap=True)
 
     console.print()
-    console.print(f"[bold]{summary.steps_taken} steps in {duration(summary.total_s)}[/bold]", highlight=False)
-    row("held-out accuracy", _change(summary.held_out_before, summary.held_out_after))
+    steps = counted(summary.steps_taken, "step")
+    console.print(f"[bold]{steps} in {duration(summary.total_s)}[/bold]", highlight=False)
+    row("held-out accuracy", accuracy_in_words(summary))
+    if scores := mean_scores_in_words(summary):
+        row("held-out mean score", scores)
     if summary.ended_before is not None or summary.ended_after is not None:
         shares = ("not measured" if e is None else percent(e) for e in (summary.ended_before, summary.ended_after))
         row("answers that end by themselves", " -> ".join(shares))
     _print_examples(summary, console)
     row("seconds per step", _split_in_words(summary.seconds_per_step))
+    row("tokens per second", _speeds_in_words(summary.tokens_per_second))
     row("peak memory", _memory_in_words(summary))
     for number, line in enumerate(summary.health[-NUM_HEALTH_LINES:]):
         row("" if number else "health", line)
@@ -189,7 +200,7 @@ def print_report(summary: Summary, console: Console) -> None:
         row("", f"({len(summary.health) - NUM_HEALTH_LINES} earlier ones are in the trainer's log)")
     for number, line in enumerate(summary.findings[-NUM_HEALTH_LINES:]):
         row("" if number else "environment", line)
-    row("trained model", near(summary.final_model))
+    row(summary.result_name, near(summary.final_model) if summary.final_model else "none")
     row("metrics", near(summary.metrics))
     row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")
     row("logs", near(summary.logs))
@@ -228,10 +239,28 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
         "num_right": evaluation.num_right,
         "num_prompts": evaluation.num_prompts,
         "max_tokens": evaluation.max_tokens,
+        "mean_score": evaluation.mean_score,
     }
 
 
-def _change(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+def result_in_words(summary: Summary) -> str:
+    """What the run achieved, on one line."""
+    steps = f"{counted(summary.steps_taken, 'step')} in {duration(summary.total_s)}"
+    scores = mean_scores_in_words(summary)
+    return f"{steps}; held-out accuracy {accuracy_in_words(summary)}" + (f"; mean score {scores}" if scores else "")
+
+
+def mean_scores_in_words(summary: Summary) -> str:
+    """ "0.016 -> 0.720"; "" where it was not measured."""
+    scores = [(held_out or {}).get("mean_score") for held_out in (summary.held_out_before, summary.held_out_after)]
+    if scores == [None, None]:
+        return ""
+    return " -> ".join("not measured" if score is None else f"{score:.3f}" for score in scores)
+
+
+def accuracy_in_words(summary: Summary) -> str:
+    before, after = summary.held_out_before, summary.held_out_after
+
     def words(held_out: dict[str, Any] | None) -> str:
         if held_out is None:
             return "not measured"
@@ -247,7 +276,17 @@ def _change(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
 def _split_in_words(split: dict[str, float | None]) -> str:
     parts = [f"{word} {split[word]:.2f}" for word in SECONDS_PER_STEP if split.get(word) is not None]
     total = split.get("total")
-    return ("not measured" if total is None else f"{total:.2f}") + (f" ({', '.join(parts)})" if parts else "")
+    beside = split.get("generation")
+    return (
+        ("not measured" if total is None else f"{total:.2f}")
+        + (f" ({', '.join(parts)})" if parts else "")
+        + ("" if beside is None else f"; in parallel, generation of a group {beside:.2f}")
+    )
+
+
+def _speeds_in_words(speeds: dict[str, float | None]) -> str:
+    known = [f"{word} {speed:,.0f}" for word, speed in speeds.items() if speed is not None]
+    return ", ".join(known) or "not measured"
 
 
 def _memory_in_words(summary: Summary) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from treadle.launch.charts import Chart, Point, Series
-from treadle.launch.history import History, is_number
+from treadle.launch.history import TOKENS_PER_SECOND, History, is_number
 
 # Where the time of a step goes; the rest of it is "other".
 PARTS_OF_A_STEP = {
@@ -55,7 +55,12 @@ def charts_of(history: History) -> list[Chart]:
             "tokens",
             from_zero=True,
         ),
-        plain("trained tokens per second", "perf/trained_tok_s_wall_clock", "tokens/s"),
+        Chart(
+            "tokens per second",
+            tuple(course(key, word, colour) for colour, (word, key) in enumerate(TOKENS_PER_SECOND.items(), start=1)),
+            "tokens/s",
+            from_zero=True,
+        ),
         time_of_a_step(history),
         Chart("ratio", (course("mean_ratio", "mean ratio"),), healthy=HEALTHY_RATIO),
         Chart(

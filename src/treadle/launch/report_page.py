@@ -24,12 +24,12 @@ from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.launch.charts import Chart, draw
 from treadle.launch.folder import REQUEST_FILE, check_is_run, requested_keys
-from treadle.launch.history import Evaluation, History, reader_of
+from treadle.launch.history import TOKENS_PER_SECOND, Evaluation, History, reader_of
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.report import Outcome, Summary, choose_examples, load_summary, summarize
 from treadle.launch.report_charts import charts_of
 from treadle.launch.versions import load_versions
-from treadle.launch.wording import duration, gigabytes, near, percent
+from treadle.launch.wording import counted, duration, gigabytes, near, percent
 
 PAGE_FILE = "report.html"
 _TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -154,7 +154,11 @@ def page_of(facts: Facts) -> dict[str, Any]:
             for name, size in sorted(summary.peak_memory_by_process.items(), key=lambda item: -item[1])
         ],
         "peak_memory": gigabytes(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
-        "files": [("trained model", summary.final_model), ("metrics", summary.metrics), ("logs", summary.logs)],
+        "files": [
+            (summary.result_name, summary.final_model or "none"),
+            ("metrics", summary.metrics),
+            ("logs", summary.logs),
+        ],
     }
 
 
@@ -162,7 +166,8 @@ def in_words(facts: Facts) -> list[str]:
     """The run in a few sentences, and no more certain than its figures are."""
     summary, history = facts.summary, facts.history
     took = f" in {duration(summary.total_s)}" if summary.total_s else ""
-    told = [f"{summary.model} was trained on {_task(summary)}: {summary.steps_taken} of {summary.steps} steps{took}."]
+    steps = f"{summary.steps_taken} of {counted(summary.steps, 'step')}"
+    told = [f"{summary.model} was trained on {_task(summary)}: {steps}{took}."]
     told += _accuracy_in_words(*_first_and_last(history.evaluations))
     rewards = history.values("reward")
     if len(rewards) >= 2 * _PREFIX_STEPS:
@@ -189,6 +194,8 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
         f"Held-out accuracy was {start} {where} and {end} at step {after.step}, on {after.num_prompts} prompts; in "
         "brackets, 95 % intervals."
     ]
+    if before.mean_score is not None and after.mean_score is not None:
+        told.append(f"The mean score of these answers was {before.mean_score:.3f} and {after.mean_score:.3f}.")
     if before.low <= after.high and after.low <= before.high:
         told.append("The intervals overlap: the difference may be chance.")
     return told
@@ -226,13 +233,16 @@ def _task(summary: Summary) -> str:
 def _tiles(facts: Facts) -> list[tuple[str, str]]:
     summary, history = facts.summary, facts.history
     _, last = _first_and_last(history.evaluations)
-    speed, step_s = history.mean("perf/trained_tok_s_wall_clock"), history.mean("perf/step_s")
+    step_s = history.mean("perf/step_s")
+    mean_score = None if last is None else last.mean_score
+    speeds = {f"{word} tokens per second": history.mean(key) for word, key in TOKENS_PER_SECOND.items()}
     tiles = [
         ("held-out accuracy", percent(last.accuracy) if last is not None else ""),
+        ("held-out mean score", "" if mean_score is None else f"{mean_score:.3f}"),
         ("steps", f"{summary.steps_taken} of {summary.steps}"),
         ("time", duration(summary.total_s) if summary.total_s else ""),
         ("seconds per step", f"{step_s:.2f}" if step_s is not None else ""),
-        ("trained tokens per second", f"{speed:,.0f}" if speed is not None else ""),
+        *((name, f"{speed:,.0f}" if speed is not None else "") for name, speed in speeds.items()),
         ("peak memory", gigabytes(summary.peak_memory_bytes) if summary.peak_memory_bytes else ""),
     ]
     return [(name, value or "not measured") for name, value in tiles]

@@ -1,10 +1,13 @@
-"""`treadle top`: the view of `treadle run`, of a run that somebody else started, or is over."""
+"""Show a run from another terminal, while it goes on or after its end (`treadle top`)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,60 +23,122 @@ from treadle.launch.overseer import Overseer
 from treadle.launch.panel import draw
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.probe import get_json
-from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.launch.wording import program
+from treadle.launch.report import Summary, load_summary, result_in_words
+from treadle.launch.view import RunState, View, choose_view, current_phase
+from treadle.log import get_logger
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.wire.urls import shown_url, without_token
+
+log = get_logger("top")
 
 RUNS = Path("runs")
 GONE_AFTER_S = 5.0
 TICK_S = 0.25
+LOCK_LOOK_S = 1.0
 
 
 def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
-    """Until the run is over, or Ctrl-C; `once` prints one picture."""
+    """Show the run until it ends, the reader of standard output is gone, or Ctrl-C; `once` prints one picture."""
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE, {})
-    hub_url = _watch_url(config)
+    hub_url = watch_url(config, config.train.atropos_url)
     history = reader_of(config, folder)
     overseer = Overseer(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
     seconds_ago = max(0.0, time.time() - (folder / CONFIG_FILE).stat().st_mtime)  # written when it began or went on
     begun = time.monotonic() - seconds_ago
     state = RunState(config, folder.name, begun=begun, how_to_leave="Ctrl-C leaves, the run goes on")
 
+    finished = finished_summary(folder, config.steps)
+    if finished is not None:  # its hub has ended: at its address another run may be served now
+        state.history, state.phase, state.how_to_leave = history.read(), "complete", ""
+        state.begun = time.monotonic() - finished.total_s
+        if once:
+            Console().print(draw(state.picture()))
+        print(f"this run is complete: {result_in_words(finished)}", flush=True)
+        return 0
+
     def refresh(state: RunState) -> None:
         overseer.look(None)
-        _refresh(state, history, overseer, hub_url)
+        _refresh(state, history, overseer, hub_url, folder)
 
     if once:
         refresh(state)
         Console().print(draw(state.picture()))
+        is_over = not overseer.sight.standings
     else:
-        _watch(Screen(choose_view(plain=plain), state, refresh), overseer)
-    if not overseer.sight.standings:
-        print(f"this run is not going on now: its hub at {shown_url(hub_url)} does not answer", flush=True)
-        if history.read().last_step < config.steps:
-            print(run_folders.how_to_go_on(config, folder, history.read().last_step), flush=True)
+        _watch(choose_view(plain=plain), state, refresh, folder)
+        is_over = True
+    if is_over:
+        _tell_end(folder, config, hub_url, history.read().last_step)
     return 0
 
 
-def _watch_url(config: RunConfig) -> str:
-    """The hub with its token, from the file that the run was started with or from the environment."""
+def finished_summary(folder: Path, steps: int) -> Summary | None:
+    """The summary of a run that is complete; None while it goes on, and when it ended early."""
+    if run_folders.is_going(folder):
+        return None
+    summary = load_summary(folder)
+    return summary if summary is not None and summary.is_complete and summary.steps_taken >= steps else None
+
+
+def _tell_end(folder: Path, config: RunConfig, hub_url: str, last_step: int) -> None:
+    finished, summary = finished_summary(folder, config.steps), load_summary(folder)
+    if finished is not None:
+        print(f"this run is complete: {result_in_words(finished)}", flush=True)
+        return
+    if summary is not None and summary.last_words and not run_folders.is_going(folder):
+        print(f"this run failed after step {last_step}: {summary.last_words}", flush=True)
+    else:
+        print(f"this run is not going on now: its hub at {shown_url(hub_url)} does not answer", flush=True)
+    if last_step < config.steps:
+        print(run_folders.how_to_go_on(config, folder, last_step), flush=True)
+
+
+def watch_url(config: RunConfig, hub_url: str) -> str:
+    """The URL of a hub with its token, from the file that the run was started with or from the environment."""
     token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
     with contextlib.suppress(ConfigError):  # then the hub refuses, and the view says that it does not answer
         token = client_token(config.hub.token_file, "observer", token)
-    hub_url = without_token(config.train.atropos_url)
+    hub_url = without_token(hub_url)
     return f"{hub_url}/t/{quote(token, safe='')}" if token else hub_url
 
 
-def _watch(screen: Screen, overseer: Overseer) -> None:
-    heard_s = awake_s()
-    with screen:
-        while awake_s() - heard_s < GONE_AFTER_S:
-            screen.tick()
-            if overseer.sight.standings:
+def _watch(view: View, state: RunState, refresh: Callable[[RunState], None], folder: Path) -> None:
+    """Update until the launcher releases the folder's lock or, if it runs on another machine, the hub is silent."""
+    heard_s = looked_s = awake_s()
+    was_going = run_folders.is_going(folder)
+    view.open()
+    try:
+        while was_going or awake_s() - heard_s < GONE_AFTER_S:  # a hub that is being started does not answer yet
+            try:
+                refresh(state)
+                view.update(state)
+            except BrokenPipeError:
+                raise
+            except Exception as error:  # a file that is half written, an odd answer: the next look may succeed
+                log.debug("look_failed", error=repr(error))
+            if state.sight.standings:
                 heard_s = awake_s()
+            if awake_s() - looked_s >= LOCK_LOOK_S:
+                is_going, looked_s = run_folders.is_going(folder), awake_s()
+                if was_going and not is_going:
+                    return
+                was_going = is_going
+            if _is_reader_gone():
+                raise BrokenPipeError
             time.sleep(TICK_S)
+    finally:
+        view.close()
+
+
+def _is_reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as behind `| head -3`."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # no real file
+        return False
 
 
 def find_run(run: Path | None) -> Path:
@@ -82,16 +147,19 @@ def find_run(run: Path | None) -> Path:
         folder = run.expanduser().resolve()
         run_folders.check_is_run(folder)
         return folder
-    runs = sorted(path for path in RUNS.glob("*") if (path / CONFIG_FILE).is_file())
-    if not runs:
-        raise ConfigError(f"there is no run in {RUNS}/", fix=f"name its folder: {program()} top FOLDER")
-    return runs[-1].resolve()
+    return run_folders.newest_run(RUNS).resolve()
 
 
-def _refresh(state: RunState, history: HistoryReader, overseer: Overseer, hub_url: str) -> None:
+def _refresh(state: RunState, history: HistoryReader, overseer: Overseer, hub_url: str, folder: Path) -> None:
     state.history = history.read()
     state.sight = overseer.sight
-    state.phase = current_phase(state.history, state.config) if overseer.sight.standings else "not going on"
+    is_going = bool(overseer.sight.standings) or run_folders.is_going(folder)
+    if is_going and not overseer.sight.standings and not state.history.steps:
+        state.phase = "waiting for the hub"
+    elif is_going:
+        state.phase = current_phase(state.history, state.config)
+    else:
+        state.phase = "complete" if finished_summary(folder, state.config.steps) else "not going on"
     state.memory_bytes = sum(standing.report.memory_bytes for standing in overseer.sight.standings)
     answer = get_json(f"{hub_url}/status")
     state.num_queued = None if answer is None else int(answer.get("queue_size", 0))

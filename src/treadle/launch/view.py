@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from treadle.config.schema import RunConfig
-from treadle.launch.history import History
+from treadle.launch.history import TOKENS_PER_SECOND, History
 from treadle.launch.overseer import Sight
 from treadle.launch.panel import Picture, draw
 from treadle.launch.wording import duration, percent
@@ -26,7 +26,8 @@ _FIGURES: Mapping[str, Callable[[float], str]] = {
     "reward": "reward {:.3f}".format,
     "rollout/accuracy": lambda share: f"accuracy {percent(share)}",
     "completions/clipped_ratio": lambda share: f"ended {100 * (1 - share):.0f} %",  # by themselves
-    "perf/trained_tok_s_wall_clock": "{:.0f} tokens/s".format,
+    TOKENS_PER_SECOND["generated"]: "generated {:.0f} tokens/s".format,
+    TOKENS_PER_SECOND["trained"]: "trained {:.0f} tokens/s".format,
     "perf/step_s": "{:.1f} s".format,
     "sample/staleness_mean": "age {:.1f}".format,
 }
@@ -148,7 +149,7 @@ class LiveView:
 class PlainView:
     """One line per step, evaluation, phase and problem, for files, pipes and small terminals.
 
-    step  12/50  reward 0.310  accuracy 28.0 %  ended 97 %  412 tokens/s  8.1 s  age 1.0  5 min 08 s left
+    step  12/50  reward 0.310  accuracy 28.0 %  ended 97 %  generated 812 tokens/s  trained 412 tokens/s  8.1 s  ...
 
     After 15 s without a line it prints what is waited for: `evaluating at step 0: 128 of 256, 20 s`. An explanation
     follows only when a process has a problem or has waited for more than half of its deadline (watch/telling.py).
@@ -190,7 +191,8 @@ class PlainView:
         last_phase, last_step, num_evaluations = self._progress
         for evaluation in history.evaluations[num_evaluations:]:
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
-            yield f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval})"
+            mean = "" if evaluation.mean_score is None else f", mean score {evaluation.mean_score:.3f}"
+            yield f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval}){mean}"
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > last_step:
                 yield _step_line(History(history.steps[:number]), state.config.steps)

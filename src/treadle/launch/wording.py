@@ -22,6 +22,14 @@ def program() -> str:
     return "treadle" if found is not None and Path(found).resolve() == own.resolve() else near(own)
 
 
+def counted(number: int, word: str) -> str:
+    """
+    >>> counted(1, "step"), counted(25, "step")
+    ('1 step', '25 steps')
+    """
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(75), duration(3723)
@@ -44,17 +52,28 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size < 10e9 else f"{size / 1e9:.1f} GB"
 
 
-def sparkline(values: list[float], width: int = 40, *, top: float = 1.0) -> str:
-    """A row of bars, the newest at the right; longer histories are averaged into `width` bars.
+def sparkline(values: list[float], width: int = 40) -> str:
+    """A row of bars from the lowest value to the highest, the newest at the right; longer histories are averaged into
+    `width` bars. Equal values are bars of the lowest kind.
 
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
+    >>> sparkline([-1.0, 0.0, 3.0])
+    '▁▃█'
     """
     bars = "▁▂▃▄▅▆▇█"
     num_bins = min(width, len(values))
     bins = [values[len(values) * i // num_bins : len(values) * (i + 1) // num_bins] for i in range(num_bins)]
-    heights = [sum(part) / len(part) / top for part in bins]
-    return "".join(bars[min(len(bars) - 1, max(0, round(height * (len(bars) - 1))))] for height in heights)
+    means = [sum(part) / len(part) for part in bins]
+    lowest, height = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    return "".join(bars[round((mean - lowest) / height * (len(bars) - 1)) if height else 0] for mean in means)
+
+
+def model_name(model: str) -> str:
+    """A model in few words: the last part of a path; a name or an id as it is.
+
+    >>> model_name("/data/models/qwen3-tuned"), model_name("Qwen/Qwen3-8B")
+    ('qwen3-tuned', 'Qwen/Qwen3-8B')
+    """
+    return Path(model).name if model.startswith((".", "/", "~")) or model.count("/") > 1 else model
 
 
 def one_line(text: str, width: int) -> str:

@@ -1,19 +1,22 @@
 """lora_only: adapters, loaded while the engine serves.
 
 Every publish is a new adapter under a name that is never used again: an engine caches by name, and what runs goes on
-under the adapter it began with. The two newest stay loaded.
+under the adapter it began with. The two newest stay loaded. With --single-copy the trainer reads the engine's own base
+model instead of loading it a second time.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 
 import msgspec
 
 from treadle.config import TrainConfig
 from treadle.sync.attaching import attach_adapters
 from treadle.sync.engine_link import EngineLink
+from treadle.sync.layout import Layout
 from treadle.sync.live_folder import KEPT, LiveFolder
 from treadle.sync.proof import Proof
 from treadle.sync.receipt import Attached, Publishable, Receipt
@@ -41,7 +44,11 @@ class LoraSwapSync:
         self._life = secrets.token_hex(3)  # a run that goes on after a crash must not use a name again
 
     def attach(self) -> Attached:
-        return attach_adapters(self._config, self._engine)
+        attached = attach_adapters(self._config, self._engine)
+        if not self._config.single_copy:
+            return attached
+        layout = self._engine.wait_for("/bridge/state_dict_info", Layout)  # of the base: adapters are not part of it
+        return replace(attached, layout=layout, has_one_copy=True)
 
     def settle(self) -> None:
         self._proof.settle()

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from treadle.config import DEFAULT_MODEL
+from treadle.errors import ModelError
 
 NUM_SAMPLES = 64  # per file of weights
 SAMPLE_BYTES = 4096
@@ -41,6 +42,8 @@ def local_folder(name: str) -> Path | None:
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return folder
+    if is_path(name):
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -49,6 +52,23 @@ def local_folder(name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name can only be a folder, and no id of a model hub.
+
+    >>> is_path("./my-model"), is_path("Qwen/Qwen3-8B")
+    (True, False)
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def find_model(name: str) -> Path | None:
+    """The folder of a model on this machine; None for an id that is to be fetched. Refuses a path that is not there."""
+    folder = local_folder(name)
+    if folder is None and is_path(name):
+        raise ModelError(f"there is no model folder '{name}'", fix="check --model")
+    return folder
 
 
 def is_same_model(name: str, served: Path) -> bool:

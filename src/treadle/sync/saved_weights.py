@@ -33,7 +33,8 @@ def refuse_misplaced(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int
         message, _ = explain(saved, {name: served[name] for name in saved}, own_dtype=dtype, engine_dtype=dtype)
         raise SyncError(
             f"the weights that the engine shares are not those of {folder}: {message}",
-            fix="start the engine from that model; if it was, use --use-shared-memory, and report the model",
+            fix="start the engine from that model; if it was, leave --single-copy out (shared_vllm: and give "
+            "--use-shared-memory), and report the model",
         )
     return len(saved)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treadle.config.train import TrackOptions
-from treadle.errors import TreadleError
+from treadle.errors import MissingExtra, Problems, TreadleError
 from treadle.log import get_logger
 from treadle.track.jsonl import JsonlTracker, read_steps
 from treadle.track.names import with_aliases
@@ -16,6 +17,7 @@ from treadle.track.sink import Metric, RunIdentity, Table, TableTracker, Tracker
 
 DEFAULT_PROJECT = "treadle"
 MAX_FAILURES_IN_A_ROW = 10
+_EXTRAS = {"tensorboard": "trackers", "wandb": "trackers", "trackio": "trackio"}
 log = get_logger("track")
 
 
@@ -33,6 +35,20 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     opened = {name: _open(name, config, folder, resolved, last_step) for name in config.sinks}
     sinks = {name: sink for name, sink in opened.items() if sink is not None}
     return FanTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
+
+
+def check_sinks(config: TrackOptions, env: Mapping[str, str]) -> None:
+    """Refuse sinks that could not be opened: a package is missing, or W&B has no key. Imports none of them."""
+    problems = Problems()
+    for name in config.sinks:
+        with problems.collected():
+            if importlib.util.find_spec(name) is None:
+                raise MissingExtra(f"--track {name} needs {name}", fix=f"pip install 'treadle[{_EXTRAS[name]}]'")
+            if name == "wandb":
+                from treadle.track.wandb_sink import check_login
+
+                check_login(env)
+    problems.raise_all()
 
 
 def group_of(config: TrackOptions, metrics_file: Path) -> str:

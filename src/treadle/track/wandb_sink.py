@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import configparser
+import netrc
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from treadle.errors import ConfigError, MissingExtra
 from treadle.log import get_logger
 from treadle.track.sink import ForwardOnly, RunIdentity, Table
 
+LOGIN_FIX = "run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline"
+_DECIDING_VARIABLES = (
+    "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS", "WANDB_CONFIG_DIR", "WANDB_DIR",
+)  # fmt: skip
+_SETTINGS_FILES = ("~/.config/wandb/settings", "wandb/settings")
 CLOSE_TIMEOUT_S = 20.0  # an upload that hangs must not keep a finished trainer alive
 log = get_logger("track")
+
+
+def check_login(env: Mapping[str, str]) -> None:
+    """Refuse to log to W&B without an API key. Does not import wandb, which takes a second.
+
+    wandb looks in more places than these; where any of them says something, it decides itself.
+    """
+    if env.get("WANDB_MODE", "online") != "online" or any(env.get(name) for name in _DECIDING_VARIABLES):
+        return
+    file = configparser.ConfigParser()
+    try:
+        file.read([Path(name).expanduser() for name in _SETTINGS_FILES], encoding="utf-8")
+        if any({"mode", "base_url", "api_key", "anonymous"} & set(file[section]) for section in file.sections()):
+            return
+        host = urlsplit(env.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+        named = [env["NETRC"]] if env.get("NETRC") else ["~/.netrc", "~/_netrc"]
+        logins = [Path(name).expanduser() for name in named]
+        if any(path.exists() and netrc.netrc(path).authenticators(host) for path in logins):
+            return
+    except (OSError, ValueError, RuntimeError, configparser.Error, netrc.NetrcParseError):
+        return
+    raise ConfigError("W&B has no API key on this machine", fix=LOGIN_FIX)
 
 
 class WandbTracker(ForwardOnly):
@@ -40,7 +72,7 @@ class WandbTracker(ForwardOnly):
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ConfigError(
                 f"W&B refused: {str(error).splitlines()[0]}",
-                fix="run `wandb login`, set WANDB_API_KEY, or keep the run local with WANDB_MODE=offline",
+                fix=LOGIN_FIX,
             ) from None
         log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
 

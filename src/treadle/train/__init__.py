@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 from treadle.config import TrainConfig
-from treadle.errors import require
+from treadle.errors import Problems
 
 
 def main(config: TrainConfig) -> None:
     """Train until the last step, or until SIGTERM, which saves and ends in order."""
-    require("train", "torch", "transformers")
+    from treadle.sync.model_identity import find_model
+    from treadle.train.requirements import check_trainer
+
+    problems, folder = Problems(), None
+    with problems.collected():
+        folder = find_model(config.model) if "model" in config.model_fields_set else None
+    with problems.collected():
+        check_trainer(config, os.environ, folder)
+    problems.raise_all()
     from treadle.train.process import run_trainer
 
     run_trainer(config)

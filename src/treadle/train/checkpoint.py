@@ -5,7 +5,7 @@
                                                                     of several ranks, each writes its own
                        trainer.json                                 step, time, and the sha256 of every file
     adapter_step_25/   adapter_model.safetensors and the same       when adapters are trained; loads with PEFT
-    final_model/       or final_adapter/                            without the trainer's state
+    final_model/       or final_adapter/, or both (merge_final)     without the trainer's state
 
 At every moment the newest checkpoint is whole (see durable). One that was damaged later is found out by its hashes
 before anything of it is used, and the one before it is taken.
@@ -106,11 +106,17 @@ class Checkpoints:
             remove_folder(self._root / f"{kind.prefix}{other}")
         log.info("saved", step=step, folder=str(saved))
 
-    def save_final(self, policy: Policy) -> Path:
+    def save_final(self, policy: Policy, *, is_merged: bool = False) -> Path:
+        """`is_merged`: of adapters, also the model that they are merged into. It is written last: the newer of the two
+        folders is the result of the run."""
         final = _kind(policy).final
         if not self._ranks.leads:
             return self._root / final
-        return write_folder(self._root, final, lambda folder: self._write_model(folder, policy))
+        saved = write_folder(self._root, final, lambda folder: self._write_model(folder, policy))
+        if is_merged and policy.adapter is not None:
+            weights = dict(policy.served_weights())
+            write_folder(self._root, FULL.final, lambda folder: write_model(folder, weights, self._model_folder))
+        return saved
 
     def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
         """Load the newest whole checkpoint; publish after it. Nothing is loaded before everything is verified."""

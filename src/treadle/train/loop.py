@@ -109,4 +109,4 @@ def train(
         if step > saved:
             checkpoints.save(step, policy, optimizer, speed.carried())
         raise
-    checkpoints.save_final(policy)
+    checkpoints.save_final(policy, is_merged=config.merge_final)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.config import TrainConfig
+from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
@@ -56,7 +57,7 @@ class Policy:
         ranks: Ranks = ALONE,
         is_the_engines: bool = False,
     ) -> None:
-        """`is_the_engines`: the live weights are the engine's own bytes."""
+        """`is_the_engines`: the model's weights, with adapters those of the base, are the engine's own bytes."""
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
@@ -270,9 +271,11 @@ def load_policy(
 def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, has_one_copy: bool = True) -> Policy:
     """A policy whose live weights are the engine's: the model is built empty and bound to the shared bytes.
 
-    Unless `has_one_copy`, when the engine's weights are not where the trainer computes, with adapters, and when a batch
-    is trained on more than once, the weights differ from the engine's between publishes: they are then a copy, and the
-    shared bytes are written at every publish. Several ranks have copies too, of which rank 0 writes its own.
+    The weights are a copy, written to the shared bytes at every publish, in these cases: not `has_one_copy`; the
+    engine's weights are not where the trainer computes; adapters are merged or a batch is trained on more than once, so
+    that the weights differ from the engine's between publishes; several ranks, of which rank 0 writes its own.
+
+    Where adapters are published as such, the base is frozen: it is always the engine's own, and nobody writes it.
     """
     is_elsewhere = bool(layout.storages) != (choose_device(config.device).type == "cuda")
     if is_elsewhere and config.single_copy:
@@ -280,7 +283,14 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
             "the engine's weights and the trainer are not both on the GPU or both on the CPU, so one copy cannot do",
             fix="leave --single-copy out, or give engine and trainer the same --device",
         )
-    if not has_one_copy or is_elsewhere or config.lora or config.epochs > 1 or ranks.size > 1:
+    if ranks.size > 1 and config.single_copy:
+        raise ConfigError(
+            f"one copy of the weights is for one trainer process, and there are {ranks.size}",
+            fix="leave --single-copy out, or start one process",
+        )
+    is_frozen = config.weight_bridge_mode in LORA_MODES
+    has_one_copy = has_one_copy and (is_frozen or not (config.lora or config.epochs > 1))
+    if not has_one_copy or is_elsewhere or ranks.size > 1:
         own = config.model_copy(update={"dtype": layout.dtype})
         return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else None, ranks=ranks)
     # Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.

@@ -91,10 +91,12 @@ def _train(
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
     restored = checkpoints.restore(policy, optimizer)
-    if restored.step == 0 and engine.layout is not None:
+    has_frozen_base = policy.is_the_engines and policy.adapter is not None
+    if engine.layout is not None and restored.step == 0 and not has_frozen_base:
         _refuse_trained_weights(engine.layout)
-        if policy.is_the_engines:
-            log.info("weights_compared", number=refuse_misplaced(policy.served_weights(), engine.folder))
+    if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
+        weights = ((name, weight.detach()) for name, weight in policy.weights.items())
+        log.info("weights_compared", number=refuse_misplaced(weights, engine.folder))
     tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(

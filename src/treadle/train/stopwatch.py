@@ -61,6 +61,7 @@ class Speedometer:
             "perf/forwarded_tok_s_fwd_bwd": forwarded / compute_s,
             "perf/forwarded_tok_s_wall_clock": forwarded / clock.total_s,
             "perf/trained_tok_s_wall_clock": batch.num_loss_tokens / clock.total_s,
+            "perf/generated_tok_s_wall_clock": sum(batch.completion_lengths) / clock.total_s,
             "perf/cpu_memory_used_gb": ranks.total_number(psutil.Process().memory_info().rss / 1e9),
         }
         if self._policy.device.type == "cuda":

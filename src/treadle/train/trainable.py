@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from torch import nn
 
+from treadle.config.layers import refuse_missing
 from treadle.errors import ConfigError, ModelError
 
 LAYER_LISTS = ("layers", "h", "blocks")  # what models call the list of their layers
@@ -24,19 +25,12 @@ def layer_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def check_layers(model: nn.Module, layers: Iterable[int], *, flag: str) -> None:
+def check_layers(model: nn.Module, layers: Collection[int], *, flag: str) -> None:
     """Refuse layer numbers that the model does not have; `flag` is where they came from."""
     numbers = {number for name, _ in model.named_modules() if (number := layer_number(name)) is not None}
-    missing = sorted(set(layers) - numbers)
-    if not missing:
-        return
-    if not numbers:
+    if layers and not numbers:
         raise ModelError("this model has no numbered layers to choose from", fix=f"leave {flag} out")
-    listed = ", ".join(map(str, missing))
-    raise ConfigError(
-        f"there is no layer {listed}: the model has {len(numbers)} layers, {min(numbers)} to {max(numbers)}",
-        fix=f"give {flag} numbers from {min(numbers)} to {max(numbers)}",
-    )
+    refuse_missing(layers, numbers, flag=flag)
 
 
 def choose_trainable(model: nn.Module, layers: tuple[int, ...] | None) -> int:

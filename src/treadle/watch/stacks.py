@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import signal
 import sys
@@ -11,9 +10,12 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.log import get_logger
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = get_logger("watchdog")
 
@@ -44,6 +46,8 @@ def write_stacks(why: str) -> None:
 
 
 def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    import asyncio  # not above: every verb listens for the signal, and --help answers at once
+
     try:
         tasks = asyncio.all_tasks(loop)
     except RuntimeError:  # the set changed while another thread looked at it, again and again

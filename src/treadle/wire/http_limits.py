@@ -10,6 +10,7 @@ from treadle.log import get_logger
 
 RESERVED_FILES = 128  # for connections that are being refused, and for what the process opens later
 FEWEST_CONNECTIONS = 8
+ENOUGH = 0.9  # of the connections that a server wants: with fewer it logs a warning
 
 log = get_logger("http")
 
@@ -44,7 +45,7 @@ def connections_that_fit(wanted: int) -> int:
             soft = allowed
     room = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - in_use - RESERVED_FILES)
     room = max(room, FEWEST_CONNECTIONS)
-    if room < wanted:
+    if room < ENOUGH * wanted:
         log.warning(
             "fewer_connections", wanted=wanted, room=room, fix=f"raise the limit on open files: ulimit -n {needed}"
         )

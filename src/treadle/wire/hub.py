@@ -152,6 +152,9 @@ class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
     total: int
 
 
+GENERATED_TOKENS = "generated_tokens"  # of the `counts` of an engine: sampled since it was started
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/reports: how a process stands, every two seconds."""
 

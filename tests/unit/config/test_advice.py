@@ -127,6 +127,24 @@ def test_a_flag_is_spelled_as_the_verb_spells_it(verb: str, section: str, text: 
     assert as_flags_of(verb, shown, section) == shown
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("run", "--model", "./nowhere"), "check --model"),
+        (("run", "--model_name=./nowhere"), "check --model-name"),
+        (("train", "--model-name", "./nowhere"), "check --model-name"),
+        (("train", "--learning-rate", "fast"), "correct --learning-rate"),
+        (("run", "--train.learning-rate", "fast"), "correct --train.learning-rate"),
+    ],
+)
+def test_an_error_names_a_flag_as_it_was_typed(
+    words: tuple[str, ...], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert capsys.readouterr().err.endswith(f"  -> {shown}\n")
+
+
 def test_a_process_that_is_started_by_hand_names_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     for words, flag in ((("train", "--lr", "fast"), "--lr"), (("run", "--train.lr", "fast"), "--train.lr")):
         with pytest.raises(SystemExit):

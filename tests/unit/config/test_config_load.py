@@ -37,6 +37,11 @@ def test_the_configuration_is_frozen() -> None:
         ({"env.group_siez": "4"}, "unknown key 'env.group_siez'", "did you mean 'group_size'?"),
         ({"hub.port": "70000"}, "'hub.port' is '70000'", "correct --hub.port"),
         ({"train.lr": "fast"}, "'train.lr' is 'fast'", "correct --train.lr"),
+        ({"train.learning_rat": "1"}, "unknown key 'train.learning_rat'", "did you mean 'learning_rate'?"),
+        ({"group_size": "4"}, "unknown key 'group_size'", "did you mean 'env.group_size'?"),
+        ({"env.port": "1"}, "unknown key 'env.port'", "did you mean 'hub.port' or 'engine.port'?"),
+        ({"env.learning_rat": "1"}, "unknown key 'env.learning_rat'", "did you mean 'train.learning_rate'?"),
+        ({"train.qqq": "1"}, "unknown key 'train.qqq'", "treadle run --help-all lists all settings"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(overrides: dict[str, str], says: str, fix: str) -> None:
@@ -54,6 +59,34 @@ def test_args_that_are_no_json_object_are_told_with_the_flag_and_an_example(args
         load_run(None, {"env.args": args})
     assert says in str(caught.value)
     assert str(caught.value).endswith("""--env.args '{"low": 2}'""")
+
+
+SPELT_OTHERWISE = {
+    "run.toml": """model-name = "m"\ntraining_steps = 3\n[train]\nlearning_rate = 1e-3\nbatch-size = 16\nhub_url = "h"
+metrics_file = "None"\nbenchmark = true\n[env]\nmax_batches_offpolicy = 2\ntokenizer_name = "t"\n""",
+    "run.yaml": """model-name: m\ntraining_steps: 3\ntrain: {learning_rate: 1e-3, batch-size: 16, hub_url: h,
+  metrics_file: None, benchmark: true}\nenv:\n  max_batches_offpolicy: 2\n  tokenizer_name: t\n""",
+    "run.json": """{"model-name": "m", "training_steps": 3, "train": {"learning_rate": 1e-3, "batch-size": 16,
+  "hub_url": "h", "metrics_file": "None", "benchmark": true}, "env": {"max_batches_offpolicy": 2,
+  "tokenizer_name": "t"}}""",
+}
+
+
+@pytest.mark.parametrize("name", SPELT_OTHERWISE)
+def test_a_file_takes_every_spelling_that_flags_take(name: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / name).write_text(SPELT_OTHERWISE[name])
+    run = load_run(tmp_path / name, {"train.lr": "2e-3"})
+    assert (run.model, run.steps, run.train.lr, run.train.batch_size) == ("m", 3, 2e-3, 16)
+    assert (run.train.atropos_url, run.train.metrics_file, run.env.max_age) == ("h", None, 2)
+    told = capsys.readouterr().err
+    assert f"{name}: 'train.benchmark' has no effect: every step is timed" in told
+    assert f"{name}: 'env.tokenizer_name' has no effect: " in told
+
+
+def test_two_spellings_of_one_setting_are_refused_in_every_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlr = 1e-3\nlearning_rate = 1e-3\n")
+    with pytest.raises(ConfigError, match=r"'train\.learning_rate' is another name of a setting"):
+        load_run(tmp_path / "run.toml")
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:

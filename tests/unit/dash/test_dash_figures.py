@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.config import RunConfig, save_run
 from treadle.dash.charts import CHARTS, Band, band_of
 from treadle.dash.downsample import extremes, places, stretches
 from treadle.dash.metrics_file import MetricsFile
@@ -159,6 +160,11 @@ def test_a_log_is_shown_from_a_whole_line_on_and_only_by_the_name_of_a_process(t
     run = RunFolder(tmp_path)
     assert run.log_tail("trainer", num_bytes=15) == "second line\n"
     assert run.log_tail("../secret") is None
+
+
+def test_the_settings_of_a_run_include_what_it_derived(tmp_path: Path):
+    save_run(RunConfig(), tmp_path / "config.json", ["engine.model", "train.engine_url"])
+    assert RunFolder(tmp_path).config() == RunConfig().model_dump(mode="json")
 
 
 def test_evaluations_are_read_and_a_file_that_is_none_is_left_out(tmp_path: Path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from treadle.dash.words import EngineState, Situation, in_words, seconds, standing
+from treadle.dash.run_folder import HeldOut
+from treadle.dash.words import EngineState, Situation, in_words, result_in_words, seconds, standing
 
 WAITING = Situation(
     explanation="waiting for 2 more groups of gsm8k", has_trainer=True, step=16, planned_steps=50, leased_step=16,
@@ -38,6 +39,14 @@ def test_a_hub_without_a_trainer_says_so():
     assert in_words(with_(has_trainer=False)) == ["no trainer has registered yet"]
 
 
+def test_a_complete_run_says_what_was_measured():
+    held_out = [HeldOut(0, 0.016, 0.006, 0.039, 0.02), HeldOut(25, 0.4, 0.3, 0.5), HeldOut(50, 0.73, 0.67, 0.78, 0.7)]
+    result = "held-out accuracy 1.6 % -> 73.0 % (67.0 to 78.0, 95 % interval), mean score 0.020 -> 0.700"
+    assert result_in_words(held_out) == result
+    assert result_in_words(held_out[1:2]) == "held-out accuracy 40.0 % (30.0 to 50.0, 95 % interval)"
+    assert in_words(with_(step=50, is_at_work=False, result=result)) == ["all 50 steps are trained", result]
+
+
 def test_an_engine_that_does_not_answer_is_named_until_the_run_is_over():
     silent = EngineState(answers=False)
     assert in_words(with_(engine=silent))[1:] == ["engine 0 does not answer"]
@@ -49,6 +58,8 @@ def test_an_engine_that_does_not_answer_is_named_until_the_run_is_over():
     [
         ({"is_at_work": True, "last_words": "of an earlier life"}, "live", "no batch for 42 s: waiting for 2 more"),
         ({"step": 50}, "complete", "all 50 steps are trained"),
+        ({"step": 50, "is_at_work": True}, "live", "all 50 steps are trained"),
+        ({"step": 50, "is_at_work": True, "is_measured": True}, "complete", "all 50 steps are trained"),
         ({}, "stopped", "stopped after step 16 of 50: nothing of this run is heard of now"),
         ({"planned_steps": None}, "stopped", "stopped after step 16: nothing of this run is heard of now"),
         ({"last_words": "the trainer ended"}, "failed", "failed after step 16 of 50: the trainer ended"),

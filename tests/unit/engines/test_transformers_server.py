@@ -20,7 +20,7 @@ from treadle.engines.eye import EngineEye
 from treadle.engines.lora import read_adapter, read_adapter_head
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.server import LOOK_S, EngineLife
+from treadle.engines.server import LOOK_S, EngineLife, base_and_adapter
 from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import EngineError, RequestError
@@ -194,6 +194,40 @@ def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(
         assert ended == ["process"]
 
     asyncio.run(story())
+
+
+def test_an_engine_whose_model_is_an_adapter_serves_with_it_from_the_start(folder, tmp_path):
+    adapter = write_adapter(folder, tmp_path / "final_adapter", seed=1)
+    asked = EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu", max_lora_rank=2)
+    config, found = base_and_adapter(asked)
+    assert (config.model, found, config.max_lora_rank) == (str(folder), adapter, 4)
+    assert config.served_model_name == str(adapter)
+    server, waits = TransformersServer(config, folder), Waits()
+    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+
+    async def story():
+        async with life():
+            check(await server.generate(ask()), folder, adapter)
+            assert (await server.state()).policy_version == 1, "no run begins on it"
+
+    asyncio.run(story())
+    assert base_and_adapter(config) == (config, None)
+
+
+def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp_path):
+    other = write_tiny_model(tmp_path / "other", hidden_size=32)
+    adapter = write_adapter(other, tmp_path / "final_adapter", seed=1)
+    config, found = base_and_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
+    server, waits = TransformersServer(config, folder), Waits()
+    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+
+    async def story():
+        async with life():
+            pytest.fail("it serves")
+
+    with pytest.raises(RequestError):
+        asyncio.run(story())
+    assert "was made for" in str(life.refusal)
 
 
 def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path):

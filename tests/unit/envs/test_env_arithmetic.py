@@ -168,6 +168,7 @@ def test_a_right_answer_that_is_cut_off_is_worth_half(task):
     assert env.score(item, item.answer, completion(item.answer)) == Score(reward=1.0, is_right=True)
     cut_off = completion(item.answer, finish_reason="length")
     assert env.score(item, item.answer, cut_off) == Score(reward=0.5, is_right=True)
+    assert score_here(env, item, cut_off, FailureLog()).is_right, "its own word decides, not --env.right"
     assert env.score(item, "none", cut_off) == Score(reward=0.0, is_right=False)
 
 

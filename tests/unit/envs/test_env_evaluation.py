@@ -20,7 +20,7 @@ from treadle.envs.evaluation import (
 from treadle.envs.process import open_desk
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, ScoringError
 from treadle.launch.history import read_evaluation
 
 
@@ -84,7 +84,7 @@ def test_several_answers_give_pass_at_k(tmp_path):
         assert low < result.pass_at_k[k] < high
     assert result.generation_params == {"n": 4, "temperature": 1.0, "max_tokens": 8}
     assert len(result.samples) == 40
-    assert scene.told[-1] == (10, "55.0% right so far")
+    assert scene.told[-1] == (10, "55.0% right, mean score 0.611 so far")
 
 
 def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
@@ -107,6 +107,50 @@ def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
     assert "not scored, and counted as wrong: 1 (raised: 1)" in words
     assert re.search(r"\(not scored: RuntimeError: no idea, at \S*test_env_evaluation\.py:\d+\)", words)
     assert "digits/digits" not in words
+
+
+class Shaped(Digits):
+    """Points for a part of the answer, as a plain number."""
+
+    def score(self, item, completion_text, completion):
+        return 1.0 if item.answer == "0" else 0.4
+
+
+@pytest.mark.parametrize(("right", "num_right"), [(1.0, 1), (0.4, 10), (1.5, 0)])
+def test_a_number_counts_as_right_from_the_threshold_on(tmp_path, right, num_right):
+    result = Scene(tmp_path, Shaped, right=right).evaluate()
+    assert result.num_right == num_right
+    assert result.mean_score == pytest.approx(0.46)
+    assert "mean score 0.460" in in_words(result)
+
+
+class AlwaysRaises(Digits):
+    def score(self, item, completion_text, completion):
+        return float(item.metadata["level"])
+
+
+class AlwaysRaisesInTurns(AlwaysRaises):
+    async def rollout(self, item, model):
+        await model.chat(item.messages).ask()
+        return float(item.metadata["level"])
+
+
+@pytest.mark.parametrize("kind", [AlwaysRaises, AlwaysRaisesInTurns])
+def test_a_reward_that_always_raises_ends_the_evaluation_after_a_group(tmp_path, kind):
+    scene = Scene(tmp_path, kind, eval_samples=16, group_size=8)
+    words = r"none of \d+ answers could be scored: KeyError: 'level', at \S*test_env_evaluation.py:\d+"
+    with pytest.raises(ScoringError, match=words):
+        scene.evaluate()
+    assert not scene.told, "not even one wave is counted"
+
+
+def test_an_evaluation_without_a_single_score_is_not_zero_percent(tmp_path):
+    class TimesOut(Digits):
+        def score(self, item, completion_text, completion):
+            return Score(None, is_right=False, outcome="timed_out", error="took longer than 10 s")
+
+    with pytest.raises(ScoringError, match="none of 10 answers could be scored: took longer than 10 s"):
+        Scene(tmp_path, TimesOut).evaluate()
 
 
 def test_what_every_prompt_begins_with_is_not_shown_with_every_example(tmp_path):

@@ -64,7 +64,7 @@ def test_evaluate_with_several_answers_prints_pass_at_k_and_leaves_the_files(tmp
     assert "pass@2   50.0%" in printed.out
     assert "pass@4   100.0%" in printed.out
     assert printed.out.count("(right)") == 3, "the first answers to three prompts"
-    assert "prompts: 5 of 5, 25.0% right so far" in printed.err
+    assert "prompts: 5 of 5, 25.0% right, mean score 0.250 so far" in printed.err
     assert sorted(path.name for path in (tmp_path / "evals").iterdir()) == [
         "eval_step_000000.json",
         "metrics.json",

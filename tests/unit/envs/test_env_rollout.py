@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from treadle.envs.base import Score
@@ -33,6 +35,12 @@ def test_what_was_cut_off_at_the_length_limit_is_said(reasons, overrides, trunca
     assert group.generation_params == {"temperature": 0.7}
     assert (group.tokens[0], group.masks[0]) == ([1, 2, 7, 8], [-100, -100, 7, 8])
     assert group.inference_logprobs[0] == [1.0, 1.0, -0.5, -0.5]
+
+
+def test_generation_time_of_a_group_is_that_of_its_slowest_rollout() -> None:
+    """Their sum would be longer than the step that waited for them."""
+    turns = [replace(rollout(1.0, "stop"), seconds=seconds) for seconds in (2.0, 3.0, 1.0)]
+    assert build_group(turns, temperature=1.0).metrics["generation_s"] == 3.0
 
 
 def test_a_rollout_without_a_score_teaches_nothing_and_leaves_the_mean_as_it_is() -> None:

@@ -26,7 +26,7 @@ from treadle.envs.serving.runner import run
 from treadle.envs.serving.selection import ByDifficulty
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
-from treadle.errors import ConfigError, EngineError, HubError, ProcessDied
+from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
 from treadle.wire.hub import EnvStanding
 
 QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
@@ -313,7 +313,7 @@ def test_odd_code_of_a_user_costs_its_rollouts_and_not_the_run(tmp_path, odd):
     assert 1 not in [group.item for group in scene.hub.groups]
 
 
-def test_a_task_that_always_fails_ends_and_says_why(tmp_path):
+def test_a_task_that_always_raises_ends_after_the_first_group(tmp_path):
     OddCode.odd = staticmethod(lambda: 0.0)
     scene = Scene(tmp_path, name="test-odd-code")
     scene.engine.write = lambda prompt, request: ["no number here"]
@@ -324,7 +324,21 @@ def test_a_task_that_always_fails_ends_and_says_why(tmp_path):
             raise KeyError("forgotten")
 
     scene.environment = Broken
-    with pytest.raises(ProcessDied, match="none was fit to be trained on: KeyError: 'forgotten'"):
+    with pytest.raises(ScoringError, match=r"none of 4 answers .* KeyError: 'forgotten', at \S*test_env_stream.py:\d+"):
+        asyncio.run(scene.serve())
+
+
+def test_a_task_that_never_has_a_score_ends_and_says_why(tmp_path):
+    OddCode.odd = staticmethod(lambda: 0.0)
+    scene = Scene(tmp_path, name="test-odd-code", num_eval=0)
+
+    class Slow(OddCode):
+        async def rollout(self, item, model):
+            await model.chat(item.messages).ask()
+            return Score(None, is_right=False, outcome="timed_out", error="took longer than 10 s")
+
+    scene.environment = Slow
+    with pytest.raises(ProcessDied, match="none was fit to be trained on: took longer than 10 s"):
         asyncio.run(scene.serve())
 
 

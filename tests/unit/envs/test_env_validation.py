@@ -38,9 +38,12 @@ def examine(max_items=20, max_seconds=60.0, **settings):
     out = io.StringIO()
     console = Console(file=out, width=1000)
     code = asyncio.run(
-        validate_task(EnvConfig(**settings), max_items=max_items, max_seconds=max_seconds, console=console)
+        validate_task(
+            EnvConfig(**settings), max_items=max_items, max_seconds=max_seconds, verbose=True, console=console
+        )
     )
-    return code, [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    printed = re.sub(r"\n +-> ", " ", out.getvalue())  # the remedy, on a line of its own
+    return code, [" ".join(line.split()) for line in printed.splitlines()]
 
 
 @pytest.fixture

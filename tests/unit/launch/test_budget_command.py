@@ -145,7 +145,12 @@ def test_a_size_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpu-memory-gb", "-1"), "no size of a memory", "--gpu-memory-gb 80"),
         (("--train.device", "cpu", "--train-gpus", "2"), "has no GPU", "--gpu h100"),
         (("--gpu", "h100", "--mode", "single-copy", "--engine-gpus", "1"), "single GPU", "--mode two-copies"),
-        (("--gpu", "h100", "--mode", "single-copy", "--train.lora", "true"), "do not go together", "leave --mode out"),
+        (
+            ("--gpu", "h100", "--mode", "single-copy", "--train.weight-bridge-mode", "lora_restart"),
+            "one copy of the base model is for --train.weight-bridge-mode lora_only",
+            "or --mode",
+        ),
+        (("--gpu", "h100", "--mode", "two-copies", "--train.lora", "true"), "do not go together", "leave --mode out"),
         (("--gpu", "h100", "--mode", "single-copy", "--train.epochs", "2"), "between the epochs", "--mode two-copies"),
         (("--gpu", "h100", "--train.optimizer", "sgd"), "train.optimizer", "correct --train.optimizer"),
         (("--gpu", "h100", "--prompt-tokens", "0"), "is no length", "--prompt-tokens 512"),
@@ -213,6 +218,25 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
         code, printed, complained = plan(capsys, *asked, *shlex.split(offer["flags"]), "--json")
         assert code == 0, (offer, complained)
         assert json.loads(printed)["verdict"] == offer["verdict"]
+
+
+def test_a_plan_counts_with_the_defaults_of_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the run does: completions of gsm8k have 2048 tokens."""
+    asked = ("--model", "Qwen3-0.6B", "--gpu", "h100", "--env.name", "gsm8k", "--json")
+    _, by_default, _ = plan(capsys, *asked)
+    _, by_flag, _ = plan(capsys, *asked, "--env.max-token-length", "2048")
+    assert json.loads(by_default)["places"] == json.loads(by_flag)["places"]
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_no_word_of_a_plan_is_cut_off_on_a_narrow_terminal(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, printed, _ = plan(capsys, "--model", "Qwen3-8B", "--gpu", "H100 80GB")
+    assert code in (0, 1)
+    assert "…" not in printed
+    assert {"accumulators", "compiled", "masters"} <= set(printed.split())
 
 
 def shown_after(

@@ -235,7 +235,14 @@ def test_what_cannot_be_is_refused_with_a_remedy(changes, words: str) -> None:
 
 
 def test_cards_are_found_by_name() -> None:
-    assert card_bytes("RTX 4090") == CARDS["rtx4090"]
+    assert card_bytes("RTX 4090") == card_bytes("NVIDIA GeForce RTX 4090") == CARDS["rtx4090"]
+    assert card_bytes("H100 80GB") == card_bytes("NVIDIA H100 80GB HBM3") == CARDS["h100"]
+    assert card_bytes("A100 40GB") == CARDS["a100-40gb"]
+    assert card_bytes("NVIDIA A100-SXM4-80GB") == CARDS["a100-80gb"]
+    assert card_bytes("L4 24GB") == CARDS["l4"]
+    with pytest.raises(ConfigError, match="'H100 40GB' is not known") as caught:
+        card_bytes("H100 40GB")
+    assert caught.value.fix == "known are h100, h100-nvl; or give --gpu-memory-gb 40"
     with pytest.raises(ConfigError) as caught:
         card_bytes("h10")
     assert "did you mean 'h100'?" in caught.value.fix

@@ -11,6 +11,7 @@ from treadle.launch.budget.cards import card_bytes
 
 H100 = Machine("h100", card_bytes("h100"), None)
 A100 = Machine("a100-80gb", card_bytes("a100-80gb"), None)
+SHARED_BASE = "--train.lora true --train.weight-bridge-mode lora_only --train.single-copy true"
 
 
 def offers(job: Job, machine: Machine) -> list[tuple[str, str]]:
@@ -27,7 +28,7 @@ def test_8b_on_one_80_gb_card_needs_8_bit_moments_and_checkpointing() -> None:
             "--train.gradient-dtype bfloat16 --engine.max-num-seqs 32",
         ),
         ("fits", "--train.optimizer adamw_cpu --train.micro-tokens 4096"),
-        ("fits", "--train.lora true --train.micro-tokens 4096"),
+        ("fits", f"{SHARED_BASE} --train.micro-tokens 8192"),
     ]
     # Without the second copy of the weights, gradients could stay in fp32.
     assert offers(replace(job, mode="single-copy"), H100)[0] == (
@@ -48,12 +49,12 @@ def test_14b_on_one_80_gb_card_needs_the_optimizer_in_host_memory_or_adapters() 
         ),
         (
             "fits",
-            "--train.lora true --train.gradient-checkpointing true --train.micro-tokens 8192 --engine.max-num-seqs 32",
+            f"{SHARED_BASE} --train.gradient-checkpointing true",
         ),
     ]
     # 16 bytes a parameter beside the GPU: a host of 128 GB leaves only the adapters.
     small_host = replace(A100, host_bytes=128 * 10**9)
-    assert offers(job, small_host)[0][1].startswith("--train.lora true ")
+    assert offers(job, small_host)[0][1].startswith(SHARED_BASE)
 
 
 def test_24b_on_192_gb_needs_host_memory_until_one_copy_of_the_weights_is_enough() -> None:
@@ -62,7 +63,7 @@ def test_24b_on_192_gb_needs_host_memory_until_one_copy_of_the_weights_is_enough
     assert estimate(job, machine).verdict == "does not fit"
     assert offers(job, machine)[:2] == [
         ("fits", "--train.optimizer adamw_cpu --train.micro-tokens 4096"),
-        ("fits", "--train.lora true --train.micro-tokens 4096"),
+        ("fits", f"{SHARED_BASE} --train.micro-tokens 8192"),
     ]
     one_copy = replace(job, mode="single-copy")
     assert offers(one_copy, machine)[0] == (

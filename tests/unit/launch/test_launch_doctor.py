@@ -341,9 +341,28 @@ def test_one_problem_is_enough_and_words_in_brackets_are_shown_as_they_are() -> 
     assert not is_well([*checks, Check("c", "problem", "")])
     assert as_json(checks)["checks"][0] == {"name": "a", "verdict": "ok", "found": "fine", "remedy": ""}
     out = io.StringIO()
-    show(checks, Console(file=out, width=200))
+    show(checks, Console(file=out, width=200), verbose=False)
     assert "[red]pip install 'treadle[train]'" in out.getvalue()
-    assert "1 warning" in out.getvalue()
+
+
+def test_what_is_not_ok_is_listed_and_the_rest_is_counted() -> None:
+    checks = [*(Check(f"check {n}", "ok", "fine") for n in range(19)), Check("memory", "warning", "2 GB", "end others")]
+    shown = {}
+    for verbose in (False, True):
+        out = io.StringIO()
+        show(checks, Console(file=out, width=80), verbose=verbose)
+        shown[verbose] = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert shown[False] == [
+        "memory  warning  2 GB", "                 -> end others", "1 warning, 19 checks ok (--verbose lists them)",
+    ]  # fmt: skip
+    assert [line.split()[:3] for line in shown[True][:19]] == [["check", str(n), "ok"] for n in range(19)]
+
+
+def test_no_word_is_broken_on_a_terminal_of_80_columns() -> None:
+    words = "OMP_WAIT_POLICY=PASSIVE, TREADLE_ENGINE_TOKEN not set: weights on a GPU cannot be shared then"
+    out = io.StringIO()
+    show([Check("weights on a GPU (CUDA IPC)", "problem", words, words)], Console(file=out, width=80), verbose=False)
+    assert set(words.split()) <= set(out.getvalue().split())
 
 
 TOLD_BY_OTHERS = frozenset({

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from written_run import evaluation, step_values, write_run
 
 from tests.e2e.processes import free_port
+from tests.tiny_model import write_tiny_model
 from treadle.config import RunConfig, load_run, save_run
 from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
@@ -192,9 +193,29 @@ def test_chat_finds_the_result_of_a_run(tmp_path: Path) -> None:
         find_model(str(run), tmp_path)
     with pytest.raises(ModelError, match="no finished run"):
         find_model(None, tmp_path / "runs")
-    (run / "checkpoints" / "final_model").mkdir()
-    assert find_model(str(run), tmp_path) == run / "checkpoints" / "final_model"
-    assert find_model(None, tmp_path / "runs") == run / "checkpoints" / "final_model"
+    for name in ("final_adapter", "final_model"):  # of a run with --train.merge-final, the latter is written last
+        (run / "checkpoints" / name).mkdir()
+        assert find_model(str(run), tmp_path) == run / "checkpoints" / name
+        assert find_model(None, tmp_path / "runs") == run / "checkpoints" / name
+
+
+def test_chat_finds_a_result_that_was_saved_elsewhere_and_an_adapter(tmp_path: Path) -> None:
+    run, adapter = tmp_path / "runs" / "one", tmp_path / "saved" / "final_adapter"
+    run.mkdir(parents=True)
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    run_folders.save_request(RunConfig(), run)
+    save_run(load_run(None, {"train.save_path": tmp_path / "saved"}), run / "config.json")
+    assert find_model(str(run), tmp_path) == adapter
+    assert find_model(str(adapter), tmp_path) == adapter
+
+
+def test_a_model_with_a_folder_of_checkpoints_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    assert run_folders.is_run(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert not run_folders.is_run(tmp_path)
 
 
 HOARD = "data = b'x' * 80_000_000; print('full', flush=True); import time; time.sleep(60)"
@@ -320,7 +341,7 @@ RELATIVE = {
 
 def test_paths_of_a_run_do_not_depend_on_the_folder_it_is_resumed_in(tmp_path, monkeypatch) -> None:
     begun_in, resumed_in = tmp_path / "begun", tmp_path / "resumed"
-    (begun_in / "model").mkdir(parents=True)
+    write_tiny_model(begun_in / "model")
     resumed_in.mkdir()
     for number, name in enumerate(("rows.jsonl", "test.jsonl")):
         (begun_in / name).write_text(json.dumps({"prompt": f"{number} + 1?", "answer": str(number + 1)}))

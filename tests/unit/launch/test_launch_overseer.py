@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.processes import free_port
 from treadle.errors import RunStalled
-from treadle.launch.overseer import Overseer
+from treadle.launch.overseer import METER_S, Overseer
 from treadle.watch.stacks import SIGNAL
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, WaitReport
 
@@ -238,3 +238,20 @@ def test_a_launcher_that_was_stopped_does_not_take_the_run_for_stalled(tmp_path:
         launcher.send_signal(signal.SIGCONT)
         (tmp_path / "go on").touch()
         assert launcher.wait(60) == 0
+
+
+def test_the_token_rate_covers_all_engines_over_the_last_seconds(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = Overseer(hub.url, dict, Path("logs"), stall_s=0.0, clock=clock)
+
+    def rate(now_s: float, num_tokens: float) -> float | None:
+        clock.now_s = now_s
+        hub.report("engine", counts={"generated_tokens": num_tokens})
+        overseer.look(None)
+        return overseer.sight.generated_tok_s
+
+    assert rate(1.0, 1000.0) is None
+    assert rate(3.0, 1400.0) == pytest.approx(200.0)
+    assert rate(3.0 + METER_S, 1400.0) == 0.0, "what was long ago does not count"
+    assert rate(4.0 + METER_S, 100.0) is None, "an engine that was started again counts from 0"
+    assert rate(5.0 + METER_S, 400.0) == pytest.approx(300.0)

@@ -69,6 +69,16 @@ def test_the_engine_gets_what_the_way_of_the_weights_needs(mode: str, shares: bo
     assert not has_lora or config.engine.max_lora_rank == rank
 
 
+def test_adapters_on_the_engines_base_need_its_weights_and_one_gpu() -> None:
+    settings = {"train.weight_bridge_mode": "lora_only", "train.single_copy": True}
+    engine = plan_for(settings).config.engine
+    assert engine.weights_file is not None
+    assert engine.enable_lora
+    split = load_run(None, settings | {"engine.tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"an engine on 2 GPUs .* shares no weights"):
+        split.check_together()
+
+
 @pytest.mark.parametrize(
     ("flags", "root"),
     [({}, RUN), ({"train.live_path": "/mem/live"}, Path("/mem/live")), ({"train.save_path": "/disk"}, Path("/disk")),

@@ -61,13 +61,22 @@ def test_a_busy_port_that_the_user_chose_is_an_error_that_names_it() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_two_processes_cannot_have_one_port_and_the_first_is_let_go() -> None:
+def test_one_port_chosen_for_two_servers_is_told_by_both_flags() -> None:
     with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as held:
         port = port_of(held["hub"])
     wished = {"hub": (LOOPBACK, port), "engine": (LOOPBACK, port)}
-    with pytest.raises(PortInUse, match=f"port {port}"), held_ports(wished, frozenset({"hub.port", "engine.port"})):
+    words = rf"--hub\.port and --engine\.port are both {port}"
+    with pytest.raises(PortInUse, match=words), held_ports(wished, frozenset({"hub.port", "engine.port"})):
         pass
     assert can_take(port)
+
+
+def test_a_default_port_gives_way_to_one_that_is_chosen_for_another() -> None:
+    with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as held:
+        port = port_of(held["hub"])
+    with held_ports({"hub": (LOOPBACK, port), "engine": (LOOPBACK, port)}, frozenset({"engine.port"})) as taken:
+        assert list(taken) == ["hub", "engine"]
+        assert port_of(taken["engine"]) == port != port_of(taken["hub"])
 
 
 def test_a_child_serves_on_the_socket_it_was_handed_and_the_port_is_free_when_it_has_ended(make_spec) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -52,11 +54,41 @@ def test_report_says_it_in_words(tmp_path: Path) -> None:
     text = printed(summarize(config, tmp_path, history_of(config, tmp_path), outcome))
     assert "50 steps in 4 min 14 s" in text
     assert "1.6 % (0.6 to 3.6) -> 73.0 % (72.0 to 75.0), 95 % intervals, 256 prompts" in text
-    assert "5.00 (generation 3.00, training 4.00, waiting 0.50)" in text
+    assert re.search(r"held-out mean score +0\.008 -> 0\.365\n", text)
+    assert re.search(r"tokens per second +generated 812, trained 412\n", text)
+    assert "5.00 (training 4.00, waiting 0.50); in parallel, generation of a group 3.00" in text
     assert "4.21 GB over all processes" in text
     assert f"chat {tmp_path}" in text
-    for place in ("metrics.jsonl", "final_model", "logs"):
+    for place in ("metrics.jsonl", "logs"):
         assert place in text
+
+
+def test_a_summary_of_one_step_uses_the_singular(tmp_path: Path) -> None:
+    config = write_run(tmp_path, num_steps=1, is_evaluated=False)
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 5.0))
+    assert "\n1 step in 5 s\n" in printed(summary)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ((), "trained model                   none"),
+        (("final_model",), "trained model                   {}/final_model"),
+        (("final_adapter",), "trained adapter                 {}/final_adapter"),
+        (("final_adapter", "final_model"), "trained model                   {}/final_model"),
+        (("final_model", "final_adapter"), "trained adapter                 {}/final_adapter"),  # the model is older
+    ],
+)
+def test_a_summary_names_the_result_that_exists(made: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    for second, name in enumerate(made):
+        (saved / name).mkdir(parents=True)
+        os.utime(saved / name, (second, second))
+    config = write_run(tmp_path)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"save_path": saved})})
+    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0))
+    assert says.format(saved) in printed(summary)
+    assert summary.final_model == (str(saved / made[-1]) if made else "")
 
 
 def test_report_shows_the_last_health_lines(tmp_path: Path) -> None:

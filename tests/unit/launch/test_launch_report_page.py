@@ -68,11 +68,15 @@ def test_a_finished_run_is_told_in_words_charts_and_tables(tmp_path: Path) -> No
     page = render(gather(tmp_path))
     text = text_of(page)
     assert "was 1.6 % (0.6 to 3.6) before training and 73.0 % (72.0 to 75.0) at step 50, on 256 prompts" in text
+    assert "The mean score of these answers was 0.008 and 0.365." in text
+    assert "held-out mean score 0.365" in text
+    assert "generated tokens per second 812" in text
+    assert "trained tokens per second 412" in text
     assert "step 7: mean_kl 0.61 (usual 0.01 to 0.1)" in text
     assert "2 became right, 0 became wrong, 1 right both times, 2 wrong both times" in text
     assert "5.00 GB over all processes" in text
     titles = re.findall(r"<figcaption>([^<]+)", page)
-    assert [title.strip() for title in titles] == ["reward", "trained tokens per second", "age of rollouts"]
+    assert [title.strip() for title in titles] == ["reward", "tokens per second", "age of rollouts"]
 
 
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from treadle.launch.history import History, HistoryReader
 from treadle.launch.overseer import Sight
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
-from treadle.launch.wording import duration, one_line, sparkline
+from treadle.launch.wording import counted, duration, one_line, sparkline
 from treadle.track.health_log import HealthLine, HealthLog, parse_health
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
@@ -46,11 +47,13 @@ def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
         "step 25/50",
         "0.450",
         "40.0 %",
-        "412",
+        "generated tokens/s  812",
+        "trained tokens/s  412",
+        "0.008",
         "8 groups",
         "1.0",
         "4.20 GB",
-        "generation 3.0",
+        "in parallel: generation 3.0",
         "training 4.0",
         "waiting 0.5",
         "1 min 15 s",
@@ -61,6 +64,26 @@ def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
     ):
         assert figure in text, figure
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_title_of_the_panel_keeps_the_task_of_a_model_with_a_long_path(tmp_path: Path) -> None:
+    state = state_of(tmp_path, 25)
+    long = "/data/" + "very/" * 30 + "my-model"
+    state.config = state.config.model_copy(update={"model": long})
+    console = Console(file=io.StringIO(), record=True, width=80)
+    console.print(draw(state.picture()))
+    title = console.export_text().splitlines()[0]
+    assert f"{state.run_name}  {state.config.env.task_name}  my-model" in title
+
+
+def test_the_sparkline_of_the_panel_shows_the_reward(tmp_path: Path) -> None:
+    """Whatever its scale is: accuracy is a share, a reward may be negative."""
+    state = state_of(tmp_path, 25)
+    steps = tuple({"step": n, "reward": reward} for n, reward in enumerate((-2.0, -1.0, 5.0), start=1))
+    state.history = History(steps)
+    console = Console(file=io.StringIO(), record=True, width=80)
+    console.print(draw(state.picture()))
+    assert "reward per step    ▁▂█  -2.000 → 5.000" in console.export_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -78,6 +101,16 @@ def test_a_name_with_brackets_is_no_markup() -> None:
     assert "my[/x]model" in console.export_text()
 
 
+def test_the_panel_shows_generated_tokens_while_nothing_is_trained() -> None:
+    state = RunState(load_run(None, {}), "run", sight=Sight(generated_tok_s=731.0), clock=lambda: 1.0, begun=0.0)
+    state.history = History(steps=({"step": 1, "perf/trained_tok_s_wall_clock": 0.0},))
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(draw(state.picture()))
+    shown = console.export_text()
+    assert re.search(r"generated tokens/s +731\b", shown)
+    assert re.search(r"trained tokens/s +0\b", shown)
+
+
 def test_plain_lines_tell_each_step_and_phase_once(tmp_path: Path) -> None:
     state = state_of(tmp_path, 2)
     whole, state.history = state.history, History()
@@ -90,8 +123,9 @@ def test_plain_lines_tell_each_step_and_phase_once(tmp_path: Path) -> None:
     view.update(state)
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting hub and engine..."
-    assert lines[1] == "held-out accuracy at step 0: 1.6 % (0.6 % to 3.6 %)"
-    assert lines[2].startswith("step   1/50  reward 0.066  accuracy 1.6 %  ended 97 %  412 tokens/s  5.0 s  age 1.0")
+    assert lines[1] == "held-out accuracy at step 0: 1.6 % (0.6 % to 3.6 %), mean score 0.008"
+    speeds = "generated 812 tokens/s  trained 412 tokens/s"
+    assert lines[2].startswith(f"step   1/50  reward 0.066  accuracy 1.6 %  ended 97 %  {speeds}  5.0 s  age 1.0")
     assert lines[2].endswith("4 min 05 s left")
     assert lines[3].startswith("step   2/50")
     assert lines[4:] == ["training..."]
@@ -219,6 +253,8 @@ def test_words() -> None:
     assert [duration(s) for s in (0.4, 75, 3723)] == ["0 s", "1 min 15 s", "1 h 02 min"]
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([]) == ""
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert len(sparkline([0.1] * 500)) == 40
     assert one_line("a\n b\x1b[31m " + "c" * 99, 10) == "a b[31m c…"
     assert time_left_s(History(), 50) is None

@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.errors import SyncError
+from treadle.errors import ConfigError, SyncError
 from treadle.sync.layout import Layout, Placement
 from treadle.sync.weights_file import bind_parameters, claimed, map_weights, remove_shared_file, share_parameters
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
+from treadle.train.ranks import Ranks
 
 
 @pytest.fixture
@@ -47,6 +48,47 @@ def test_the_trainers_model_stands_on_the_same_bytes(shared):
     assert not torch.allclose(before, after)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), masters[name].detach(), atol=0, rtol=0)
+
+
+def test_adapters_are_trained_on_the_engines_own_base(shared):
+    """The base is the engine's bytes; the trainer reads them and writes none."""
+    model, layout, before = shared
+    config = TrainConfig(
+        device="cpu", weight_bridge_mode="lora_only", single_copy=True, epochs=2, lr=1e-2, warmup_steps=0
+    )
+    policy = share_policy(layout, config)
+    optimizer = build_optimizer(policy, config)
+    ids = [5, 6, 7, 8]
+    base = policy.score_tokens(ids).logprobs_T
+    with torch.no_grad():
+        torch.testing.assert_close(base, own_logprobs(model, ids))
+    for step in (1, 2):  # B begins as zero, so the first step moves B alone
+        take_step(policy, optimizer, step)
+    assert not torch.allclose(policy.score_tokens(ids).logprobs_T, base)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+    first = next(iter(policy.weights))
+    with torch.no_grad():
+        model.get_parameter(first).add_(1.0)
+    assert torch.equal(policy.weights[first].detach(), before[first] + 1.0)
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_one_copy_is_for_one_trainer_process(shared, mode):
+    """torchrun says how many there are, not the settings."""
+    _, layout, _ = shared
+    config = TrainConfig(device="cpu", weight_bridge_mode=mode, single_copy=True)
+    with pytest.raises(ConfigError, match="one copy of the weights is for one trainer process, and there are 2"):
+        share_policy(layout, config, TwoRanks())
+
+
+class TwoRanks(Ranks):
+    size = 2
+
+
+def own_logprobs(model, ids):
+    logits_TV = model(torch.tensor([ids])).logits[0, :-1].float()
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def test_a_model_that_does_not_fit_is_refused(shared):

@@ -16,11 +16,12 @@ import pytest
 from wandb_file import records
 
 from treadle.config.train import TrackOptions
-from treadle.errors import MissingExtra
+from treadle.errors import ConfigError, MissingExtra
 from treadle.track import Tracker, build_tracker
 from treadle.track.fan import MAX_FAILURES_IN_A_ROW, FanTracker
 from treadle.track.jsonl import JsonlTracker, read_steps
 from treadle.track.sink import Metric, Table
+from treadle.track.wandb_sink import check_login
 
 TABLE = Table(
     "train/rollouts", ("prompt", "reward", "is_right"), [("1 + 1 | 2?\n<think>", 0.5, True), ("no", None, False)]
@@ -206,3 +207,26 @@ def test_a_sink_that_never_comes_back_is_given_up(tmp_path: Path, caplog: pytest
     assert sink.num_calls == MAX_FAILURES_IN_A_ROW
     assert [record.getMessage() for record in caplog.records] == ["sink_failed", "sink_given_up"]
     assert len(read_steps(tmp_path / "metrics.jsonl")) == 30
+
+
+@pytest.mark.parametrize(
+    ("variables", "file", "text"),
+    [
+        ({"WANDB_API_KEY": "k" * 40}, "", ""),
+        ({"WANDB_MODE": "offline"}, "", ""),
+        ({}, ".netrc", "machine api.wandb.ai login user password secret\n"),
+        ({"WANDB_BASE_URL": "https://wandb.example"}, ".netrc", "machine wandb.example login user password secret\n"),
+        ({}, ".config/wandb/settings", "[default]\nmode = offline\n"),
+    ],
+)
+def test_a_login_at_wandb_is_found_wherever_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], file: str, text: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no API key"):
+        check_login({})
+    if file:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    check_login(variables)

@@ -148,6 +148,26 @@ def test_adapters_load_with_peft(model_folder, tmp_path):
         assert not torch.allclose(loaded(ids).logits, plain, atol=1e-3)
 
 
+def test_a_merged_final_model_is_the_base_with_its_adapter(model_folder, tmp_path):
+    config = TrainConfig(lora=True, lora_r=4, dtype="float32", device="cpu", logprob_chunk=64, compile="off")
+    policy = load_policy(model_folder, config)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.live.values():
+            parameter.normal_()
+    adapter = Checkpoints(tmp_path, model_folder, keep=1).save_final(policy, is_merged=True)
+    assert adapter.stat().st_mtime_ns <= (tmp_path / "final_model").stat().st_mtime_ns
+    check_model_folder(tmp_path / "final_model")
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final_model", dtype=torch.float32)(ids).logits
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        plain = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, adapter)(ids).logits
+    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=1e-4)
+    assert (adapted - plain).abs().max() > 0.1
+
+
 def test_an_adapter_for_an_engine_is_the_adapter_alone(model_folder, tmp_path):
     policy, _ = new_parts(model_folder, lora=True, lora_r=4)
     live = policy.save_adapter(tmp_path, "adapter_v1")

@@ -109,6 +109,9 @@ def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
 def test_a_step_with_nothing_to_train_on_has_no_value_of_what_was_not_measured(folder, tmp_path):
     scene = Scene(folder, tmp_path, [[group([1.0, 1.0])], [group([1.0, 0.0])]])
     scene.run()
+    first, second = scene.tracker.rows
+    assert first["perf/generated_tok_s_wall_clock"] > first["perf/trained_tok_s_wall_clock"] == 0
+    assert second["perf/generated_tok_s_wall_clock"] >= second["perf/trained_tok_s_wall_clock"] > 0
     nothing, something = scene.tracker.rows
     gaps = {name for name, value in nothing.items() if math.isnan(value)}
     assert {"entropy", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "grad_norm"} <= gaps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
+from treadle.wire.http_limits import connections_that_fit
 
 SERVER = """
 import asyncio, json, os, resource, sys
@@ -655,3 +658,15 @@ def test_ctrl_c_ends_it_too(start):
     server.process.send_signal(signal.SIGINT)
     _, errors = server.process.communicate(timeout=30)
     assert (server.process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(20_000, False), (4096, True)])
+def test_a_few_connections_less_than_wanted_are_no_warning(
+    limit: int, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine wants 20,000, and some files are the process's own."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    with caplog.at_level("WARNING"):
+        room = connections_that_fit(20_000)
+    assert limit - 1000 < room < limit
+    assert ("fewer_connections" in caplog.text) == warns

@@ -32,18 +32,21 @@ function theme(chosen) {
   views.overview?.recolour();
 }
 
-// Of the run while the hub answers, of the connection while it does not.
+// Of the run while the hub answers, of the connection while it does not. The hub of `treadle run` ends with its run.
 function showBadge(changes) {
   const badge = by("connection");
   Object.assign(badge.dataset, changes);
-  const { connection, standing } = badge.dataset, isLost = connection === "lost";
-  badge.textContent = isLost ? "connection lost, trying again" : standing ?? "connecting";
-  badge.className = `badge ${isLost ? "lost" : standing ?? ""}`;
+  const { connection, standing, trained } = badge.dataset, isLost = connection === "lost";
+  const isOver = standing === "complete" || trained === "all";
+  const shown = standing === "complete" ? "complete" : isLost && isOver ? "ended" : isLost ? "lost" : standing ?? "";
+  badge.textContent = shown === "lost" ? "connection lost, trying again" : shown || "connecting";
+  badge.className = `badge ${shown}`;
+  by("hub-ended").hidden = !(isLost && isOver);
 }
 
-const askNow = throttled(async () => {
+async function showNow() {
   const now = await get("api/now");
-  showBadge({ standing: now.standing });
+  showBadge({ standing: now.standing, trained: now.steps && now.step >= now.steps ? "all" : "some" });
   by("words").textContent = now.words.join("; ");
   by("health").replaceChildren(...now.health.map((line) => element("li", {}, line)));
   by("progress").max = now.steps || 1;
@@ -51,7 +54,9 @@ const askNow = throttled(async () => {
   by("progress-text").textContent = now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : `step ${number(now.step)}`;
   by("queue-text").textContent = `${number(now.queued.groups)} groups (${number(now.queued.sequences)} rollouts) wait in the queue`;
   views.processes?.show(now);
-}, 1000);
+}
+
+const askNow = throttled(showNow, 1000);
 
 function heard(kind, event) {
   if (kind === "accepted") views.rollouts?.arrived(event.data.groups);
@@ -59,6 +64,7 @@ function heard(kind, event) {
   if (kind === "trained") views.overview?.refresh(); // a step's figures are written before its batch is acknowledged
   if (kind === "reset" || kind === "gap") refreshAll();
   if (current() === "processes") views.processes?.refresh();
+  if (kind === "env_disconnected") showNow().catch(() => {}); // at the end of a run, the hub goes next
   askNow();
 }
 

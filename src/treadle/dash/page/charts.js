@@ -4,7 +4,7 @@ import { element, get, number, throttled } from "./api.js";
 const POINTS = 600;
 const HEIGHT = 190;
 const MAX_OTHERS = 4;
-const NAMES = { "perf/rollout_wait_s": "wait", "perf/fwd_bwd_s": "train: forward, backward", "perf/optimizer_s": "train: optimizer", "perf/weight_sync_s": "publish", "rollout/generation_s": "beside it: generate a group", "rollout/score_s": "beside it: score a group" };
+const NAMES = { "perf/rollout_wait_s": "wait", "perf/fwd_bwd_s": "train: forward, backward", "perf/optimizer_s": "train: optimizer", "perf/weight_sync_s": "publish", "rollout/generation_s": "in parallel: generate a group", "rollout/score_s": "in parallel: score a group", "perf/generated_tok_s_wall_clock": "generated", "perf/trained_tok_s_wall_clock": "trained", "perf/forwarded_tok_s_wall_clock": "forwarded" };
 
 export class Overview {
   constructor(run, { onStep }) {
@@ -204,6 +204,11 @@ class Card {
       if (shown.length) {
         tables.push([shown.map((point) => point.step), shown.map((point) => point.accuracy)]);
         series.push({ label: "held-out accuracy", colour: "--ink", kind: "points" });
+        const scored = shown.filter((point) => point.mean_score !== null);
+        if (scored.length) {
+          tables.push([scored.map((point) => point.step), scored.map((point) => point.mean_score)]);
+          series.push({ label: "held-out mean score", colour: "--s0", kind: "points" });
+        }
       }
     }
     return { data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]], series };

@@ -63,7 +63,8 @@ export class Processes {
     this.reports = reports.processes;
     if (this.now) this.drawTable();
     document.querySelector("#env-table tbody").replaceChildren(...status.envs.map((env) => {
-      const state = env.connected ? (env.idle_s > 10 ? "silent" : "connected") : "gone";
+      const isHeard = env.connected && env.idle_s <= 10, isComplete = this.now?.standing === "complete";
+      const state = isHeard ? "connected" : isComplete ? "finished" : env.connected ? "silent" : "gone";
       return element("tr", {}, ...[env.name, state, ago(env.idle_s), number(env.groups_accepted), env.group_size, env.weight].map((cell, place) => element("td", place === 1 ? { class: `state-${state}` } : {}, String(cell))));
     }));
     this.drawSyncs(syncs.syncs);

@@ -1,11 +1,13 @@
-"""What an examination found, in plain words and with the remedy."""
+"""What an examination found: name, verdict, words and remedy; and how it is printed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,8 +15,13 @@ Verdict = Literal["ok", "warning", "problem"]
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
+_WIDEST_NAME = 28
+
+
 @dataclass(frozen=True)
 class Finding:
+    """`remedy`: the command or the change that fixes it. A check that was skipped is ok, and `found` says so."""
+
     name: str
     verdict: Verdict
     found: str
@@ -26,11 +33,26 @@ def problems(findings: Sequence[Finding]) -> list[str]:
     return [finding.name for finding in findings if finding.verdict == "problem"]
 
 
-def as_table(findings: Sequence[Finding]) -> Table:
-    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for column in ("check", "", "found", "what to do"):
-        table.add_column(column, header_style="dim", overflow="fold")
-    for finding in findings:
+def show(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
+    """Print what is not ok, then how many checks are; `verbose`: those too, in their order."""
+    listed = findings if verbose else [finding for finding in findings if finding.verdict != "ok"]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(max_width=_WIDEST_NAME, overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in listed:
+        remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
         verdict = Text(finding.verdict, style=_COLOURS[finding.verdict])
-        table.add_row(Text(finding.name), verdict, Text(finding.found), Text(finding.remedy))
-    return table
+        table.add_row(Text(finding.name), verdict, Text(finding.found + remedy))
+    if listed:
+        console.print(table)
+    console.print(in_words(findings) + ("" if verbose else " (--verbose lists them)"), highlight=False)
+
+
+def in_words(findings: Sequence[Finding]) -> str:
+    """ "1 problem, 2 warnings, 19 checks ok"."""
+    num = Counter(finding.verdict for finding in findings)
+    wrong = [
+        f"{num[verdict]} {verdict}{'s' * (num[verdict] > 1)}" for verdict in ("problem", "warning") if num[verdict]
+    ]
+    return ", ".join([*wrong, f"{num['ok']} check{'s' * (num['ok'] != 1)} ok"])

@@ -72,7 +72,10 @@ def _check_right(environment: Environment, golds: Sequence[Trial]) -> Finding:
     is_default = type(environment).gold_completion is Environment.gold_completion
     if environment.has_turns and is_default:  # perhaps no single text, said in every turn, can be right
         return Finding(name, "warning", found, "if one text can be right in every turn, let gold_completion return it")
-    remedy = "mend the rewards or the rows; or let gold_completion write the answer as the task asks for it"
+    remedy = (
+        f"correct the rewards or the rows; let gold_completion write the answer as the task asks for it; or, where "
+        f"less than {environment.config.right:g} is right, give --env.right"
+    )
     return Finding(name, "problem", found, remedy)
 
 

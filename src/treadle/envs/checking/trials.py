@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import Completion, Engine, Generation
-from treadle.envs.rollout import Desk, roll_group
+from treadle.envs.rollout import Desk, roll_one
 from treadle.envs.scoring import Judge
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
@@ -96,7 +96,7 @@ class Trials:
         sampling = Sampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
         try:
             async with asyncio.timeout(ROLLOUT_LIMIT_S):
-                (rollout,) = await roll_group(desk, item, sampling, num_rollouts=1)
+                rollout = await roll_one(desk, item, sampling)
         except TimeoutError:
             error = f"rollout() of '{item.prompt[-60:]}' had not returned after {ROLLOUT_LIMIT_S:g} s"
             self._hung = Score(None, is_right=False, outcome="timed_out", error=error)

@@ -17,7 +17,7 @@ from rich.console import Console
 from treadle.config.env import DataOptions, EnvConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import load_environment
-from treadle.envs.checking.findings import Finding, as_table, problems
+from treadle.envs.checking.findings import Finding, problems, show
 from treadle.envs.checking.trial_checks import check_trials, where_it_failed
 from treadle.envs.checking.trials import Trial, Trials
 from treadle.envs.data import DataEnvironment, question_of
@@ -48,9 +48,14 @@ class WatchedConfig(EnvConfig):
 
 
 async def validate_task(
-    env: EnvConfig, *, max_items: int = 200, max_seconds: float = 60.0, console: Console | None = None
+    env: EnvConfig,
+    *,
+    max_items: int = 200,
+    max_seconds: float = 60.0,
+    verbose: bool = False,
+    console: Console | None = None,
 ) -> int:
-    """Print what is right and wrong with a task; 1 when something is wrong.
+    """Print what is wrong with a task, and with `verbose` also what is right; 1 when something is wrong.
 
     Answers are tried on at most `max_items` of each split, and not for much longer than `max_seconds`.
     """
@@ -68,7 +73,8 @@ async def validate_task(
     wrong = problems(findings)
     said = f"is not fit to be trained on: {', '.join(wrong)}" if wrong else "is fit to be trained on"
     console = console or Console()
-    console.print(as_table(findings), f"'{env.own_name}' {said}", sep="\n")
+    show(findings, console, verbose=verbose)
+    console.print(f"'{env.own_name}' {said}")
     return int(bool(wrong))
 
 

@@ -79,7 +79,7 @@ class Agent(Jsonl):
 
     async def open(self) -> None:
         await super().open()
-        recorder = Recorder(self._sessions, hands_out=not self._command)
+        recorder = Recorder(self._sessions, hands_out=not self._command, right=self.config.right)
         port = self._args.port if self._args.port is not None else 0 if self._command else ATROPOS_PORT
         self.url = await self._open.enter_async_context(serving(recorder.app, self._args.host, port))
         if not self._command:

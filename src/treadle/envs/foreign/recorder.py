@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.envs.base import Item, Score
+from treadle.envs.base import Item, Score, is_enough
 from treadle.envs.chat import Transcript
 from treadle.envs.foreign.answers import Wishes, error_body, events, whole
 from treadle.envs.foreign.lines import Turn
@@ -61,8 +61,8 @@ class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     is_right: bool | None = None
     parts: Annotated[dict[_PartName, float], msgspec.Meta(max_length=MAX_PARTS)] = {}
 
-    def as_score(self) -> Score:
-        is_right = self.score > 0 if self.is_right is None else self.is_right
+    def as_score(self, right: float) -> Score:
+        is_right = is_enough(self.score, right) if self.is_right is None else self.is_right
         return Score(reward=self.score, is_right=is_right, parts=self.parts)
 
 
@@ -75,8 +75,12 @@ class CreateSession(msgspec.Struct, kw_only=True):
 class Recorder:
     """`Recorder(sessions).app` is to be served (`foreign.server.serving`)."""
 
-    def __init__(self, sessions: Sessions, *, model_name: str = "policy", hands_out: bool = False) -> None:
+    def __init__(
+        self, sessions: Sessions, *, model_name: str = "policy", hands_out: bool = False, right: float = 1.0
+    ) -> None:
+        """`right`: the least score that counts as right, where the agent does not say it."""
         self._sessions = sessions
+        self._right = right
         self._model_name = model_name
         self._hands_out = hands_out  # whether agents come by themselves
         self.app = Starlette(
@@ -130,7 +134,7 @@ class Recorder:
         session = self._sessions.to_be_scored_at(http.path_params["secret"])
         if session is None:
             raise NoSession("nothing is scored here: the session has ended, or the URL is not its score_url")
-        session.finish((await _read(http, PostedScore)).as_score())
+        session.finish((await _read(http, PostedScore)).as_score(self._right))
         return json_answer({"status": "scored"})
 
     async def _delete(self, http: Request) -> Response:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Message, Score
+from treadle.envs.base import Environment, Item, Message, Score, is_enough
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
 from treadle.envs.foreign.recorder import SHARED, Recorder
@@ -80,7 +80,7 @@ class Verifiers(Environment):
             )
             if session.score.done():
                 session.score.result()  # raises: the engine is gone
-            return _score(episode, session)
+            return _score(episode, session, self.config.right)
 
     def _resolve(self) -> tuple[Any, Any]:
         """The settings of the environment, and of its held-out tasks, if there are such; no data is loaded."""
@@ -173,7 +173,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({last.filename}:{last.lineno})"
 
 
-def _score(episode: Any, session: Session) -> Score:
+def _score(episode: Any, session: Session, right: float) -> Score:
     """What the one agent that is trained earned. What the others said (judges) is no part of the rollout."""
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     session.forget({trace.id for trace in episode.traces} - {trace.id for trace in trained})
@@ -188,4 +188,4 @@ def _score(episode: Any, session: Session) -> Score:
     (trace,) = trained
     parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     parts |= {name: float(value) for name, value in trace.metrics.items() if value is not None and name not in parts}
-    return Score(reward=trace.reward, is_right=trace.reward > 0, parts=parts)
+    return Score(reward=trace.reward, is_right=is_enough(trace.reward, right), parts=parts)

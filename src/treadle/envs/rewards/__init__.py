@@ -13,7 +13,7 @@ async with RewardPool(num_workers=2, time_limit_s=10) as pool:
 
 from __future__ import annotations
 
-from treadle.envs.rewards.base import FunctionReward, Reward, RewardInput
+from treadle.envs.rewards.base import FunctionReward, Judged, Reward, RewardInput
 from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
 from treadle.envs.rewards.combined import CombinedReward, R1Reward
 from treadle.envs.rewards.cosine import CosineScaledReward
@@ -41,6 +41,7 @@ __all__ = [
     "InlineScorer",
     "Isolation",
     "JsonSchemaReward",
+    "Judged",
     "LengthReward",
     "Outcome",
     "R1Reward",

@@ -77,7 +77,7 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
         """Import and build what is expensive. Called once in each process that scores; its time is not counted."""
 
     def score(self, completion: RewardInput) -> float:
-        """What this completion is worth, before the weight."""
+        """What this completion is worth, before the weight; `Judged(0.7, correct=True)` also says that it is right."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score or score_group")
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
@@ -172,8 +172,30 @@ def registered_name(class_name: str) -> str:
     return words.removesuffix("_reward")
 
 
-def checked_score(value: Any) -> float:
-    """A score must be a number: None, text and NaN are mistakes of the reward, not zeros."""
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"the score is {value!r}, not a finite number")
-    return float(value)
+class Judged(float):
+    """A score with the reward's own verdict: `Judged(0.7, correct=True)`. None: it does not say whether it is right."""
+
+    correct: bool | None
+
+    def __new__(cls, score: float, *, correct: bool | None = None) -> Self:
+        made = super().__new__(cls, score)
+        made.correct = correct
+        return made
+
+
+def judged(value: Any) -> Judged:
+    """What a reward returned: a finite number, or {"score": 0.7, "correct": True}.
+
+    None, text and NaN are mistakes of the reward, not zeros.
+    """
+    score, correct = value, getattr(value, "correct", None)
+    if isinstance(value, Mapping):
+        unknown = sorted(map(str, set(value) - {"score", "correct"}))
+        if unknown or "score" not in value:
+            raise ValueError(f'the reward returned {value!r}, not a number or {{"score": 0.7, "correct": True}}')
+        score, correct = value["score"], value.get("correct")
+    if not isinstance(score, Real) or not math.isfinite(score):
+        raise ValueError(f"the score is {score!r}, not a finite number")
+    if correct not in (None, True, False):
+        raise ValueError(f"'correct' is {correct!r}, not True or False")
+    return Judged(float(score), correct=None if correct is None else bool(correct))

@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import Any, ClassVar
 
-from treadle.envs.rewards.base import Reward, RewardInput
+from treadle.envs.rewards.base import Judged, Reward, RewardInput
 from treadle.envs.rewards.passages import answer_text, last_box
 from treadle.envs.rewards.plain_numbers import compare, read_number
 from treadle.errors import require
@@ -31,7 +31,8 @@ class BoxedMath(Reward):
         is_equal("x", "\\frac{x}{1}")
 
     def score(self, completion: RewardInput) -> float:
-        return self.right if is_right(completion.text, completion.answer) else self.wrong
+        correct = is_right(completion.text, completion.answer)
+        return Judged(self.right if correct else self.wrong, correct=correct)
 
 
 class AccuracyReward(BoxedMath):

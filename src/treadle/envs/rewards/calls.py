@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from treadle.envs.rewards.base import Reward, RewardInput, checked_score
+from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
 from treadle.envs.rewards.outcome import CallResult
 from treadle.envs.rewards.source import place_of
 
@@ -24,7 +24,7 @@ def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
     started = time.perf_counter()
     try:
         raw = reward.score_group(inputs) if reward.looks_at_groups else [reward.score(inputs[0])]
-        scores = [checked_score(value) for value in raw]
+        scores = [judged(value) for value in raw]
         if len(scores) != len(inputs):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(inputs)} completions")
     except MemoryError:
@@ -33,7 +33,12 @@ def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
         raise
     except BaseException as error:  # SystemExit too: it is the reward that gave up, not the process
         return CallResult(outcome="raised", detail=describe(error), seconds=_since(started))
-    return CallResult(scores=scores, seconds=_since(started))
+    verdicts = [score.correct for score in scores]
+    return CallResult(
+        scores=[float(score) for score in scores],
+        correct=[] if set(verdicts) <= {None} else verdicts,
+        seconds=_since(started),
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -48,13 +53,19 @@ def describe(error: BaseException) -> str:
 
 def per_completion(
     reward: Reward, calls: Sequence[CallResult], num_inputs: int
-) -> list[tuple[CallResult, float | None]]:
+) -> list[tuple[CallResult, Judged | None]]:
     """The results of a reward's calls -> the call and the score of every completion, in order."""
     if reward.looks_at_groups:
         places = [(call, place) for call in calls for place in range(num_inputs)]
     else:
         places = [(call, 0) for call in calls]
-    return [(call, call.scores[place] if call.outcome == "scored" else None) for call, place in places]
+    return [(call, _score_at(call, place)) for call, place in places]
+
+
+def _score_at(call: CallResult, place: int) -> Judged | None:
+    if call.outcome != "scored":
+        return None
+    return Judged(call.scores[place], correct=call.correct[place] if call.correct else None)
 
 
 def _since(started: float) -> float:

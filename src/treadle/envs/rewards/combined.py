@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.base import Reward, RewardInput
+from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
 from treadle.envs.rewards.boxed_math import AccuracyReward
 from treadle.envs.rewards.outcome import CallResult, RewardResult
 from treadle.envs.rewards.registry import registry
@@ -54,7 +54,7 @@ class CombinedReward(Reward):
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        raw = {leaf.name: list(leaf.score_group(group)) for leaf in leaves(self)}
+        raw = {leaf.name: [judged(value) for value in leaf.score_group(group)] for leaf in leaves(self)}
         return [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
 
     @property
@@ -105,18 +105,21 @@ def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[f
     return _normalized([_weighted_sum(counting, row) for row in rows], reward)
 
 
-def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, float | None]]]) -> list[RewardResult]:
+def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judged | None]]]) -> list[RewardResult]:
     """What the calls of each leaf gave for each completion -> one result for each completion."""
-    raw = {name: [score for _, score in column] for name, column in calls.items()}
+    scores = {name: [score for _, score in column] for name, column in calls.items()}
+    raw = {name: [None if score is None else float(score) for score in column] for name, column in scores.items()}
     counts = _counting_names(reward)
     results = []
     for place, combined in enumerate(combine(reward, raw)):
         failures = [(name, column[place][0]) for name, column in calls.items() if column[place][1] is None]
+        given = [score for column in scores.values() if (score := column[place]) is not None]
         blamed = next((failure for failure in failures if failure[0] in counts), None)
         results.append(
             RewardResult(
                 score=None if combined is None else reward.weight * combined,
                 parts={name: column[place] for name, column in raw.items()},
+                correct=next((score.correct for score in given if score.correct is not None), None),
                 outcome=blamed[1].outcome if blamed else "scored",
                 detail="; ".join(f"{name}: {call.detail}" for name, call in failures),
                 seconds=sum(column[place][0].seconds for column in calls.values()),

@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any
 
-from treadle.envs.rewards.base import Reward, RewardInput
+from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
 from treadle.envs.rewards.registry import registry
 from treadle.errors import ConfigError
 
@@ -14,7 +14,8 @@ from treadle.errors import ConfigError
 class CosineScaledReward(Reward):
     """Right answers are worth more the shorter they are, wrong ones cost less the longer they are.
 
-    Between 0 and `max_tokens` the worth follows half a cosine wave. Right is what the reward `of` scores above 0.
+    Between 0 and `max_tokens` the worth follows half a cosine wave. Right is what the reward `of` calls correct; where
+    it gives no verdict, what it scores above 0.
 
     >>> brief = CosineScaledReward(of="exact_match", max_tokens=100)
     >>> [round(brief.score(RewardInput("4", answer="4", num_tokens=n)), 3) for n in (0, 50, 100)]
@@ -41,10 +42,11 @@ class CosineScaledReward(Reward):
         self._judge.warm_up()
 
     def score(self, completion: RewardInput) -> float:
-        is_right = self._judge.score(completion) > 0
-        short, long = (self.right_short, self.right_long) if is_right else (self.wrong_short, self.wrong_long)
+        said = judged(self._judge.score(completion))
+        correct = said > 0 if said.correct is None else said.correct
+        short, long = (self.right_short, self.right_long) if correct else (self.wrong_short, self.wrong_long)
         progress = min(1.0, completion.length / self.max_tokens)
-        return long + (short - long) * (1 + math.cos(math.pi * progress)) / 2
+        return Judged(long + (short - long) * (1 + math.cos(math.pi * progress)) / 2, correct=correct)
 
     @functools.cached_property
     def _judge(self) -> Reward:

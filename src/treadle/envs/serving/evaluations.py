@@ -77,6 +77,7 @@ async def evaluate(
         step=step,
         policy_version=result.policy_version,
         accuracy=result.accuracy,
+        mean_score=result.mean_score,
         low=result.interval_95[0],
         high=result.interval_95[1],
         prompts=result.num_prompts,

@@ -169,6 +169,7 @@ class Stream:
         place = self.selection.place_of(index)
         started = time.monotonic()
         rollouts = await roll_group(self.desk, self._item(place), sampling, num_rollouts=config.group_size)
+        self.desk.judge.require_scores([rollout.score for rollout in rollouts])
         self.selection.learn(place, rollouts)
         rollouts = settle(self.desk.environment, rollouts)
         reason = why_useless(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)

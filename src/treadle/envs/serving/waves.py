@@ -10,13 +10,13 @@ from dataclasses import replace
 from treadle.envs.grouping import build_group, settle
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk, check_lengths, score_generation
+from treadle.envs.scoring import none_scored
 from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.course import Course, check_divides
 from treadle.envs.serving.evaluations import STATUS_POLL_S, evaluate_if_due
 from treadle.envs.serving.pause import Pause, next_step
 from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.wave_count import Wave, WaveCount
-from treadle.errors import ProcessDied
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding
@@ -159,12 +159,9 @@ async def roll_wave(desk: Desk, wave: Wave, course: Course, ledger: Ledger) -> l
     scored = await asyncio.gather(
         *(score_generation(desk, *one) for one in zip(items, prompts, generations, strict=True))
     )
-    every = [rollout for rollouts in scored for rollout in rollouts]
-    if all(rollout.score.reward is None for rollout in every):
-        raise ProcessDied(
-            f"none of {len(every)} completions could be scored: {every[0].score.error}",
-            fix=f"treadle env {config.name} validate",
-        )
+    scores = [rollout.score for rollouts in scored for rollout in rollouts]
+    if all(score.reward is None for score in scores):
+        raise none_scored(len(scores), scores[0], config)
     groups = []
     for index, rollouts in zip(indexes, scored, strict=True):
         settled = settle(desk.environment, rollouts)

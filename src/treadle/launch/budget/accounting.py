@@ -10,6 +10,7 @@ from treadle.launch.budget.activations import backward_bytes, kept_bytes, logits
 from treadle.launch.budget.cards import Machine
 from treadle.launch.budget.job import Job
 from treadle.launch.budget.result import ALL, MICRO, Budget, Component, Moment, Owner, Place
+from treadle.launch.wording import gigabytes
 
 TRAINER_GPU = "trainer GPU"
 ENGINE_GPU = "engine GPU"
@@ -25,10 +26,11 @@ def estimate(job: Job, machine: Machine) -> Budget:
         return Budget(job, machine, (_cpu(job, machine.host_bytes),))
     trainer = _trainer_parts(job)
     engine = _engine_parts(job, machine.gpu_bytes)
+    problem = _too_small_share(job, machine.gpu_bytes)
     if job.engine_gpus:
-        places = [_gpu(TRAINER_GPU, trainer, machine.gpu_bytes), _gpu(ENGINE_GPU, engine, machine.gpu_bytes)]
+        places = [_gpu(TRAINER_GPU, trainer, machine.gpu_bytes), _gpu(ENGINE_GPU, engine, machine.gpu_bytes, problem)]
     else:
-        places = [_gpu(TRAINER_GPU, trainer + engine, machine.gpu_bytes)]
+        places = [_gpu(TRAINER_GPU, trainer + engine, machine.gpu_bytes, problem)]
     return Budget(job, machine, (*places, Place(HOST, machine.host_bytes, _listed(_host_parts(job)))))
 
 
@@ -145,34 +147,58 @@ def _fresh_gradient_parts(job: Job) -> list[Component]:
 
 def _engine_parts(job: Job, gpu_bytes: int) -> list[Component]:
     """What is on each engine GPU: weights and keys are divided among them."""
-    shape, num_gpus = job.shape, job.tensor_parallel
-    weights = shape.num_params * job.weight_bytes / num_gpus
-    forward = known.ENGINE_BATCHED_TOKENS * job.weight_bytes * (3 * shape.ffn / num_gpus + 4 * shape.hidden)
-    sampling = known.SAMPLING_COPIES * 4 * job.max_num_seqs * shape.vocab
-    workspace = forward + sampling + known.ENGINE_GRAPHS_BYTES
-    parts = []
+    parts: list[Component] = []
     if job.engine_gpus or job.has_own_engine_copy:
-        parts.append(_part("engine's weights", weights, "engine", "a second copy"))
+        parts.append(_part("engine's weights", _engine_weights(job), "engine", "a second copy"))
     one_sequence = job.max_model_len * kv_bytes_per_token(job)
     if job.gpu_memory_utilization is None:
         cache, note = job.max_num_seqs * one_sequence, f"{job.max_num_seqs} x {job.max_model_len:,} tokens"
     else:
-        places = _adapter_places(job)
-        parts += places
-        taken = weights + workspace + known.CUDA_CONTEXT_BYTES + sum(part.bytes for part in places)
-        cache = max(one_sequence, round(job.gpu_memory_utilization * gpu_bytes - taken))
+        parts += _adapter_places(job)
+        cache = max(one_sequence, round(job.gpu_memory_utilization * gpu_bytes - _beside_cache(job)))
         note = f"room for {cache // one_sequence} x {job.max_model_len:,} tokens"
     return [
         *parts,
         _part("KV cache", cache, "engine", note),
-        _part("engine's workspace", workspace, "engine", "prefill, CUDA graphs"),
+        _part("engine's workspace", _engine_workspace(job), "engine", "prefill, CUDA graphs"),
         _part("CUDA context", known.CUDA_CONTEXT_BYTES, "engine", "the engine's process"),
     ]
 
 
+def _engine_weights(job: Job) -> float:
+    return job.shape.num_params * job.weight_bytes / job.tensor_parallel
+
+
+def _engine_workspace(job: Job) -> float:
+    shape = job.shape
+    forward = known.ENGINE_BATCHED_TOKENS * job.weight_bytes * (3 * shape.ffn / job.tensor_parallel + 4 * shape.hidden)
+    sampling = known.SAMPLING_COPIES * 4 * job.max_num_seqs * shape.vocab
+    return forward + sampling + known.ENGINE_GRAPHS_BYTES
+
+
+def _beside_cache(job: Job) -> float:
+    """What vLLM's share of the card holds besides its KV cache."""
+    places = sum(part.bytes for part in _adapter_places(job))
+    return _engine_weights(job) + _engine_workspace(job) + known.CUDA_CONTEXT_BYTES + places
+
+
+def _too_small_share(job: Job, gpu_bytes: int) -> str:
+    """Why vLLM would not start with its share of the card; "" if it does."""
+    if job.gpu_memory_utilization is None:
+        return ""
+    least = _beside_cache(job) + job.max_model_len * kv_bytes_per_token(job)
+    share = job.gpu_memory_utilization * gpu_bytes
+    if share >= least:
+        return ""
+    return (
+        f"the engine needs {gigabytes(least)}, and --engine.gpu-memory-utilization {job.gpu_memory_utilization:g} "
+        f"gives it {gigabytes(share)}"
+    )
+
+
 def _adapter_places(job: Job) -> list[Component]:
     """vLLM keeps room for adapters on every linear layer, whichever of them have one."""
-    if job.mode != "lora":
+    if not job.lora:
         return []
     rank = lora_rank(job.lora_r)
     one = job.shape.num_layers * rank * sum(map(sum, job.shape.linears.values())) * job.weight_bytes
@@ -187,7 +213,7 @@ def _host_parts(job: Job) -> list[Component]:
         _part("processes", num_processes * known.HOST_GPU_PROCESS_BYTES, "both", f"{num_processes} with CUDA"),
         _part("hub and environment", others, "others"),
     ]
-    if job.mode == "lora" and job.gpu_memory_utilization is not None:
+    if job.lora and job.gpu_memory_utilization is not None:
         num = max_cpu_loras(lora_rank(job.lora_r))
         parts.append(
             _part("adapters", num * job.num_trained * job.weight_bytes, "engine", f"vLLM keeps the newest {num}")
@@ -227,9 +253,9 @@ def _cpu(job: Job, capacity: int | None) -> Place:
     return Place(HOST, capacity, _listed(parts))
 
 
-def _gpu(name: str, parts: list[Component], capacity: int) -> Place:
+def _gpu(name: str, parts: list[Component], capacity: int, problem: str = "") -> Place:
     gaps = _part("fragmentation", known.FRAGMENTATION * _transient(parts), "both", "gaps between tensors")
-    return Place(name, capacity, _listed([*parts, gaps]))
+    return Place(name, capacity, _listed([*parts, gaps]), problem)
 
 
 def _transient(parts: list[Component]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -35,6 +36,25 @@ _USABLE_GIB = {
     "mi300x": 191.9,
     "mi325x": 255.9,
 }
+_NO_PART_OF_A_NAME = frozenset(
+    (
+        "nvidia",
+        "geforce",
+        "tesla",
+        "amd",
+        "instinct",
+        "pcie",
+        "sxm",
+        "sxm2",
+        "sxm4",
+        "sxm5",
+        "hbm2",
+        "hbm2e",
+        "hbm3",
+        "hbm3e",
+    )
+)
+_ROUNDING = 0.1  # of a size in a name: an "L4 24GB" has 22.0 GiB
 CARDS: dict[str, int] = {name: round(gib * _GIB) for name, gib in _USABLE_GIB.items()}
 
 
@@ -52,14 +72,25 @@ class Machine:
 
 
 def card_bytes(name: str) -> int:
-    """`card_bytes("H100")`; names are compared without case, spaces and underscores."""
-    plain = name.lower().replace(" ", "").replace("_", "-")
-    if plain not in CARDS:
-        raise ConfigError(
-            f"the GPU '{name}' is not known",
-            fix=f"{suggest(plain, CARDS) or 'known: ' + ', '.join(CARDS)}; or give --gpu-memory-gb 80",
-        )
-    return CARDS[plain]
+    """The memory of a GPU by its name, as people and the driver write it.
+
+    >>> card_bytes("H100") == card_bytes("NVIDIA H100 80GB HBM3") == card_bytes("h100-80gb")
+    True
+    """
+    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in _NO_PART_OF_A_NAME]
+    size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), "")
+    plain = "".join(word for word in words if word != size)
+    gib = 0 if plain == "gh200" else int(re.sub(r"\D", "", size) or 0)  # its name has the size of the host's memory
+    for card, known in CARDS.items():
+        squeezed = card.replace("-", "")
+        if squeezed == f"{plain}{gib}gb":
+            return known
+        fits = not gib or abs(known / _GIB - gib) < _ROUNDING * gib
+        if fits and squeezed in (plain, f"rtx{plain}", plain.removeprefix("rtx")):
+            return known
+    variants = [card for card in CARDS if card.partition("-")[0] == plain]
+    hint = f"known are {', '.join(variants)}" if variants else suggest(plain, CARDS) or "known: " + ", ".join(CARDS)
+    raise ConfigError(f"the GPU '{name}' is not known", fix=f"{hint}; or give --gpu-memory-gb {gib or 'GB'}")
 
 
 def find_gpu() -> tuple[str, int] | None:

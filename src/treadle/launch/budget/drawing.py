@@ -12,10 +12,10 @@ from treadle.launch.budget.job import Job
 from treadle.launch.budget.levers import Suggestion
 from treadle.launch.budget.result import Budget, Place, Verdict
 from treadle.launch.budget.start import Start
-from treadle.launch.wording import gigabytes, one_line
+from treadle.launch.wording import gigabytes
 
-_WIDE, _NARROW = 34, 16  # characters of a bar, on a wide and on a narrow terminal
 _WIDE_TERMINAL = 110
+_BARS = {_WIDE_TERMINAL: 34, 80: 16, 0: 8}  # least terminal width in columns -> width of a bar
 _COLOURS: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red", "not known": "dim"}
 _OWNERS = {"trainer": "cyan", "engine": "magenta", "both": "blue", "others": "white"}
 
@@ -125,7 +125,7 @@ def _heading(budget: Budget) -> Text:
 
 def _table(place: Place, title: str, width: int) -> Table:
     """What exists at the peak. A bar begins where the one before it ended; the last one shows the total."""
-    bar_width = _WIDE if width >= _WIDE_TERMINAL else _NARROW
+    bar_width = next(bar for columns, bar in _BARS.items() if width >= columns)
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, title=title, title_justify="left",
         title_style="bold",
@@ -133,16 +133,13 @@ def _table(place: Place, title: str, width: int) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, width=bar_width, overflow="crop")
-    table.add_column(style="dim", no_wrap=True)
-    room = max(8, width - bar_width - max(len(part.name) for part in place.components) - 16)
+    table.add_column(style="dim")
     scale = bar_width / max(place.peak, place.capacity or 0)
     begin = 0.0
     for part in place.components:
         if place.peak_moment in part.moments:
             end = begin + part.bytes * scale
-            table.add_row(
-                part.name, gigabytes(part.bytes), _bar(begin, end, _OWNERS[part.owner]), one_line(part.note, room)
-            )
+            table.add_row(part.name, gigabytes(part.bytes), _bar(begin, end, _OWNERS[part.owner]), part.note)
             begin = end
     size = (place.capacity or 0) * scale
     total = Text.assemble(
@@ -164,6 +161,8 @@ def _verdict(place: Place, capacity: int) -> Text:
     weights = place.find("weights")
     if left < 0 and weights > capacity / 2:
         words += f"; the weights alone take {gigabytes(weights)}"
+    if place.problem:
+        words = place.problem if left >= 0 else f"{words}; {place.problem}"
     return Text.assemble((place.verdict, f"bold {_COLOURS[place.verdict]}"), f": {words}")
 
 
@@ -206,7 +205,8 @@ def _training(job: Job) -> str:
 
 
 def _weights(job: Job) -> str:
-    return "one copy of the weights" if job.mode == "single-copy" else "two copies of the weights"
+    what = "base model" if job.lora else "weights"
+    return f"one copy of the {what}" if job.mode == "single-copy" else f"two copies of the {what}"
 
 
 def _warning(budget: Budget) -> str:

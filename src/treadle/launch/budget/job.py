@@ -132,11 +132,10 @@ def _check_modes(job: Job) -> None:
             "one copy of the weights is shared by a trainer and an engine on the same, single GPU",
             fix="--mode two-copies, or --train-gpus 1 --engine-gpus 0",
         )
-    if job.lora != (job.mode == "lora"):
+    if job.mode not in (("lora", "single-copy") if job.lora else ("single-copy", "two-copies", "none")):
         raise ConfigError(
-            f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together: with adapters the engine "
-            "keeps a copy of the base model",
-            fix="give --train.lora true, and leave --mode out",
+            f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together",
+            fix="give --train.lora true and leave --mode out, or --mode single-copy for one copy of the base model",
         )
     refuse_split_engine(job.engine_gpus, {"lora": "lora_only", "none": "offline"}.get(job.mode, "shared_vllm"))
     if job.shape.num_heads % job.tensor_parallel:

@@ -54,6 +54,7 @@ class _Move:
 
 
 _STAY = _Move()
+SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of a frozen base model
 
 
 def engine_on_its_own_card(*, is_broadcast: bool) -> tuple[str, ...]:
@@ -113,6 +114,13 @@ def _ways(job: Job, machine: Machine) -> Iterator[_Move]:
     if not job.lora and job.train_layers is None:
         kinds.append(_Move((("lora", True), ("mode", "lora")), ("--train.lora true",), 10))
     yield from kinds
+    if (
+        job.train_layers is None
+        and (job.train_gpus, job.engine_gpus) == (1, 0)
+        and not (job.lora and job.mode == "single-copy")
+    ):
+        flags = SHARED_BASE if job.lora else ("--train.lora true", *SHARED_BASE)
+        yield _Move((("lora", True), ("mode", "single-copy")), flags, 0.25 if job.lora else 9.75)
     if not machine.has_gpu:
         return
     for kind, placing in product(kinds, _placings(job)):
@@ -180,18 +188,20 @@ def _small_levers(job: Job, machine: Machine) -> list[list[_Move]]:
         [_STAY, *_halvings(job.micro_tokens, smallest, "micro_tokens", "--train.micro-tokens", price=0.5)],
         [_STAY, offload] if can_offload else [_STAY],
         [_STAY] if job.gradient_bytes == 2 else [_STAY, bf16],
-        [_STAY, *_smaller_caches(job)],
+        [_STAY, *_other_caches(job)],
     ]
 
 
-def _smaller_caches(job: Job) -> list[_Move]:
+def _other_caches(job: Job) -> list[_Move]:
+    """Other sizes of the engine's share: smaller to leave room for the trainer, larger if the engine does not fit."""
     share = job.gpu_memory_utilization
     if share is None:
         return _halvings(job.max_num_seqs, job.group_size, "max_num_seqs", "--engine.max-num-seqs", price=0.75)
-    lower = [round(share - 0.1 * n, 2) for n in range(1, 10) if share - 0.1 * n >= 0.1]
     return [
-        _Move((("gpu_memory_utilization", low),), (f"--engine.gpu-memory-utilization {low:g}",), 1.0 + n / 2)
-        for n, low in enumerate(lower)
+        _Move((("gpu_memory_utilization", other),), (f"--engine.gpu-memory-utilization {other:g}",), 1.0 + n / 2)
+        for step in (-0.1, 0.1)
+        for n in range(9)
+        if 0.1 <= (other := round(share + (n + 1) * step, 2)) <= 0.95
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import get_args
 
 from treadle.config.engine_choice import has_vllm
 from treadle.config.schema import EngineConfig, RunConfig
+from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.course import fitting_group_size
 from treadle.errors import ConfigError
 from treadle.launch.budget import calibration
@@ -27,7 +29,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--mode", dest="_mode", choices=get_args(Mode),
         help="copies of the weights; absent: what the trainer does with the run's settings",
     )  # fmt: skip
-    add("--gpu", dest="_gpu", metavar="NAME", help="h100, a100-80gb, h200, rtx4090, ...; absent: this machine")
+    add("--gpu", dest="_gpu", metavar="NAME", help="name of the GPU: h100, a100-80gb, rtx4090; absent: this machine's")
     add("--gpu-memory-gb", dest="_gpu_memory_gb", type=float, metavar="GB", help="memory of one GPU, instead of a name")
     add("--host-memory-gb", dest="_host_memory_gb", type=float, metavar="GB", help="memory beside the GPUs")
     add(
@@ -52,6 +54,8 @@ def read_request(
     """The job that `treadle run` would start with these settings, and the machine it is planned for; `explicit` as in
     `build_plan`. What treadle run would refuse is refused here too."""
     explicit = explicit_keys(run) if explicit is None else explicit
+    with suppress(Exception):  # an environment that cannot be loaded here, for any reason, has no defaults of its own
+        run = run.model_copy(update={"env": load_environment(run.env).config})
     train_gpus, engine_gpus = _gpus(run, values)
     machine = _machine(run, values, has_several_gpus=train_gpus > 1 or engine_gpus > 0)
     if not machine.has_gpu:
@@ -192,18 +196,28 @@ def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) ->
     """What was asked for, else what the trainer does with these settings (train/policy.py)."""
     if values._mode is not None:
         mode: Mode = values._mode
-        if mode == "single-copy" and run.train.epochs > 1:
+        if mode == "single-copy" and run.train.lora and not _can_share_base(run):
+            raise ConfigError(
+                "one copy of the base model is for --train.weight-bridge-mode lora_only",
+                fix="leave --train.use-shared-memory and other modes out, or --mode",
+            )
+        if mode == "single-copy" and run.train.epochs > 1 and not run.train.lora:
             raise ConfigError(
                 "between the epochs on a batch the trainer's weights are ahead of the engine's: one copy cannot do",
                 fix="--mode two-copies, or --train.epochs 1",
             )
         return mode
     if run.train.lora:
-        return "lora"
+        return "single-copy" if run.train.single_copy else "lora"
     if run.train.weight_bridge_mode == "offline":
         return "none"
     is_shared = run.train.weight_bridge_mode == "shared_vllm" and not run.train.use_shared_memory
     return "single-copy" if is_shared and is_one_device and run.train.epochs == 1 else "two-copies"
+
+
+def _can_share_base(run: RunConfig) -> bool:
+    """Whether the user left the way of the weights open, or chose the one that publishes adapters to a live engine."""
+    return run.train.weight_bridge_mode in ("shared_vllm", "lora_only") and not run.train.use_shared_memory
 
 
 def _weight_bytes(run: RunConfig, *, has_gpu: bool) -> int:

@@ -39,6 +39,7 @@ class Place:
     name: str
     capacity: int | None
     components: tuple[Component, ...]
+    problem: str = ""  # why it does not fit, whatever the sum
 
     def at(self, moment: Moment) -> int:
         return sum(part.bytes for part in self.components if moment in part.moments)
@@ -55,7 +56,7 @@ class Place:
     def verdict(self) -> Verdict:
         if self.capacity is None:
             return "not known"
-        if self.peak > self.capacity:
+        if self.problem or self.peak > self.capacity:
             return "does not fit"
         return "fits" if self.peak <= SAFE_SHARE * self.capacity else "tight"
 

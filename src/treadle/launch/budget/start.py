@@ -16,7 +16,7 @@ from treadle.config.flags import given
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.config.sync import LORA_MODES
 from treadle.launch.budget.job import Job
-from treadle.launch.budget.levers import engine_on_its_own_card
+from treadle.launch.budget.levers import SHARED_BASE, engine_on_its_own_card
 from treadle.launch.budget.request import settings_of
 
 Settings = Mapping[str, str]  # {"train.optimizer": "adamw_8bit"}
@@ -41,7 +41,9 @@ class Start:
     @classmethod
     def of(cls, run: RunConfig, values: argparse.Namespace) -> Start:
         settings = {key: str(value) for key, value in given(values).items()}
-        if run.train.weight_bridge_mode == "shared_vllm":
+        if run.train.lora and values._mode == "single-copy":
+            settings = {**settings, **settings_of(SHARED_BASE)}
+        elif run.train.weight_bridge_mode == "shared_vllm":
             settings = {**_OF_MODE.get(values._mode, {}), **settings}
         return cls(run, settings, values._config, values._params is None)
 
@@ -89,7 +91,7 @@ class Start:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
         if job.engine_gpus == 0:
             engine = {"device": "cuda:0"} | engine
-            if mode == "shared_vllm":
+            if mode == "shared_vllm" or job.mode == "single-copy":
                 engine = {"weights_file": "/dev/shm/mine.weights"} | engine  # noqa: S108 - memory, as in the README
         elif job.engine_gpus == 1:
             engine = {"device": f"cuda:{job.train_gpus}"} | engine

@@ -1,4 +1,4 @@
-"""`treadle doctor`: what is wrong with this machine, or with a run that goes on, and the command that mends it.
+"""`treadle doctor`: what is wrong with this machine, or with a run that goes on, and the command that fixes it.
 
 command.py       look, judge, print
 finding.py       a check and its verdict

@@ -60,7 +60,9 @@ class Patient:
         return bool(self.run_folder or self.hub_url or self.engine_url)
 
 
-def examine(config: RunConfig, patient: Patient, *, is_json: bool, console: Console | None = None) -> int:
+def examine(
+    config: RunConfig, patient: Patient, *, is_json: bool, verbose: bool = False, console: Console | None = None
+) -> int:
     """The exit code: 1 when something is wrong. `config`: the run that this machine is asked about."""
     with telling(Console(stderr=True, quiet=is_json)) as tell:
         checks = (
@@ -69,7 +71,7 @@ def examine(config: RunConfig, patient: Patient, *, is_json: bool, console: Cons
     if is_json:
         print(json.dumps(as_json(checks), indent=2))
     else:
-        show(checks, console or Console())
+        show(checks, console or Console(), verbose=verbose)
     return 0 if is_well(checks) else 1
 
 

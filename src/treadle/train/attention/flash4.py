@@ -7,26 +7,20 @@ torch's switch calls too.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, MissingExtra
+from treadle.train.requirements import has_flash4
 
 HEAD_SIZES = (64, 128)  # the ones that tests compare with torch's kernel
 FIRST_CARD = (9, 0)  # compute capability: Hopper
 
 
 def is_usable(device: torch.device, head_size: int) -> bool:
-    return has_card(device) and head_size in HEAD_SIZES and is_installed()
-
-
-def is_installed() -> bool:
-    """FlashAttention 2 has the same package name; this is a folder in it, with a compiler of its own."""
-    packages = ("flash_attn", "flash_attn.cute", "cutlass")
-    return all(importlib.util.find_spec(package) is not None for package in packages)
+    return has_card(device) and head_size in HEAD_SIZES and has_flash4()
 
 
 def has_card(device: torch.device) -> bool:
@@ -40,7 +34,7 @@ def require(device: torch.device, head_size: int) -> None:
             f"FlashAttention 4 is for Hopper and Blackwell cards and heads of {HEAD_SIZES}, not {head_size} here",
             fix="--attention auto",
         )
-    if not is_installed():
+    if not has_flash4():
         raise MissingExtra("--attention flash4 needs flash-attn-4", fix="pip install 'treadle[gpu]'")
 
 

@@ -14,6 +14,17 @@ HOARD: list[bytearray] = []
 
 
 @reward
+def shaped(completion: RewardInput) -> dict[str, object]:
+    """Points for any text, and an own verdict on whether it is right."""
+    return {"score": 0.3, "correct": completion.text == completion.answer}
+
+
+@reward
+def half(completion: RewardInput) -> float:
+    return 0.5
+
+
+@reward
 def naughty(completion: RewardInput) -> float:
     return MISDEEDS.get(completion.text, float)(completion.text)
 
@@ -66,6 +77,7 @@ MISDEEDS = {
     "nan": lambda text: float("nan"),
     "none": lambda text: None,
     "words": lambda text: "plenty",
+    "verdict": lambda text: {"score": 1.0, "correct": "yes"},
 }
 
 

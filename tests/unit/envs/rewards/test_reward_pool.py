@@ -15,6 +15,8 @@ import psutil
 import pytest
 import uvloop
 
+from treadle.config.env import EnvConfig
+from treadle.envs.base import Environment
 from treadle.envs.rewards import LengthReward, RewardInput, RewardPool, make_scorer, registry
 from treadle.envs.rewards.line import Batch, CallLine
 from treadle.envs.rewards.messages import INPUTS, pack_inputs
@@ -53,6 +55,23 @@ def is_alive(pid):
         return False
 
 
+def test_the_verdict_of_a_reward_decides_and_else_the_threshold_does():
+    class Task(Environment):
+        def eval_items(self):
+            return []
+
+    def is_right(rewards, **settings):
+        Task.rewards = rewards
+        judge = Task(EnvConfig(**settings)).is_right
+        return [judge(result) for result in scored(registry.create(rewards), inputs)]
+
+    inputs = [RewardInput("4", answer="4"), RewardInput("5", answer="4")]
+    assert is_right([naughty_rewards.half]) == [False, False], "some points are not a right answer"
+    assert is_right([naughty_rewards.half], right=0.5) == [True, True]
+    assert is_right([naughty_rewards.shaped]) == [True, False]
+    assert is_right([naughty_rewards.half, naughty_rewards.shaped], right=0.1) == [True, False]
+
+
 @pytest.mark.parametrize(
     ("misdeed", "outcome", "detail"),
     [
@@ -67,6 +86,7 @@ def is_alive(pid):
         ("nan", "raised", "the score is nan"),
         ("none", "raised", "the score is None"),
         ("words", "raised", "the score is 'plenty'"),
+        ("verdict", "raised", "'correct' is 'yes', not True or False"),
     ],
 )
 def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outcome, detail):

@@ -1,0 +1,165 @@
+"""Read a file of settings (TOML, YAML, JSON), and give its keys the names of our fields.
+
+A key may be spelt as any flag of its setting, with dashes or underscores. What Atropos' environments take is understood
+in every format:
+
+env:
+  group_size: 8
+  max_batches_offpolicy: 3      # our max_age
+  tokenizer_name: Qwen/Qwen3-4B # named on standard error, and passed over
+openai:                         # a mapping, or a list of servers that differ in base_url and api_key
+  - base_url: http://localhost:9001/v1
+  - base_url: http://localhost:9002/v1
+slurm: false
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from treadle.config.env import WITHOUT_EFFECT as ENV_WITHOUT_EFFECT
+from treadle.config.schema import RunConfig
+from treadle.config.section import Section, spellings_of
+from treadle.config.train import WITHOUT_EFFECT as TRAIN_WITHOUT_EFFECT
+from treadle.errors import ConfigError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+SECTIONS: dict[str, type[Section]] = {
+    name: type(field.default) for name, field in RunConfig.model_fields.items() if isinstance(field.default, Section)
+}
+_WITHOUT_EFFECT = {**ENV_WITHOUT_EFFECT, **{f"train.{key}": reason for key, reason in TRAIN_WITHOUT_EFFECT.items()}}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values of a file, under the keys that it has."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(
+            f"cannot read the configuration {path}: {problem}", fix="name another file, or fix this one"
+        ) from None
+    if path.suffix in YAML_SUFFIXES:
+        return _read_yaml(text, str(path))
+    try:
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be parsed: {error}", fix="correct that line") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings", fix='write a JSON object: {"env": {"group_size": 8}}')
+    return values
+
+
+def with_our_names(values: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+    """(the values under the names of our fields, a note for the user about each key that has no effect)."""
+    notes: list[str] = []
+    ours = _rename("", RunConfig, values, path, notes)
+    for section, model in SECTIONS.items():
+        if section in ours:
+            found = ours[section] if isinstance(ours[section], list) and section == "openai" else [ours[section]]
+            each = [_rename(section, model, _mapping(section, one, path), path, notes) for one in found]
+            ours[section] = _one_for_all(each, str(path)) if len(each) > 1 else (each or [{}])[0]
+    return ours, list(dict.fromkeys(notes))
+
+
+def _rename(
+    section: str, model: type[BaseModel], found: Mapping[str, Any], path: Path, notes: list[str]
+) -> dict[str, Any]:
+    """Other spellings become the fields' names, and "None" becomes null, as for flags; what has no effect is noted."""
+    names = names_in(model)
+    ours: dict[str, Any] = {}
+    for key, value in found.items():
+        dotted = f"{section}.{key}" if section else str(key)
+        if reason := _WITHOUT_EFFECT.get(dotted.replace("_", "-")):
+            notes.append(f"{path}: '{dotted}' has no effect: {reason}")
+            continue
+        name = names.get(str(key).replace("-", "_"), str(key))
+        if name in ours:
+            raise ConfigError(
+                f"'{dotted}' is another name of a setting that {path} gives already", fix="keep one of them"
+            )
+        ours[name] = None if value == "None" else value
+    return ours
+
+
+def names_in(model: type[BaseModel]) -> dict[str, str]:
+    """Every spelling of a section's settings, with underscores, and the field that it names."""
+    fields = model.model_fields.items()
+    return {spelling.replace("-", "_"): name for name, field in fields for spelling in spellings_of(name, field)}
+
+
+def _mapping(section: str, found: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(found, dict | None):
+        heading = f"'{section}:'" if path.suffix in YAML_SUFFIXES else f"[{section}]"
+        raise ConfigError(f"'{section}' is {found!r} in {path}", fix=f"write its settings below {heading}")
+    return found or {}
+
+
+def _read_yaml(text: str, source: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        twice = next(_keys_given_twice(node), None)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} cannot be parsed: {error}", fix="correct that line") from None
+    if twice is not None:
+        raise ConfigError(f"'{twice}' is given twice in {source}", fix="keep one of them")
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{source} holds no settings", fix="write sections: 'env:', and 'group_size: 8' under it")
+    return {str(key): value for key, value in (values or {}).items() if value is not None}
+
+
+def _keys_given_twice(root: Any) -> Iterator[str]:
+    """The parser would take the last one in silence."""
+    waiting, visited = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or isinstance(node.value, str) or id(node) in visited:  # an alias leads back to its anchor
+            continue
+        visited.add(id(node))
+        pairs = [child for child in node.value if isinstance(child, tuple)]
+        keys = Counter(key.value for key, _ in pairs if isinstance(key.value, str))
+        yield from (key for key, times in keys.items() if times > 1)
+        waiting += [value for _, value in pairs] if pairs else node.value
+
+
+def _one_for_all(servers: list[dict[str, Any]], source: str) -> dict[str, Any]:
+    """Merge several servers into one section: lists of their URLs and keys, everything else once.
+
+    >>> _one_for_all([{"base_url": "http://a"}, {"base_url": "http://b", "timeout": 60}], "env.yaml")
+    {'timeout': 60, 'base_url': ['http://a', 'http://b']}
+    """
+    shared: dict[str, Any] = {}
+    for server in servers:
+        for key, value in server.items():
+            if key not in ("base_url", "api_key") and shared.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"the servers under 'openai' in {source} have different values of '{key}': {shared[key]!r} and "
+                    f"{value!r}",
+                    fix="give all of them the same: an environment samples one policy, and they differ in base_url and "
+                    "api_key only",
+                )
+    if any("base_url" not in server for server in servers):
+        raise ConfigError(
+            f"{source} names {len(servers)} servers under 'openai', and not all of them have a base_url",
+            fix="write 'base_url: http://HOST:PORT/v1' for each",
+        )
+    shared["base_url"] = [server["base_url"] for server in servers]
+    keys = [server["api_key"] for server in servers if server.get("api_key")]
+    if len(set(keys)) > 1 and len(keys) < len(servers):
+        raise ConfigError(
+            f"{len(keys)} of the {len(servers)} servers under 'openai' in {source} have an api_key",
+            fix="give each of them its own, or all of them the same; one that needs none takes any word",
+        )
+    if keys:
+        shared["api_key"] = keys[0] if len(set(keys)) == 1 else " ".join(keys)
+    return shared

@@ -1,0 +1,71 @@
+"""`treadle dash`: the page of a run that goes on is at its hub, that of one that is over is served here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from written_run import write_run
+
+from tests.e2e.processes import free_port
+from treadle.clock import awake_s
+from treadle.config import RunConfig, save_run
+from treadle.errors import ConfigError
+from treadle.launch import folder as run_folders
+from treadle.launch.dash import show_page
+from treadle.launch.plan import with_values
+from treadle.launch.probe import get
+from treadle.launch.supervisor import StopRequest, Supervisor
+from treadle.store import Store
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    """A run in tmp_path, with a port that is free."""
+    config = write_run(tmp_path)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = with_values(config, {"hub.database": tmp_path / "hub.sqlite", "hub.port": port, "train.atropos_url": url})
+    save_run(config, tmp_path / "config.json")
+    return config
+
+
+def test_the_page_of_a_run_that_is_over_is_served_with_its_figures(run: RunConfig, tmp_path: Path) -> None:
+    with Store.open(run.hub.database, clock=awake_s):
+        pass
+    command = [sys.executable, "-m", "treadle", "dash", str(tmp_path), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            assert said == f"page: {run.train.atropos_url}/dash/; Ctrl-C ends it\n"
+            page = get(f"{run.train.atropos_url}/dash/", timeout_s=30)
+            assert page is not None
+            assert b"<title>Treadle</title>" in page
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_a_run_whose_queue_is_gone_has_no_page(run: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="queue of this run is gone") as caught:
+        show_page(tmp_path, opens=False)
+    assert "report" in caught.value.fix
+    assert not run.hub.database.exists()
+
+
+def test_the_page_of_a_run_that_goes_on_is_at_its_hub(
+    run: RunConfig, tmp_path: Path, make_spec, server_code, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_folders.locked(tmp_path):
+        with pytest.raises(ConfigError, match="does not answer"):
+            show_page(tmp_path, opens=False)
+        hub = make_spec("hub", server_code(run.hub.port), ready_url=f"{run.train.atropos_url}/healthz")
+        with Supervisor(StopRequest()) as supervisor:
+            supervisor.start([hub])
+            assert show_page(tmp_path, opens=False) == 0
+    assert capsys.readouterr().out == f"page: {run.train.atropos_url}/dash/\n"
