@@ -42,7 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_teardown() -> None:
-    """Remove the log handler of a `treadle` that ran in this process: its stream is closed with the test."""
+    """Undo the logging of a `treadle` that ran in this process: its stream is closed with the test, and its level would
+    add lines to what later tests capture."""
+    logging.getLogger("treadle").setLevel(logging.NOTSET)
     root = logging.getLogger()
     for handler in [each for each in root.handlers if type(each) is logging.StreamHandler]:
         root.removeHandler(handler)
