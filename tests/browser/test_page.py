@@ -92,7 +92,7 @@ def test_the_charts_have_points_and_nothing_is_asked_of_anybody_else(visit: Visi
     for title in ("Completion length", "Tokens per second", "MFU", "Queue", "Age of the rollouts"):
         chart(page, title)
     parts = chart(page, "Time per step").locator(".u-legend .stack .u-label").all_inner_texts()
-    assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "beside", "beside"]
+    assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "in", "in"]
     page.wait_for_selector(CONNECTED)
     assert page.inner_text("#progress-text") == f"step {NUM_STEPS} of {NUM_STEPS}"
     assert page.inner_text("#words").startswith(f"all {NUM_STEPS} steps are trained; held-out accuracy ")
