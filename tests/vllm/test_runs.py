@@ -41,7 +41,7 @@ WEIGHT_BYTES = DTYPE.itemsize * 134_515_008  # the default model
 ADAPTER = (11e6 / WEIGHT_BYTES, 13e6 / WEIGHT_BYTES)
 SHARE_SENT = {
     "one copy": (0, 0), "two copies": (1, 1), "two copies, gloo": (1, 1), "none": (1, 1.02), "reload": (1, 1.02),
-    "lora_only": ADAPTER, "lora_restart": ADAPTER, "delta": (0.01, 0.06),
+    "lora_only": ADAPTER, "lora_only, shared base": ADAPTER, "lora_restart": ADAPTER, "delta": (0.01, 0.06),
 }  # fmt: skip
 # Nats per sampled token in the mean. Measured in bfloat16: 0.02 to 0.05. An engine two steps behind: 0.8.
 APART = 0.08
