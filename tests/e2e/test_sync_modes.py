@@ -22,6 +22,7 @@ MODES = {
     "two copies, gloo": ("--train.use-shared-memory", "--train.broadcast-by", "gloo"),
     "lora_only": ("--train.weight-bridge-mode", "lora_only", *ADAPTERS),
     "lora_only, shared base": ("--train.weight-bridge-mode", "lora_only", "--train.single-copy", *ADAPTERS),
+    "lora_only, nf4": ("--train.weight-bridge-mode", "lora_only", "--train.base-quantization", "nf4", *ADAPTERS),
     "lora_restart": ("--train.weight-bridge-mode", "lora_restart", *ADAPTERS),
     "none": ("--train.weight-bridge-mode", "none"),
     "reload": ("--train.weight-bridge-mode", "reload", "--train.vllm-restart-interval", "2"),

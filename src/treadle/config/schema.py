@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig
 from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
-from treadle.config.sync import refuse_split_engine
+from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -91,6 +91,9 @@ class EngineConfig(Section):
     )
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
+    quantization: Quantization = option(
+        "none", "serve the model in 4 bits (nf4, bitsandbytes): for adapters alone; treadle run sets it"
+    )
     max_lora_rank: PositiveInt = option(64, "the largest rank an adapter may have")
     adapter_root: Path | None = option(
         None,
@@ -107,6 +110,14 @@ class EngineConfig(Section):
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
     vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
     start_timeout_s: Seconds = option(900.0, "vLLM: longest wait for it to load")
+
+    @model_validator(mode="after")
+    def _shares_no_packed_weights(self) -> EngineConfig:
+        if self.quantization != "none" and self.weights_file is not None:
+            raise ValueError(
+                f"weights with the quantization {self.quantization} cannot be shared: leave weights_file out"
+            )
+        return self
 
 
 # The sections that each process of a run reads, its own first.

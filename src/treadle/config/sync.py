@@ -11,6 +11,7 @@ from treadle.config.section import PositiveInt, Seconds, Section, option
 from treadle.errors import ConfigError
 
 FIND_BRIDGE_FILE = Path("auto")
+Quantization = Literal["none", "nf4"]  # of a frozen base model
 LORA_MODES = ("lora_only", "lora_restart")
 RESTART_MODES = ("lora_restart", "none")
 # Tensor parallel: every GPU of the engine has a part of each weight, where all other modes write whole ones.

@@ -21,7 +21,7 @@ from peft.functional import delete_adapter, set_adapter
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings, unreadable
 from treadle.engines.arrival import REPUBLISH_FIX
@@ -101,10 +101,10 @@ def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
     for name, shape in files.shapes.items():
         place, _, part = name.removeprefix(WRAPPED).rpartition(".lora_")
-        weight = getattr(modules.get(place), "weight", None)
+        weight = _weight_shape(modules.get(place))
         side = {"A.weight": 1, "B.weight": 0}.get(part)
-        if weight is None or side is None or len(shape) != 2 or shape[side] != weight.shape[side]:
-            other = "it has no such weight" if weight is None else f"its weight there is {list(weight.shape)}"
+        if weight is None or side is None or len(shape) != 2 or shape[side] != weight[side]:
+            other = "it has no such weight" if weight is None else f"its weight there is {weight}"
             raise RequestError(
                 f"{files.path} does not fit {folder.name}: {name} is {list(shape)}, {other}",
                 fix="use an adapter that was trained on this model",
@@ -115,6 +115,14 @@ def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -
                 fix="its tensors must be as adapter_config.json says",
             )
     _refuse_half(files)
+
+
+def _weight_shape(module: Any) -> list[int] | None:
+    """A quantized weight is packed, so that its own shape says nothing."""
+    if isinstance(module, nn.Linear):
+        return [module.out_features, module.in_features]
+    weight = getattr(module, "weight", None)
+    return None if weight is None else list(weight.shape)
 
 
 def _refuse_half(files: AdapterHead) -> None:

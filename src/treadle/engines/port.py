@@ -96,6 +96,7 @@ class EngineFacts:
     max_num_seqs: int
     has_lora: bool
     max_lora_rank: int | None
+    quantization: str = "none"
 
 
 @dataclass(frozen=True)

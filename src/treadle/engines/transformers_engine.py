@@ -38,6 +38,7 @@ from treadle.errors import ModelError, is_out_of_memory
 from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
+from treadle.sync.quantization import loading_options
 from treadle.sync.weights_file import share_parameters
 from treadle.wire.groups import common_prefix
 
@@ -78,7 +79,10 @@ class TransformersEngine:
         self.max_model_len = config.max_model_len
         self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
-        self.model = load_model(folder, "auto" if dtype == "auto" else getattr(torch, dtype)).to(self.device).eval()
+        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+        options = loading_options(config.quantization, kind, self.device)
+        model = load_model(folder, kind, options)
+        self.model = (model if options else model.to(self.device)).eval()
         choose_products(self.model)
         self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
@@ -96,7 +100,8 @@ class TransformersEngine:
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self._forward = partial(_forward, self.model.base_model, no_mask)  # holds no engine: one that is left is freed
         self._check_against(expected)
-        can_record = self.device.type == "cuda" and not config.enable_lora  # adapters are exchanged inside of layers
+        # Adapters are exchanged inside of layers; products of quantized weights were never recorded.
+        can_record = self.device.type == "cuda" and not config.enable_lora and not options
         self._decoder = Decoder(self._forward, self._cache, CudaGraphs(self.device) if can_record else None)
         self.layout: Layout | None = None
         if config.weights_file is not None:
@@ -342,14 +347,14 @@ def _by_last_token(row: Row) -> dict[int, Row]:
     return by_token
 
 
-def load_model(folder: Path, dtype: Any) -> Any:
-    """The model in `folder`; one that needs attention we do not have is refused."""
+def load_model(folder: Path, dtype: Any, options: Mapping[str, Any]) -> Any:
+    """The model in `folder`; one that needs attention we do not have is refused. `options`: of sync/quantization.py."""
     transformers_logging.disable_progress_bar()  # a log is no place for one
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     except Exception as error:  # of many kinds; all but a lack of memory mean: these files are no such model
         if isinstance(error, ModelError) or is_out_of_memory(repr(error)):
             raise

@@ -75,6 +75,7 @@ class TransformersServer:
             max_num_seqs=self._config.max_num_seqs,
             has_lora=self._config.enable_lora,
             max_lora_rank=self._config.max_lora_rank if self._config.enable_lora else None,
+            quantization=self._config.quantization,
         )
 
     @property

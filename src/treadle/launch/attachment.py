@@ -291,6 +291,7 @@ def settle_engine(
         "engine.max_num_seqs": info.max_num_seqs,
         "engine.logprobs_mode": info.logprobs_mode,
         "engine.enable_lora": info.has_lora,
+        "engine.quantization": info.quantization,
         "engine.weights_file": None,
     }
     where = shown_url(config.engine_url)

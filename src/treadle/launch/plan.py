@@ -216,6 +216,7 @@ def engine_of_mode(
     if train.weight_bridge_mode in LORA_MODES:
         # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
+        settings["engine.quantization"] = train.base_quantization
     return settings
 
 

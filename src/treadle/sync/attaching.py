@@ -17,6 +17,7 @@ def attach_own_weights(config: TrainConfig, engine: EngineLink) -> Attached:
     """For modes in which the trainer has weights of its own: the engine says what it serves, and in which format."""
     info = engine.wait_for("/bridge/info", BridgeInfo)
     refuse_other_dtype(config, info.dtype)
+    refuse_other_quantization(config, info)
     return Attached(folder=choose_folder(config, Path(info.model_name)), dtype=info.dtype)
 
 
@@ -24,6 +25,7 @@ def attach_from_afar(config: TrainConfig, info: BridgeInfo) -> Attached:
     """The same where the engine may be on another machine, whose paths say nothing here: names, shapes and number
     format of the weights are compared when it joins a group with the trainer."""
     refuse_other_dtype(config, info.dtype)
+    refuse_other_quantization(config, info)
     served = Path(info.model_name)
     folder = local_folder(config.model) if "model" in config.model_fields_set else None
     if folder is None:
@@ -77,6 +79,17 @@ def _refuse_other_model(config: TrainConfig, served: Path) -> None:
         raise ConfigError(
             f"the engine serves the model {served}, and the trainer is to train {config.model}",
             fix="give both the same --model, or leave the trainer's out",
+        )
+
+
+def refuse_other_quantization(config: TrainConfig, info: BridgeInfo) -> None:
+    """Numbers of 4 bits are others than those of 16: trainer and engine would be two policies."""
+    if info.quantization != config.base_quantization:
+        raise ConfigError(
+            f"the engine's weights have the quantization {info.quantization}, and base_quantization is "
+            f"{config.base_quantization}",
+            fix=f"start the engine with --quantization {config.base_quantization}, or give the trainer "
+            f"--base-quantization {info.quantization}",
         )
 
 

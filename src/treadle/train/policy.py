@@ -26,6 +26,7 @@ from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
+from treadle.sync.quantization import loading_options, num_weights
 from treadle.sync.receipt import Attached, TokenScores
 from treadle.sync.weights_file import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in
@@ -117,7 +118,7 @@ class Policy:
         that is not the output layer too is looked up, not multiplied."""
         embedding, output = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         multiplied = [p for p in self.weights.values() if p is output or p is not embedding]
-        return sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)
+        return sum((6.0 if p.requires_grad else 4.0) * num_weights(p) for p in multiplied)
 
     def score(self, micro: Micro) -> tuple[Tensor, Tensor]:
         """(logprobs_L, entropy_L) of the tokens that carry loss, in fp32."""
@@ -264,7 +265,10 @@ def load_policy(
 ) -> Policy:
     """A policy with weights of its own; what is published goes to `shared` too."""
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).to(choose_device(config.device))
+    device = choose_device(config.device)
+    options = loading_options(config.base_quantization, kind, device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **options)
+    model = model if options else model.to(device)
     return Policy(model, config, folder=folder, shared=shared, ranks=ranks)
 
 

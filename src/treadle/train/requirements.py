@@ -18,6 +18,9 @@ def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Pat
     with problems.collected():
         require("train", "torch", "transformers")
     with problems.collected():
+        if config.base_quantization != "none":
+            require("quantization", "bitsandbytes")
+    with problems.collected():
         check_sinks(config, env)
     with problems.collected():
         _check_kernels(config)

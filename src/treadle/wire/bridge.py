@@ -61,6 +61,7 @@ class BridgeInfo(msgspec.Struct, kw_only=True):
     is_paused: bool
     has_lora: bool
     max_lora_rank: int | None
+    quantization: str  # of the weights: "none" or "nf4"
     max_model_len: int
     max_num_seqs: int
     logprobs_mode: str

@@ -107,9 +107,15 @@ def test_every_suggestion_fits_when_its_flags_are_taken() -> None:
         assert all(place.peak <= (place.capacity or 0) for place in offer.budget.places)
 
 
-def test_nothing_is_promised_for_a_model_whose_weights_alone_fill_a_card() -> None:
-    job = Job(find_shape("Llama-3.3-70B"))
-    assert suggest(job, Machine("h200", card_bytes("h200"), None)) == []  # more GPUs would not divide the weights
+def test_a_model_whose_16_bit_weights_fill_a_card_is_offered_4_bits() -> None:
+    found = offers(Job(find_shape("Llama-3.3-70B")), Machine("h200", card_bytes("h200"), None))
+    quantized = "--train.lora true --train.weight-bridge-mode lora_only --train.base-quantization nf4"
+    assert found  # more GPUs would not divide the weights
+    assert all(command.startswith(quantized) for _, command in found)
+
+
+def test_nothing_is_promised_for_a_model_whose_4_bit_weights_fill_a_card() -> None:
+    assert suggest(Job(find_shape("Llama-3.3-70B")), Machine("rtx4090", card_bytes("rtx4090"), None)) == []
 
 
 def test_a_cpu_is_offered_nothing_that_needs_a_gpu() -> None:

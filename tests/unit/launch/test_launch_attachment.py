@@ -39,7 +39,7 @@ SECRET = "a-token-of-a-test-0123456789"  # noqa: S105
 INFO = BridgeInfo(
     enabled=True, shared_weights=True, update_count=0, last_update_time=None, model_name="/models/smol", device="cpu",
     engine="transformers", engine_version="5", dtype="bfloat16", is_paused=False, has_lora=False, max_lora_rank=None,
-    max_model_len=1024, max_num_seqs=64, logprobs_mode="processed_logprobs", adapter_root="/data",
+    quantization="none", max_model_len=1024, max_num_seqs=64, logprobs_mode="processed_logprobs", adapter_root="/data",
 )  # fmt: skip
 
 

@@ -111,6 +111,7 @@ class BridgeRoutes:
                 is_paused=state.is_held,
                 has_lora=facts.has_lora,
                 max_lora_rank=facts.max_lora_rank,
+                quantization=facts.quantization,
                 max_model_len=facts.max_model_len,
                 max_num_seqs=facts.max_num_seqs,
                 logprobs_mode=facts.logprobs_mode,

@@ -70,7 +70,8 @@ def server_command(
         *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
-        *("--load-format", LOAD_FORMAT, "--dtype", dtype_of(config, model, vllm)),
+        *_loading_flags(config),
+        *("--dtype", dtype_of(config, model, vllm)),
         # A model's own sampling defaults would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
@@ -117,6 +118,10 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
             f"{SCHEDULING_FLAG} is always priority here: what proves a publish goes before rollouts",
             fix=f"leave {SCHEDULING_FLAG} out of --vllm-args",
         )
+    if config.quantization != "none" and vllm.is_cpu:
+        raise ConfigError(
+            f"vLLM computes with the quantization {config.quantization} on GPUs only", fix="--engine transformers"
+        )
     if config.weights_file is not None:
         refuse_split_engine(config.tensor_parallel_size, "shared_vllm")
     if config.enable_lora and dtype_of(config, model, vllm) == "float32" and not vllm.is_cpu:
@@ -124,6 +129,12 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
             "vLLM computes adapters on a GPU in bfloat16 or float16 only",
             fix="--dtype bfloat16, or --engine transformers",
         )
+
+
+def _loading_flags(config: EngineConfig) -> list[str]:
+    if config.quantization == "none":
+        return [LOAD_FLAG, LOAD_FORMAT]
+    return [LOAD_FLAG, "bitsandbytes", "--quantization", "bitsandbytes"]  # nf4, as it quantizes 16-bit files
 
 
 def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:

@@ -84,6 +84,7 @@ def _facts(config: EngineConfig, vllm: Installation, model: ModelFacts) -> Engin
         max_num_seqs=config.max_num_seqs,
         has_lora=config.enable_lora,
         max_lora_rank=lora_rank(config.max_lora_rank) if config.enable_lora else None,
+        quantization=config.quantization,
     )
 
 

@@ -42,11 +42,11 @@ def kv_bytes_per_token(job: Job) -> int:
 
 def _trainer_parts(job: Job) -> list[Component]:
     """What is on each trainer GPU: the optimizer's states are divided among them, all else is whole on each."""
-    shape, size = job.shape, job.weight_bytes
+    shape = job.shape
     is_shared = job.mode == "single-copy"
     weights = "shared with the engine" if is_shared else "the trainer's copy"
     return [
-        _part("weights", shape.num_params * size, "both" if is_shared else "trainer", weights),
+        _part("weights", job.model_bytes, "both" if is_shared else "trainer", weights),
         *_state_parts(job),
         *_reference_parts(job),
         _part("activations", kept_bytes(job), "trainer", _activations_note(job), MICRO),
@@ -166,7 +166,7 @@ def _engine_parts(job: Job, gpu_bytes: int) -> list[Component]:
 
 
 def _engine_weights(job: Job) -> float:
-    return job.shape.num_params * job.weight_bytes / job.tensor_parallel
+    return job.model_bytes / job.tensor_parallel
 
 
 def _engine_workspace(job: Job) -> float:
@@ -240,7 +240,7 @@ def _cpu(job: Job, capacity: int | None) -> Place:
     if job.optimizer == "adamw_cpu":  # on a CPU that is AdamW
         parts += [part for part in _host_parts(job) if part.name in ("gradients", "masters and moments")]
     if job.has_own_engine_copy:
-        parts.append(_part("engine's weights", job.shape.num_params * job.weight_bytes, "engine", "a second copy"))
+        parts.append(_part("engine's weights", job.model_bytes, "engine", "a second copy"))
     seen = f"{job.max_num_seqs} x {positions:,} tokens, twice"
     parts += [
         _part("KV cache", cache, "engine", seen),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.config.sync import refuse_split_engine
+from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.errors import ConfigError
 from treadle.launch.budget.shapes import ModelShape
 
 Mode = Literal["single-copy", "two-copies", "lora", "none"]
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight: 4 bits, a scale for 64 of them, a scale for 256 scales
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"]
 
 
@@ -28,6 +29,7 @@ class Job:
     gradient_bytes: int = 4
     train_layers: tuple[int, ...] | None = None
     lora: bool = False
+    base_quantization: Quantization = "none"
     lora_r: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
     lora_layers: tuple[int, ...] | None = None
@@ -89,6 +91,15 @@ class Job:
     def has_own_engine_copy(self) -> bool:
         """Whether the engine keeps weights beside the trainer's, on the same device."""
         return self.engine_gpus == 0 and self.mode != "single-copy"
+
+    @property
+    def model_bytes(self) -> float:
+        """One copy of the model: 4 bits quantize the matrices of its layers, not embeddings, output layer and norms."""
+        shape = self.shape
+        if self.base_quantization == "none":
+            return float(shape.num_params * self.weight_bytes)
+        matrices = shape.num_layers * shape.num_matrix_params
+        return NF4_BYTES * matrices + self.weight_bytes * (shape.num_params - matrices)
 
     @property
     def num_trained(self) -> int:

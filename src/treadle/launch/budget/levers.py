@@ -8,6 +8,7 @@ Every lever has a price in harm, a number without a unit that only orders the an
     gradients in bf16, 8-bit or factored moments         rounding, another optimizer
     the optimizer in host memory                         the same result, much slower steps
     adapters                                             another, smaller training
+    adapters on a model in 4 bits                        rounding besides, and slower steps
     a GPU for the engine, more GPUs                      another machine; several trainer processes, started by hand
 """
 
@@ -54,6 +55,7 @@ class _Move:
 
 
 _STAY = _Move()
+NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.base-quantization nf4")
 SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of a frozen base model
 
 
@@ -113,12 +115,15 @@ def _ways(job: Job, machine: Machine) -> Iterator[_Move]:
     kinds = [_STAY, *_optimizers(job, machine)]
     if not job.lora and job.train_layers is None:
         kinds.append(_Move((("lora", True), ("mode", "lora")), ("--train.lora true",), 10))
+    is_shared_base = job.lora and job.mode == "single-copy"
+    is_one_card = (job.train_gpus, job.engine_gpus) == (1, 0)
+    can_quantize = machine.has_gpu and is_one_card and job.train_layers is None and not is_shared_base
+    if can_quantize and job.base_quantization == "none":
+        fields = (("lora", True), ("mode", "lora"), ("base_quantization", "nf4"))
+        flags = NF4_BASE if job.lora else ("--train.lora true", *NF4_BASE)
+        kinds.append(_Move(fields, flags, 3.0 if job.lora else 13.0))
     yield from kinds
-    if (
-        job.train_layers is None
-        and (job.train_gpus, job.engine_gpus) == (1, 0)
-        and not (job.lora and job.mode == "single-copy")
-    ):
+    if job.train_layers is None and is_one_card and not is_shared_base:
         flags = SHARED_BASE if job.lora else ("--train.lora true", *SHARED_BASE)
         yield _Move((("lora", True), ("mode", "single-copy")), flags, 0.25 if job.lora else 9.75)
     if not machine.has_gpu:

@@ -160,6 +160,7 @@ def _job(
         optimizer=train.optimizer,
         gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
         train_layers=train.train_layer_indices,
+        base_quantization=train.base_quantization,
         lora=train.lora,
         lora_r=train.lora_r,
         lora_targets=train.lora_target_modules,
