@@ -184,7 +184,7 @@ def throughput_rows(ours: list[str], theirs: list[str] | None, seconds: float, r
 def memory_rows(ours: list[str], theirs: list[str] | None, num_groups: int) -> Rows:
     note("memory")
     mine, total = growth_mb_per_group(ours, num_groups)
-    text = f"{mine:.3f} ({total:.0f} MB in all, porters included)"
+    text = f"{mine:.3f} ({total:.0f} MB in all, validators included)"
     if theirs is None:
         return [(f"MB per waiting group ({num_groups} waiting)", "", text, "")]
     other, other_total = growth_mb_per_group(theirs, num_groups)

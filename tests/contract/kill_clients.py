@@ -11,14 +11,14 @@ import httpx
 from tests.hub_process import HubProcess
 
 
-def porters_of(hub: HubProcess) -> list[int]:
-    """Process ids of the door workers."""
+def workers_of(hub: HubProcess) -> list[int]:
+    """Process ids of the validation workers."""
     assert hub.process is not None
     children = Path(f"/proc/{hub.process.pid}/task/{hub.process.pid}/children").read_text().split()
     found = []
     for child in map(int, children):
         try:
-            if b"treadle.hub.porter" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"treadle.hub.validation_workers" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
         except OSError:
             continue  # it has just ended
@@ -72,7 +72,7 @@ class Poster(threading.Thread):
             for tag in range(self._first_tag, self._first_tag + 5000):
                 if self.stopping.is_set():
                     return
-                body = group(tag, num_tokens=2000 if tag % 4 == 0 else 10)  # large ones go through a porter
+                body = group(tag, num_tokens=2000 if tag % 4 == 0 else 10)  # large ones go through a worker
                 try:
                     answer = client.post("/scored_data", json=body, headers=self.headers(tag))
                 except httpx.TransportError:

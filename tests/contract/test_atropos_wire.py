@@ -30,7 +30,7 @@ from tests.contract.atropos_calls import (
 )
 from tests.hub_process import HubProcess
 from treadle.config.schema import HubConfig
-from treadle.hub.app import build_app
+from treadle.hub.process import build_app
 from treadle.store import Store
 
 GROUP_KEYS = [

@@ -45,7 +45,7 @@ def client(hub: HubProcess) -> Iterator[httpx.Client]:
 
 
 def processes(hub: HubProcess) -> list[int]:
-    """The hub and its porters."""
+    """The hub and its validators."""
     assert hub.process is not None
     pid = hub.process.pid
     children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -197,7 +197,7 @@ class TestHostile:
         print(
             f"{len(body) / MIB:.1f} MiB, {seconds:.2f} s, kept {[f'{more / MIB:+.0f}' for more in grown.values()]} MiB"
         )
-        assert processes(hub) == list(before)  # no porter died of it
+        assert processes(hub) == list(before)  # no worker died of it
         assert max(grown.values()) < ROOM
         assert seconds < 10
 

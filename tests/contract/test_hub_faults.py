@@ -17,13 +17,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.contract.kill_clients import Poster, Trainer, group, porters_of, register, register_env, tags_of
+from tests.contract.kill_clients import Poster, Trainer, group, register, register_env, tags_of, workers_of
 from tests.hub_process import HubProcess
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubProcess]:
-    started = HubProcess(tmp_path, "--door-workers", "1", "--lease-s", "1")
+    started = HubProcess(tmp_path, "--validation-workers", "1", "--lease-s", "1")
     yield started
     started.end()
 
@@ -218,7 +218,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    hub = HubProcess(tmp_path, "--door-workers", "1", database=small_disk / "hub.sqlite")
+    hub = HubProcess(tmp_path, "--validation-workers", "1", database=small_disk / "hub.sqlite")
     try:
         accepted: list[int] = []
         with prepared(hub) as client:
@@ -255,14 +255,14 @@ def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: 
 # ---- helpers that die
 
 
-def test_a_porter_that_is_killed_while_sixteen_clients_post_costs_nobody_anything(hub: HubProcess):
+def test_a_worker_that_is_killed_while_sixteen_clients_post_costs_nobody_anything(hub: HubProcess):
     with prepared(hub) as client:
 
         def post(tag: int) -> int:
             with hub.client() as own:
                 return own.post("/scored_data", json=group(tag, 20_000)).status_code
 
-        (victim,) = wait_for_porters(hub)
+        (victim,) = wait_for_workers(hub)
         with ThreadPoolExecutor(16) as pool:
             posts = [pool.submit(post, tag) for tag in range(1, 65)]
             while client.get("/v1/status").json()["queued_groups"] < 8:
@@ -270,16 +270,16 @@ def test_a_porter_that_is_killed_while_sixteen_clients_post_costs_nobody_anythin
             os.kill(victim, signal.SIGKILL)
             assert [each.result() for each in posts] == [200] * 64
         assert client.get("/v1/status").json()["queued_groups"] == 64
-        replaced = wait_for_porters(hub)
+        replaced = wait_for_workers(hub)
         assert len(replaced) == 1
         assert victim not in replaced
-    assert "porter_died" in hub.log
+    assert "validation_worker_died" in hub.log
     assert hub.stop()[0] == 0
 
 
-def test_a_body_that_ends_every_porter_that_reads_it_is_refused_and_the_hub_lives(hub: HubProcess):
+def test_a_body_that_ends_every_worker_that_reads_it_is_refused_and_the_hub_lives(hub: HubProcess):
     with prepared(hub) as client:
-        (idle,) = wait_for_porters(hub)
+        (idle,) = wait_for_workers(hub)
         client.post("/scored_data", json=group(3, 20_000))  # it has begun its work
         much = memory_bytes(idle) + 60 * 2**20  # as the system does it when memory runs out: who grows, goes
         done = threading.Event()
@@ -287,10 +287,10 @@ def test_a_body_that_ends_every_porter_that_reads_it_is_refused_and_the_hub_live
 
         def kill_who_grows() -> None:
             while not done.is_set():
-                for porter in porters_of(hub):
-                    if memory_bytes(porter) > much:
-                        os.kill(porter, signal.SIGKILL)
-                        killed.add(porter)
+                for worker in workers_of(hub):
+                    if memory_bytes(worker) > much:
+                        os.kill(worker, signal.SIGKILL)
+                        killed.add(worker)
                 time.sleep(0.005)
 
         killer = threading.Thread(target=kill_who_grows)
@@ -313,8 +313,8 @@ def memory_bytes(pid: int) -> int:
         return 0
 
 
-def wait_for_porters(hub: HubProcess) -> list[int]:
+def wait_for_workers(hub: HubProcess) -> list[int]:
     until_s = time.monotonic() + 20
-    while not porters_of(hub) and time.monotonic() < until_s:
+    while not workers_of(hub) and time.monotonic() < until_s:
         time.sleep(0.01)
-    return porters_of(hub)
+    return workers_of(hub)

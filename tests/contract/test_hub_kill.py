@@ -37,7 +37,7 @@ PASSAGES = {
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubProcess]:
-    started = HubProcess(tmp_path, "--door-workers", "1")
+    started = HubProcess(tmp_path, "--validation-workers", "1")
     yield started
     started.end()
 

@@ -152,5 +152,5 @@ def test_a_hub_with_a_token_is_what_it_says_it_is_and_takes_no_call_without_it(t
 def assert_well(hub: HubProcess) -> None:
     assert httpx.get(f"{hub.url}/healthz").status_code == 200
     log = hub.log_file.read_text()
-    for bad in ("Traceback", "internal_error", "job_failed", "read_failed", "write_failed", "porter_died"):
+    for bad in ("Traceback", "internal_error", "job_failed", "read_failed", "write_failed", "validation_worker_died"):
         assert bad not in log

@@ -186,7 +186,7 @@ def test_chat_without_a_run_says_what_to_do(tmp_path: Path) -> None:
 def test_the_light_half_imports_no_torch():
     """Checked in a process of its own: other tests here import it."""
     code = (
-        "import sys, treadle.launch.job, treadle.launch.chat, treadle.hub.app, treadle.envs.process, treadle.track;"
+        "import sys, treadle.launch.job, treadle.launch.chat, treadle.hub.process, treadle.envs.process, treadle.track;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -55,7 +55,9 @@ class HubConfig(Section):
     disk_patience_s: Seconds = option(
         20.0, "when the disk has not taken what was posted for so long, the hub writes its stacks to its log"
     )
-    door_workers: Count = option(0, "processes that check posted groups; 0: one less than there are cores, at most 4")
+    validation_workers: Count = option(
+        0, "processes that validate posted groups; 0: one less than there are cores, at most 4"
+    )
 
 
 class EngineConfig(Section):

@@ -9,17 +9,24 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from treadle.hub.answers import RETRY_AFTER_S, json_answer, raw_json
-from treadle.hub.body import read_message
-from treadle.hub.delivery import as_json
-from treadle.hub.guard import ADMIN, ENVIRONMENT, OBSERVER, TRAINER
-from treadle.hub.handover import Handover
-from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
-from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, checked_header, whole_number
-from treadle.hub.refusals import Refused, unprocessable
-from treadle.hub.reset import reset
-from treadle.hub.routing import JSON, TEXT, Endpoint, Link, Parameter
-from treadle.hub.state import GONE_AFTER_S, HubState
+from treadle.hub.delivery import AtroposDelivery, as_json
+from treadle.hub.endpoint import (
+    ADMIN,
+    ENVIRONMENT,
+    JSON,
+    OBSERVER,
+    RETRY_AFTER_S,
+    TEXT,
+    TRAINER,
+    Endpoint,
+    Link,
+    Parameter,
+    json_answer,
+    raw_json,
+)
+from treadle.hub.intake import IDEMPOTENCY_KEY, Intake, read_message
+from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, Refused, checked_header, unprocessable, whole_number
+from treadle.hub.state import GONE_AFTER_S, HubState, reset
 from treadle.hub.status import env_status
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
@@ -47,7 +54,7 @@ ENV_ID_IN_QUERY = Parameter(
     "in place of the body",
     {"type": "integer", "minimum": 1 - 10 ** (MAX_DIGITS - 1), "maximum": 10**MAX_DIGITS - 1},
 )
-MAX_ENVS = 10_000  # that may ever have registered: all of them are kept, and looked through by many calls
+MAX_ENVS = 10_000  # registrations in total: all are kept, and many calls scan them
 HOLDER = Parameter(
     "Treadle-Holder",
     "header",
@@ -85,7 +92,7 @@ class AtroposRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
         self._intake = Intake(hub)
-        self._handover = Handover(hub)
+        self._delivery = AtroposDelivery(hub)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -151,8 +158,8 @@ class AtroposRoutes:
         await self._hub.settled()
         holder = checked_header(request.headers.get("treadle-holder"), "Treadle-Holder")
         await asyncio.wrap_future(self._hub.store.register_trainer(trainer, holder))
-        self._hub.bell.asked(is_met=True)  # what its earlier life waited for is not waited for any more
-        self._hub.bell.ring()
+        self._hub.batch_signal.asked(is_met=True)  # requests of its previous process no longer count as waiting
+        self._hub.batch_signal.ring()
         log.info("trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size, holder=holder)
         return raw_json(b'{"uuid":%d}' % uuid4().int)  # Atropos' 128-bit number, too large for most encoders
 
@@ -160,7 +167,7 @@ class AtroposRoutes:
         hub = self._hub
         env = await read_message(request, ENV_DECODER)
         await hub.settled()
-        run, num_envs, _ = hub.store.door_facts()
+        run, num_envs, _ = hub.store.admission_facts()
         if run.trainer is None or not run.started:
             return json_answer({"status": "wait for trainer to start"})
         if num_envs >= MAX_ENVS:
@@ -218,11 +225,11 @@ class AtroposRoutes:
 
     async def scored_data_list(self, request: Request) -> Response:
         received = await self._intake.receive(request, "groups", JSON)
-        told = received.told()
+        posted = received.message()
         num_odd, waiting = (0, 0) if received.duplicate else self._intake.odd(received.groups)
         if num_odd:
-            told.buffered, told.last_buffer_size = num_odd, waiting
-        return json_answer(told)
+            posted.buffered, posted.last_buffer_size = num_odd, waiting
+        return json_answer(posted)
 
     async def batch(self, request: Request) -> Response:
         """Each batch once, oldest first. A trainer that can acknowledge should use /v1/lease instead."""
@@ -230,7 +237,7 @@ class AtroposRoutes:
         if self._hub.store.run_state().trainer is None:
             message = "Trainer not registered. Call /register first."
             return json_answer(TakenBatch(status="error", message=message, batch=[]))
-        return await self._handover.give(request)
+        return await self._delivery.give(request)
 
     async def latest_example(self, _: Request) -> Response:
         latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes

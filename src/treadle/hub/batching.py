@@ -17,7 +17,7 @@ from treadle.store import Lane, Plan, Waiting
 # The exact search keeps one bit for each (group, number of sequences); this bounds its memory to 16 MiB.
 MAX_SEARCH_BITS = 2**27
 MIN_WEIGHT = 1e-3  # an environment of weight 0 is served when nobody else has anything, not never
-HOARD_BATCHES = 4  # groups that can never make a batch are set aside once so many batches' worth of them wait
+HOARD_BATCHES = 4  # groups that fit no batch are set aside when this many batches' worth of them wait
 
 
 def plan(lanes: Sequence[Lane], size: int) -> Plan:
@@ -26,12 +26,12 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
     plan([Lane(None, [Waiting(1, 4), Waiting(2, 3), Waiting(3, 4)])], 8).ids == [1, 3]
     """
     if size <= 0:
-        return Plan(None, f"the trainer registered batch_size {size}: no batch can have so many sequences")
+        return Plan(None, f"the trainer registered batch_size {size}: no batch can have that many sequences")
     if _supply(lanes) < size:
-        return Plan(None, _told(lanes, size))
+        return Plan(None, _describe(lanes, size))
     first, waived, lacking = _minimums(lanes, size)
     if lacking:
-        return Plan(None, "; ".join([_told(lanes, size), *lacking]), waived=waived)
+        return Plan(None, "; ".join([_describe(lanes, size), *lacking]), waived=waived)
     reserved = {group.id for group in first}
     order = _useful((group for group in _order(lanes) if group.id not in reserved), _sizes(lanes), size)
     chosen = _exact([*first, *order], size)
@@ -42,8 +42,8 @@ def plan(lanes: Sequence[Lane], size: int) -> Plan:
     if missed:
         missing = [lane.name for lane in lanes if any(group.id in missed for group in lane.waiting)]
         if _supply(lanes) < HOARD_BATCHES * size:
-            told = f"with the minimum of {', '.join(missing)} no choice sums to {size} yet"
-            return Plan(None, f"{_told(lanes, size)}; {told}", waived=waived)
+            reason = f"with the minimum of {', '.join(missing)} no choice sums to {size} yet"
+            return Plan(None, f"{_describe(lanes, size)}; {reason}", waived=waived)
         waived |= dict.fromkeys(missing, f"with its groups no choice sums to {size}, and {HOARD_BATCHES} batches wait")
     return Plan([group.id for group in chosen], "", _tags_after(lanes, chosen), waived, misfits)
 
@@ -293,13 +293,13 @@ def _misfits(lanes: Sequence[Lane], size: int) -> list[int]:
 
 def _why_none(lanes: Sequence[Lane], size: int) -> str:
     listed = ", ".join(f"{count} of size {one}" for one, count in sorted(_sizes(lanes).items()))
-    told = f"{_told(lanes, size)}; no choice of them sums to exactly {size}: {listed}"
+    reason = f"{_describe(lanes, size)}; no choice of them sums to exactly {size}: {listed}"
     if not _reachable(_expected(lanes), size):
-        told += f"; groups of these sizes never will: choose a group size that divides {size}"
-    return told
+        reason += f"; groups of these sizes never will: choose a group size that divides {size}"
+    return reason
 
 
-def _told(lanes: Sequence[Lane], size: int) -> str:
+def _describe(lanes: Sequence[Lane], size: int) -> str:
     """How much waits: "3 of 8 groups wait (24 of 64 sequences)"."""
     sizes, num_sequences = _sizes(lanes), _supply(lanes)
     num_groups = sum(sizes.values())

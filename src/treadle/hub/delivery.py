@@ -1,23 +1,43 @@
-"""How batches go out: the stored bytes as they are, in JSON for everyone, in binary for who asks for it."""
+"""Send batches to trainers: stored payloads as JSON or binary leases, and Atropos' /batch without acknowledgement.
+
+A trainer that calls /batch cannot acknowledge, so the hub does so when the response has left:
+
+take --> answer --> has it left? --yes--> acknowledged
+                         |
+                         +--no, the trainer went away--> given back: it comes again, before any other
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 
 import msgspec
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response
 
+from treadle.errors import TreadleError
 from treadle.hub.batching import freshness
-from treadle.store import Batch, Format, StoredGroup
+from treadle.hub.endpoint import json_answer, raw_json
+from treadle.hub.state import HubState
+from treadle.log import get_logger
+from treadle.store import Batch, DamagedGroups, Format, StoredGroup
 from treadle.wire import binary
 from treadle.wire.groups import ATROPOS_KEYS
+from treadle.wire.http_protocol import FLUSHED
+from treadle.wire.hub import TakenBatch
+
+# ---- leases
 
 
 async def as_json(format: Format, payload: bytes) -> bytes:
-    """A group with Atropos' keys. Only a group of ours that goes to a client of Atropos' has to be written anew."""
-    return payload if format == "json" else await asyncio.to_thread(_rewritten, payload)
+    """A group with Atropos' keys: stored JSON as it is, stored binary groups converted."""
+    return payload if format == "json" else await asyncio.to_thread(_converted, payload)
 
 
-def _rewritten(packed: bytes) -> bytes:
+def _converted(packed: bytes) -> bytes:
     group = binary.unpack_group(packed)
     return msgspec.json.encode({key: getattr(group, key) for key in ATROPOS_KEYS})
 
@@ -25,7 +45,7 @@ def _rewritten(packed: bytes) -> bytes:
 async def lease_json(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
     """A LeaseAnswer written around the stored bytes.
 
-    To decode a large batch only to encode it again would hold up every other request for as long.
+    Decoding and encoding a large batch would block every other request meanwhile.
     """
     head = b'{"batch":{"step":%d,"token":"%s","lease_s":%s,"groups":[' % (
         batch.step,
@@ -67,3 +87,63 @@ def _weight(group: StoredGroup, step: int, max_age: int | None) -> float:
     """The trainer of step s is at version s - 1."""
     age = None if group.policy_version is None else step - 1 - group.policy_version
     return freshness(age, max_age)
+
+
+# ---- Atropos' /batch
+
+log = get_logger("hub")
+
+
+class AtroposDelivery:
+    def __init__(self, hub: HubState) -> None:
+        self._hub = hub
+
+    async def give(self, request: Request) -> Response:
+        batch = await self._take()
+        self._hub.batch_signal.asked(is_met=batch is not None)
+        if batch is None:
+            return json_answer(TakenBatch(batch=None))
+        try:
+            groups = [await as_json(group.format, group.payload) for group in batch.groups]
+            response = raw_json(b"".join((b'{"batch":[', b",".join(groups), b"]}")))
+        except BaseException:
+            self._give_back(batch, "the answer could not be made")
+            raise
+        response.background = BackgroundTask(self._after_answer, batch, request.scope.get(FLUSHED))
+        return response
+
+    async def _take(self) -> Batch | None:
+        store = self._hub.store
+        while (lease := await asyncio.wrap_future(store.take(self._hub.terms))) is not None:
+            with contextlib.suppress(DamagedGroups):  # they are set aside: the next attempt takes others
+                return await asyncio.to_thread(store.batch_of, lease)
+        return None
+
+    async def _after_answer(self, batch: Batch, flushed: Callable[[], Awaitable[bool]] | None) -> None:
+        try:
+            has_left = flushed is None or await flushed()
+        except asyncio.CancelledError:  # the hub stops
+            has_left = False
+        if not has_left:
+            self._give_back(batch, "the trainer went away before it had the whole batch")
+            return
+        log.info("batch_taken", step=batch.step, groups=len(batch.groups))
+        self._hub.metrics.deliver(batch)
+        done = asyncio.ensure_future(self._acknowledge(batch))
+        self._hub.settling.add(done)
+        done.add_done_callback(self._hub.settling.discard)
+        await done
+
+    async def _acknowledge(self, batch: Batch) -> None:
+        keep = self._hub.config.keep_trained_bytes
+        try:
+            await asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
+        except TreadleError as error:  # a full disk, or a trainer that registered again: the batch is delivered again
+            log.warning("batch_not_acknowledged", step=batch.step, problem=error.message)
+
+    def _give_back(self, batch: Batch, reason: str) -> None:
+        """Not awaited: if it fails, the lease expires."""
+        log.warning("batch_not_delivered", step=batch.step, reason=reason)
+        limit = self._hub.config.max_deliveries
+        self._hub.store.nack(batch.step, batch.token, reason=reason, max_deliveries=limit, counts=False)
+        self._hub.batch_signal.ring()

@@ -1,23 +1,85 @@
-"""How posted groups come in: the body is read, a porter checks it, the store keeps it; only then is it answered."""
+"""Read request bodies within size limits; validate, store and then acknowledge posted groups.
+
+How slowly a body may arrive is the server's rule (wire/http_limits.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from treadle.errors import DiskFull
-from treadle.hub.body import read_body
-from treadle.hub.door import Order
-from treadle.hub.messages import MAX_NAME_CHARS, checked_header
-from treadle.hub.refusals import Refused, word
-from treadle.hub.routing import Parameter
+from treadle.hub.admission import ValidationRequest
+from treadle.hub.endpoint import JSON, Parameter
+from treadle.hub.messages import (
+    MAX_NAME_CHARS,
+    Refused,
+    check_values,
+    checked_header,
+    inflate,
+    read,
+    too_large,
+    unprocessable,
+    word,
+)
 from treadle.hub.state import HubState
 from treadle.store import NewGroup, Post, StoreRefusal
+from treadle.wire.binary import CONTENT_TYPE
 from treadle.wire.hub import PostedGroups
+
+# ---- bodies
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_MESSAGE_BYTES = 2**20  # registrations and the like; groups have their own limits
+MAX_LENGTH_DIGITS = 18
+
+
+class Body(NamedTuple):
+    content: bytes | bytearray
+    is_gzip: bool
+
+
+async def read_message(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """A small JSON body as a typed message; 4xx with the field named when it is none."""
+    body = await read_body(request, JSON, max_packed=MAX_MESSAGE_BYTES, max_plain=MAX_MESSAGE_BYTES)
+    content = inflate(body.content, MAX_MESSAGE_BYTES) if body.is_gzip else body.content
+    message = read(content, decoder)
+    check_values(message)
+    return message
+
+
+async def read_body(request: Request, content_type: str, *, max_packed: int, max_plain: int) -> Body:
+    """The bytes as they were sent, maybe compressed. 413 when they are too many."""
+    sent_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    is_json = sent_type.startswith("application/") and sent_type.endswith("+json")
+    if sent_type != content_type and not (is_json and content_type == JSON):
+        if content_type == CONTENT_TYPE:
+            raise Refused(415, f"the body must be sent as Content-Type: {CONTENT_TYPE}", reason="content_type")
+        raise unprocessable("model_attributes_type", (), "the body must be sent as Content-Type: application/json")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    is_gzip = "gzip" in encoding
+    if not is_gzip and encoding not in ("", "identity"):
+        detail = "There was an error parsing the body: send it plain or with Content-Encoding: gzip"
+        raise Refused(400, detail, reason="content_encoding")
+    limit = max_packed if is_gzip else max_plain
+    announced = request.headers.get("content-length", "0")
+    if len(announced) > MAX_LENGTH_DIGITS or (announced.isdecimal() and int(announced) > limit):
+        raise too_large(limit)
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > limit:
+            raise too_large(limit)
+    return Body(received, is_gzip)
+
+
+# ---- posted groups
 
 Kind = Literal["group", "groups", "binary"]
 CHECK_S = 5.0  # CPU time that the check of any body may take
@@ -36,7 +98,7 @@ class Received:
     num_groups: int  # that were stored; of a duplicate, the first time
     duplicate: bool
 
-    def told(self) -> PostedGroups:
+    def message(self) -> PostedGroups:
         return PostedGroups(status="duplicate" if self.duplicate else "received", groups_processed=self.num_groups)
 
 
@@ -57,7 +119,7 @@ class Intake:
         body = await read_body(
             request, content_type, max_packed=config.max_packed_bytes, max_plain=config.max_body_bytes
         )
-        order = Order(
+        validation = ValidationRequest(
             kind=kind,
             rules=hub.rules(),
             is_gzip=body.is_gzip,
@@ -65,7 +127,7 @@ class Intake:
             max_bytes=config.max_body_bytes,
             max_cpu_s=CHECK_S + config.max_body_bytes / SLOWEST_CHECKED_BYTES_PER_S,
         )
-        admitted = await hub.porters.admit(body.content, order)
+        admitted = await hub.validators.admit(body.content, validation)
         env_ids = {group.env_id for group in admitted.groups if group.env_id is not None}
         for env_id in env_ids:
             hub.presence.mark(env_id)
@@ -76,13 +138,13 @@ class Intake:
         except (StoreRefusal, DiskFull) as refusal:
             hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
             raise
-        hub.bell.ring()
+        hub.batch_signal.ring()
         return Received(admitted.groups, appended.num_groups, appended.duplicate)
 
     def odd(self, groups: Sequence[NewGroup]) -> tuple[int, int]:
-        """How many of these have another size than their environment registered, and how much waits in such groups.
+        """Groups with another size than their environment registered, and the sequences queued in such groups.
 
-        Atropos keeps them apart and says so. Ours wait with the others; the words stay the same.
+        Atropos buffers them apart and reports it. Here they are queued with the others; the answer has the same fields.
         """
         if all(group.env_id is None for group in groups):
             return 0, 0

@@ -1,14 +1,57 @@
-"""JSON into typed messages; what does not fit is refused with the field named, in our own words."""
+"""Decode JSON messages and gzip bodies; refuse what does not fit with the field named.
+
+No web framework here: validation workers import this module too.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from treadle.hub.refusals import Refused, unprocessable
+# ---- refusals
+
+
+class Refused(Exception):
+    """`detail` goes to the client; `reason` is the word under which it is counted, for `env_id` where that is known."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: Any,
+        headers: Mapping[str, str] | None = None,
+        *,
+        reason: str = "refused",
+        env_id: int | None = None,
+    ) -> None:
+        super().__init__(status)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+        self.reason = reason
+        self.env_id = env_id
+
+
+def unprocessable(kind: str, loc: Sequence[str | int], msg: str, value: Any = None) -> Refused:
+    """422 in the form that clients of FastAPI servers know."""
+    return Refused(422, [problem(kind, loc, msg, value)], reason=kind)
+
+
+def problem(kind: str, loc: Sequence[str | int], msg: str, value: Any = None) -> dict[str, Any]:
+    return {"type": kind, "loc": ["body", *loc], "msg": msg, "input": value}
+
+
+def word(refusal: Exception) -> str:
+    """What an exception is counted under: QueueFull -> queue_full"""
+    name = type(refusal).__name__
+    return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
+
+
+# ---- JSON messages
 
 T = TypeVar("T")
 Flat = TypeVar("Flat", bound=msgspec.Struct)
@@ -133,3 +176,53 @@ def _echo(body: bytes | bytearray | msgspec.Raw, loc: list[str | int]) -> Any:
         return value[:100]
     is_small = isinstance(value, float | bool) or (isinstance(value, int) and value in INT64)
     return value if is_small else None
+
+
+# ---- gzip
+
+FEED_BYTES = 2**16
+STEP_BYTES = 2**20
+MAX_MEMBERS = 4096  # parallel compressors write one for each 64 KiB or more
+
+
+def inflate(packed: bytes | bytearray, limit: int) -> bytearray:
+    """Step by step, so that a small body that would become gigabytes costs no more than the limit.
+
+    It is fed in small pieces: zlib copies what it leaves over, and millions of empty members would each copy it all.
+    """
+    body = bytearray()
+    view = memoryview(packed)
+    inflater = _gzip_inflater()
+    at, num_members = 0, 1
+    while at < len(packed):
+        if inflater.eof:  # a gzip file may have several members, one after the other
+            inflater, num_members = _gzip_inflater(), num_members + 1
+        if num_members > MAX_MEMBERS:
+            raise bad_gzip()
+        fed: bytes | memoryview = view[at : at + FEED_BYTES]
+        at += len(fed)
+        while fed:
+            try:
+                body += inflater.decompress(fed, STEP_BYTES)
+            except zlib.error:
+                raise bad_gzip() from None
+            if len(body) > limit:
+                raise too_large(limit)
+            fed = inflater.unconsumed_tail
+        at -= len(inflater.unused_data)
+    if packed and not inflater.eof:
+        raise bad_gzip()
+    return body
+
+
+def bad_gzip() -> Refused:
+    return Refused(400, "Invalid gzip payload", reason="bad_gzip")
+
+
+def too_large(limit: int) -> Refused:
+    size = f"{limit // 2**20} MiB" if limit >= 2**20 else f"{limit} bytes"
+    return Refused(413, f"the body is larger than {size}", reason="too_large")
+
+
+def _gzip_inflater() -> zlib._Decompress:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)

@@ -18,7 +18,7 @@ from treadle.store import Batch, Figures, Tally
 from treadle.wire.exposition import Family, Histogram, Page
 
 if TYPE_CHECKING:
-    from treadle.hub.routing import Endpoint
+    from treadle.hub.endpoint import Endpoint
 
 MAX_NAMED_ENVS = 1000  # each has a dozen series; what further environments do is counted together
 NO_ENV = "none"  # names end with a number, so no environment has this name or the next
@@ -32,18 +32,18 @@ WAIT_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0
 AGES = (0, 1, 2, 3, 4, 6, 8, 16, 32, 64)
 
 
-class Rising:
-    """A count that the store can take back, told as one that only grows, as counters must.
+class MonotonicCount:
+    """Turn a count that the store may lower into one that only grows, as Prometheus counters must.
 
-    A batch that is dissolved (the trainer came back with another batch size) waits again: its groups were given out
-    all the same, and will be once more.
+    A batch that is dissolved (the trainer returned with another batch size) is queued again: its groups were delivered
+    and will be delivered once more.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
         self._taken_back: Counter[str] = Counter()
 
-    def told(self, env: str, count: int) -> int:
+    def value(self, env: str, count: int) -> int:
         self._taken_back[env] += max(0, self._last.get(env, 0) - count)
         self._last[env] = count
         return count + self._taken_back[env]
@@ -64,7 +64,7 @@ class Metrics:
         self._commits_s = Histogram(COMMIT_S)
         self._commit_jobs = Histogram(COMMIT_JOBS)
         self._waived: Counter[str] = Counter()  # name of the environment
-        self._delivered = Rising()
+        self._delivered = MonotonicCount()
         self.after_event = 0  # waived minimums up to this event are counted
 
     # ---- what happens
@@ -75,7 +75,7 @@ class Metrics:
             self._refused_requests[endpoint.method, endpoint.path, reason] += 1
 
     def no_route(self, reason: str) -> None:
-        """A path or a method that is not there. Its name comes from outside and is not told."""
+        """Count a request for an unknown path or method, without its name, which comes from outside."""
         self._refused_requests[UNKNOWN_ROUTE, UNKNOWN_ROUTE, reason] += 1
 
     def refuse_post(self, env_ids: Iterable[int | None], reason: str) -> None:
@@ -100,7 +100,7 @@ class Metrics:
         """After a reset the ids are given to others."""
         self._refused_posts.clear()
         self._waived.clear()
-        self._delivered = Rising()
+        self._delivered = MonotonicCount()
 
     def commit(self, num_jobs: int, seconds: float) -> None:
         """On the writer's thread, which alone touches these two."""
@@ -160,7 +160,7 @@ def _build(page: Page, started_at: float) -> None:
     page.family("treadle_hub_start_time_seconds", "gauge", "when the process started, Unix time").add(started_at)
 
 
-def _places(page: Page, figures: Figures, names: Mapping[int, str], delivered: Rising) -> None:
+def _places(page: Page, figures: Figures, names: Mapping[int, str], delivered: MonotonicCount) -> None:
     """Where the groups are."""
     by_env: defaultdict[str, dict[str, Tally]] = defaultdict(dict, {name: {} for name in names.values()})
     for (state, env_id), tally in figures.groups.items():
@@ -179,7 +179,7 @@ def _places(page: Page, figures: Figures, names: Mapping[int, str], delivered: R
     family = page.family("treadle_hub_delivered_groups_total", "counter", "groups given out; repeats do not count")
     for env, states in by_env.items():
         count = sum(states[state].groups for state in ("leased", "trained", "dead") if state in states)
-        family.add(delivered.told(env, count), {"env": env})
+        family.add(delivered.value(env, count), {"env": env})
     sequences = page.family("treadle_hub_queue_sequences", "gauge", "sequences that wait")
     num_bytes = page.family("treadle_hub_queue_bytes", "gauge", "bytes of the groups that wait")
     for env, states in by_env.items():

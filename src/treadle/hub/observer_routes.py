@@ -1,41 +1,157 @@
-"""For who watches: the metrics, the stream of events, and how each process of the run stands."""
+"""Routes for observers: metrics, the event stream, and the state of each process.
+
+The event stream sends server-sent events with the store's own ids. A reader that was disconnected sends the last id it
+saw and gets every later event once, also from a hub that was killed and restarted. When that is not possible, because
+the events were pruned or the queue is another one, the first event is `gap`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from treadle.hub import events
-from treadle.hub.answers import RETRY_AFTER_S, json_answer
-from treadle.hub.body import read_message
-from treadle.hub.events import Newsroom
-from treadle.hub.guard import ADMIN, ENGINE, ENVIRONMENT, OBSERVER, REPORTER, TRAINER
-from treadle.hub.messages import MAX_DIGITS, whole_number
-from treadle.hub.refusals import Refused
-from treadle.hub.routing import TEXT, Endpoint, Parameter
-from treadle.hub.state import HubState
+from treadle.hub.endpoint import (
+    ADMIN,
+    ENGINE,
+    ENVIRONMENT,
+    OBSERVER,
+    REPORTER,
+    RETRY_AFTER_S,
+    TEXT,
+    TRAINER,
+    Endpoint,
+    Parameter,
+    json_answer,
+)
+from treadle.hub.intake import read_message
+from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
+from treadle.hub.state import BatchSignal, HubState
+from treadle.store import Event, Store
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import About, report_of
 from treadle.wire import exposition
 from treadle.wire.guard import why_refused
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
+# ---- event stream
+
+PAGE = 500  # events that are in memory at once, of each reader
+HEARTBEAT_S = 15.0  # shorter than the patience of any proxy
+RETRY_MS = 1000
+EVENT_STREAM_TYPE = "text/event-stream"
+
+
+class EventStream:
+    """Sends stored events to readers; wakes them after each commit."""
+
+    def __init__(self, store: Store, stopping: BatchSignal) -> None:
+        self._store = store
+        self._stopping = stopping
+        self._signal = BatchSignal()
+        self._is_notifying = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.num_readers = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self._store.commit_watchers.append(self._committed)
+        closing = self._loop.create_task(self._close_with_hub())
+        try:
+            yield
+        finally:
+            self._store.commit_watchers.remove(self._committed)
+            closing.cancel()
+            self._signal.close()
+
+    def _committed(self, _num_jobs: int, _seconds: float) -> None:
+        """Runs on the writer's thread. Commits before the next turn of the loop cause one notification."""
+        if self.num_readers and not self._is_notifying and self._loop is not None:
+            self._is_notifying = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._notify)
+
+    def _notify(self) -> None:
+        self._is_notifying = False  # first, so that a later commit notifies again
+        self._signal.ring()
+
+    async def _close_with_hub(self) -> None:
+        while True:
+            rung = self._stopping.listen()
+            if self._stopping.closing:
+                break
+            await rung.wait()
+        self._signal.close()
+
+    async def stream(self, last_id: int | None, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[bytes]:
+        """Everything after `last_id`; None: what is new from now on. Ends when the hub stops."""
+        self.num_readers += 1
+        try:
+            oldest, newest = self._store.event_ends()
+            seen = newest if last_id is None else last_id
+            yield b"retry: %d\n\n" % RETRY_MS
+            if seen > newest:  # from another queue, whose ids went further
+                yield _gap(oldest)
+                seen = oldest - 1
+            while True:
+                rung = self._signal.listen()
+                page = self._store.events_after(seen, PAGE)
+                if page:
+                    if page[0].id > seen + 1:  # ids have no holes: those between are no longer kept
+                        yield _gap(page[0].id)
+                    yield _encode(page)
+                    seen = page[-1].id
+                elif self._signal.closing:
+                    return
+                elif not await _notified_within(rung, heartbeat_s):
+                    yield b": nothing new\n\n"
+        finally:
+            self.num_readers -= 1
+
+
+async def _notified_within(rung: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await rung.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _gap(oldest: int) -> bytes:
+    """Without an id: a reader that is disconnected right after it gets it again."""
+    return b"event: gap\ndata: %s\n\n" % msgspec.json.encode({"oldest": oldest})
+
+
+def _encode(page: Sequence[Event]) -> bytes:
+    return b"".join(
+        b'id: %d\nevent: %s\ndata: {"id":%d,"at":%s,"kind":"%s","data":%s}\n\n'
+        % (event.id, kind, event.id, msgspec.json.encode(event.at), kind, event.data.encode())
+        for event in page
+        for kind in (event.kind.encode(),)
+    )
+
+
+# ---- routes
+
 REPORT = msgspec.json.Decoder(ProcessReport, strict=False)
 # Nobody reports in the name of another process: the hub reports about itself.
 ROLES_OF_KIND = {"env": ENVIRONMENT, "trainer": TRAINER, "engine": ENGINE, "hub": ADMIN}
-MAX_READERS = 100  # each has a connection for as long as it likes: they must not take them all
+MAX_READERS = 100  # each holds a connection: leave some for other requests
 _EVENT_ID = {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1}
 AFTER = Parameter("after", "query", "begin after this event; 0: all that are kept; absent: the next one", _EVENT_ID)
 LAST_EVENT_ID = Parameter("Last-Event-ID", "header", "the same, as readers send it that come back", _EVENT_ID)
 
 
 class ObserverRoutes:
-    def __init__(self, hub: HubState, newsroom: Newsroom) -> None:
+    def __init__(self, hub: HubState, event_stream: EventStream) -> None:
         self._hub = hub
-        self._newsroom = newsroom
+        self._event_stream = event_stream
         self._scraping = asyncio.Lock()
 
     def endpoints(self) -> list[Endpoint]:
@@ -46,7 +162,7 @@ class ObserverRoutes:
             ),
             Endpoint(
                 "GET", "/v1/events", self.events, "server-sent events: what happens, as it happens", roles=OBSERVER,
-                parameters=(AFTER, LAST_EVENT_ID), media_type=events.CONTENT_TYPE, refusals=(422,),
+                parameters=(AFTER, LAST_EVENT_ID), media_type=EVENT_STREAM_TYPE, refusals=(422,),
             ),
             Endpoint(
                 "GET", "/v1/processes", self.processes, "the processes that report here, and what they wait for",
@@ -62,22 +178,22 @@ class ObserverRoutes:
         hub = self._hub
         async with self._scraping:  # one after the other: no page is made from older figures than the one before
             figures = await asyncio.to_thread(hub.store.figures, hub.metrics.after_event)
-            page = hub.metrics.page(figures, hub.presence.idle_s, self._newsroom.num_readers)
+            page = hub.metrics.page(figures, hub.presence.idle_s, self._event_stream.num_readers)
         return Response(page, media_type=exposition.CONTENT_TYPE)
 
     async def events(self, request: Request) -> Response:
         last_id = _number(request.headers.get("last-event-id"), "header", "Last-Event-ID")
         if last_id is None:
             last_id = _number(request.query_params.get("after"), "query", "after")
-        if self._newsroom.num_readers >= MAX_READERS:
+        if self._event_stream.num_readers >= MAX_READERS:
             detail = f"{MAX_READERS} readers of events are connected: try again later"
             raise Refused(503, detail, {"Retry-After": RETRY_AFTER_S}, reason="too_many_readers")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._newsroom.stream(last_id), headers=headers, media_type=events.CONTENT_TYPE)
+        return StreamingResponse(self._event_stream.stream(last_id), headers=headers, media_type=EVENT_STREAM_TYPE)
 
     async def processes(self, _: Request) -> Response:
         own = ProcessStanding(report=report_of("hub", "hub", About(), self._hub.store.waits), heard_s=0.0)
-        return json_answer(Processes(processes=[own, *self._hub.board.standings()]))
+        return json_answer(Processes(processes=[own, *self._hub.process_reports.standings()]))
 
     async def report(self, request: Request) -> Response:
         report = await read_message(request, REPORT)
@@ -88,9 +204,9 @@ class ObserverRoutes:
         env_id = report.env_id if report.kind == "env" else None
         if env_id is not None and any(env.env_id == env_id for env in hub.store.envs()):
             hub.presence.mark(env_id)  # busy, and not gone
-        taken = hub.board.take(report)
-        if hub.board.hub_is_blamed:
-            why, hub.board.hub_is_blamed = hub.board.hub_is_blamed, ""
+        taken = hub.process_reports.take(report)
+        if hub.process_reports.hub_is_blamed:
+            why, hub.process_reports.hub_is_blamed = hub.process_reports.hub_is_blamed, ""
             await asyncio.to_thread(write_stacks, why)
         return json_answer(taken)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from treadle.hub.answers import RETRY_AFTER_S
+from treadle.hub.endpoint import JSON, RETRY_AFTER_S, Endpoint, Link, Parameter
 from treadle.hub.messages import LONG_TEXTS, MAX_DIGITS, MAX_NAME_CHARS, MAX_TEXT_CHARS
-from treadle.hub.routing import JSON, Endpoint, Link, Parameter
 from treadle.wire.hub import Refusal
 
 Json = dict[str, Any]
@@ -76,7 +75,7 @@ def document(endpoints: Sequence[Endpoint], *, needs_token: bool) -> bytes:
 
 
 def _types(types: Iterable[Any]) -> list[Any]:
-    """Each once. By name: types like list[ScoredGroup] are made anew each time they are written."""
+    """Distinct types, compared by name: list[ScoredGroup] is another object each time it is written."""
     return list({repr(one): one for one in types if one is not None}.values())
 
 

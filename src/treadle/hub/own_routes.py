@@ -13,18 +13,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from treadle.hub.answers import json_answer, raw_json
-from treadle.hub.body import read_message
 from treadle.hub.delivery import lease_binary, lease_json
-from treadle.hub.explain import explain, why_no_batch
-from treadle.hub.guard import ADMIN, ENVIRONMENT, OBSERVER, TRAINER
-from treadle.hub.intake import IDEMPOTENCY_KEY, Intake
-from treadle.hub.messages import MAX_DIGITS, whole_number
-from treadle.hub.refusals import Refused, unprocessable
-from treadle.hub.reset import reset
-from treadle.hub.routing import Endpoint, Link, Parameter
-from treadle.hub.state import HubState
-from treadle.hub.status import batch_share
+from treadle.hub.endpoint import ADMIN, ENVIRONMENT, OBSERVER, TRAINER, Endpoint, Link, Parameter, json_answer, raw_json
+from treadle.hub.intake import IDEMPOTENCY_KEY, Intake, read_message
+from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_number
+from treadle.hub.state import HubState, reset
+from treadle.hub.status import batch_share, explain, why_no_batch
 from treadle.log import get_logger
 from treadle.store import Batch, DamagedGroups
 from treadle.wire import binary
@@ -109,7 +103,7 @@ class OwnRoutes:
 
     async def groups(self, request: Request) -> Response:
         received = await self._intake.receive(request, "binary", binary.CONTENT_TYPE)
-        return json_answer(received.told())
+        return json_answer(received.message())
 
     async def lease(self, request: Request) -> Response:
         """Answer with a batch as soon as there is one, or with the reason once `wait_s` is over."""
@@ -139,7 +133,7 @@ class OwnRoutes:
 
     def _refuse_far_step(self, step: int) -> None:
         """Steps are begun in order. One far ahead would make every later policy version and step acceptable."""
-        run, _, newest = self._hub.store.door_facts()
+        run, _, newest = self._hub.store.admission_facts()
         if run.trainer is not None and step > newest + 1:
             msg = f"the newest step is {newest}: lease at most step {newest + 1}"
             raise unprocessable("less_than_equal", ("step",), msg, step)
@@ -148,9 +142,9 @@ class OwnRoutes:
         hub = self._hub
         until_s = asyncio.get_running_loop().time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
         while True:
-            rung = hub.bell.listen()
+            rung = hub.batch_signal.listen()
             lease = await asyncio.wrap_future(hub.store.lease(asked.step, asked.holder, hub.terms))
-            hub.bell.asked(is_met=lease is not None)
+            hub.batch_signal.asked(is_met=lease is not None)
             if lease is not None:
                 try:
                     batch = await asyncio.to_thread(hub.store.batch_of, lease)
@@ -158,10 +152,10 @@ class OwnRoutes:
                     continue
                 hub.metrics.deliver(batch, hub.full_weight_age)
                 return batch
-            if hub.bell.closing:
+            if hub.batch_signal.closing:
                 return None
             try:
-                with hub.bell.waiting():
+                with hub.batch_signal.waiting():
                     async with asyncio.timeout_at(until_s):
                         await rung.wait()
             except TimeoutError:
@@ -192,7 +186,7 @@ class OwnRoutes:
                 counts=update.counts,
             )
         )
-        hub.bell.ring()
+        hub.batch_signal.ring()
         log.warning("dead_lettered" if is_dead else "given_back", step=step, reason=reason)
         return json_answer(Returned(status="dead-lettered" if is_dead else "returned"))
 
@@ -264,7 +258,7 @@ class OwnRoutes:
                     for (state, owner), tally in hub.store.tallies().items()
                     if owner == asking.env_id and state in ("queued", "leased")
                 ),
-                trainer_waits=hub.bell.somebody_waits,
+                trainer_waits=hub.batch_signal.somebody_waits,
                 share=batch_share(asking, present),
             )
         )

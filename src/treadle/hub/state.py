@@ -1,4 +1,4 @@
-"""What all requests of one hub share: the queue, the configuration, the porters, who was heard of, who waits."""
+"""State shared by all requests of one hub: store, configuration, validation workers, presence, process reports."""
 
 from __future__ import annotations
 
@@ -11,33 +11,113 @@ from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
 from treadle.hub.batching import plan
-from treadle.hub.board import Board
-from treadle.hub.checks import Rules
+from treadle.hub.group_checks import Rules
 from treadle.hub.metrics import Metrics
-from treadle.hub.porters import Porters
+from treadle.hub.validation_workers import ValidationWorkers
+from treadle.log import get_logger
 from treadle.store import LeaseTerms, Limits, Store
+from treadle.watch.telling import LAST_WORD, cleaned, tell_wait
+from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
+
+# ---- process reports
+
+FORGOTTEN_AFTER_S = 600.0
+MOST_PROCESSES = 1000
+DUMPS_APART_S = 60.0  # limits the size of the log
+
+_Key = tuple[str, str, int]  # kind, machine, pid
+
+
+class ProcessReports:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._reports: dict[_Key, tuple[ProcessReport, float]] = {}
+        self._to_dump: dict[_Key, str] = {}
+        self._blamed: set[tuple[_Key, str]] = set()  # waits (process, what) that were acted upon
+        self._dumped_s: dict[_Key, float] = {}
+        self._hub_dumped_s = -DUMPS_APART_S
+        self.hub_is_blamed = ""  # why the hub should write its own stacks; the caller that writes them clears it
+
+    def take(self, report: ProcessReport) -> ReportTaken:
+        """Store the report; answer whether the process should write its stacks, because another waits for it."""
+        report = cleaned(report)
+        key = (report.kind, report.machine, report.pid)
+        self._forget_old()
+        if report.state == LAST_WORD:
+            self._reports.pop(key, None)
+            self._to_dump.pop(key, None)
+            return ReportTaken()
+        if key not in self._reports and len(self._reports) >= MOST_PROCESSES:
+            return ReportTaken()  # a report that is not kept asks for no stacks: nothing would ever remove that request
+        self._reports[key] = (report, self._clock())
+        self._blame(key, report)
+        return ReportTaken(dump=self._may_dump(key))
+
+    def standings(self) -> list[ProcessStanding]:
+        self._forget_old()
+        now_s = self._clock()
+        return [
+            ProcessStanding(report=report, heard_s=round(now_s - heard_s, 1))
+            for report, heard_s in self._reports.values()
+        ]
+
+    def clear(self) -> None:
+        self._reports.clear()
+        self._to_dump.clear()
+        self._blamed.clear()
+
+    def _may_dump(self, key: _Key) -> str:
+        why = self._to_dump.pop(key, "")
+        if not why or self._clock() - self._dumped_s.get(key, -DUMPS_APART_S) < DUMPS_APART_S:
+            return ""
+        self._dumped_s[key] = self._clock()
+        return why
+
+    def _blame(self, key: _Key, report: ProcessReport) -> None:
+        """Ask the processes that a late wait depends on for their stacks, once for each wait."""
+        late = {(key, wait.what) for wait in report.waits if wait.is_late}
+        self._blamed = {(who, what) for who, what in self._blamed if who != key or (who, what) in late}
+        for wait in report.waits:
+            if wait.is_late and (key, wait.what) not in self._blamed:
+                self._blamed.add((key, wait.what))
+                if wait.of == "hub" and self._clock() - self._hub_dumped_s >= DUMPS_APART_S:
+                    self._hub_dumped_s, self.hub_is_blamed = self._clock(), tell_wait(report, wait)
+                for other in self._reports:
+                    if other[0] == wait.of and other != key:
+                        self._to_dump[other] = tell_wait(report, wait)
+
+    def _forget_old(self) -> None:
+        now_s = self._clock()
+        for key in [key for key, (_, heard_s) in self._reports.items() if now_s - heard_s > FORGOTTEN_AFTER_S]:
+            del self._reports[key]
+            self._to_dump.pop(key, None)
+            self._dumped_s.pop(key, None)
+            self._blamed = {(who, what) for who, what in self._blamed if who != key}
+
+
+# ---- shared state
 
 Clock = Callable[[], float]
 GONE_AFTER_S = 10.0  # environments call several times a second; one silent for this long is taken to be gone
-MOST_PORTERS = 4
+MAX_VALIDATION_WORKERS = 4
 SETTLE_S = 1.0
 
 
 ASKS_AGAIN_S = 5.0  # a trainer that polls for a batch does so more often than this
 
 
-class Bell:
-    """Wakes the calls that wait for a batch. Listen first, then look, then wait: no ring can be missed."""
+class BatchSignal:
+    """Wakes calls that wait for a batch. Call listen(), then check the queue, then wait: no notification is missed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self.closing = False
         self._num_waiting = 0
-        self._last_unmet_s: float | None = None  # when a trainer last heard that there is no batch, and got none since
+        self._last_unmet_s: float | None = None  # when a trainer last asked for a batch in vain
 
     @property
     def somebody_waits(self) -> bool:
-        """Whether a trainer wants a batch and there is none; some hold the call, others ask again and again."""
+        """Whether a trainer wants a batch and there is none; some trainers hold the call, others poll."""
         unmet_s = self._last_unmet_s
         return self._num_waiting > 0 or (unmet_s is not None and time.monotonic() - unmet_s < ASKS_AGAIN_S)
 
@@ -60,13 +140,13 @@ class Bell:
         self._event = asyncio.Event()
 
     def close(self) -> None:
-        """The process ends: whoever waits is answered now."""
+        """The process ends: answer all waiting calls now."""
         self.closing = True
         self.ring()
 
 
 class Presence:
-    """When each environment was last heard of. In memory: a restart gives all a full period again."""
+    """Last call of each environment. In memory: after a restart each has a full period again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -81,7 +161,7 @@ class Presence:
 
     @property
     def is_anybody_here(self) -> bool:
-        """Whether one has really called a short while ago."""
+        """Whether any environment has called recently."""
         return any(self._clock() - seen_s <= GONE_AFTER_S for seen_s in list(self._seen_s.values()))
 
     def is_alive(self, env_id: int) -> bool:
@@ -96,15 +176,15 @@ class HubState:
     store: Store
     config: HubConfig
     presence: Presence
-    bell: Bell
-    porters: Porters
+    batch_signal: BatchSignal
+    validators: ValidationWorkers
     metrics: Metrics
-    board: Board
+    process_reports: ProcessReports
     terms: LeaseTerms
     limits: Limits
-    # Acknowledgements of batches whose answer has left, on their way to the disk.
+    # Acknowledgements of delivered batches that are not committed yet.
     settling: set[asyncio.Future[None]] = field(default_factory=set)
-    # Two environments of one name that register at once must not both be taken for the one that was here.
+    # Two environments of one name that register at once must not both resume the same record.
     registering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -121,32 +201,34 @@ class HubState:
             store=store,
             config=config,
             presence=presence,
-            bell=Bell(),
-            porters=Porters(config.door_workers or max(1, min(MOST_PORTERS, (os.cpu_count() or 2) - 1))),
+            batch_signal=BatchSignal(),
+            validators=ValidationWorkers(
+                config.validation_workers or max(1, min(MAX_VALIDATION_WORKERS, (os.cpu_count() or 2) - 1))
+            ),
             metrics=Metrics(),
-            board=Board(clock),
+            process_reports=ProcessReports(clock),
             terms=terms,
             limits=Limits(groups=config.queue_limit_groups, bytes=config.queue_limit_bytes),
         )
 
     @property
     def full_weight_age(self) -> int | None:
-        """Older groups than this count less; None: all count in full, or are dropped before."""
+        """Groups older than this get less weight; None: all count in full, or stale ones are dropped."""
         return self.config.max_age if self.config.stale == "downweight" else None
 
     def is_run_at_work(self) -> bool:
-        """Whether anybody is heard of: a process that reports, an environment that calls, a trainer that asks."""
-        reports = any(standing.heard_s <= GONE_AFTER_S for standing in self.board.standings())
-        return reports or self.presence.is_anybody_here or self.bell.somebody_waits
+        """Whether any process reports, any environment calls or any trainer asks for a batch."""
+        reports = any(standing.heard_s <= GONE_AFTER_S for standing in self.process_reports.standings())
+        return reports or self.presence.is_anybody_here or self.batch_signal.somebody_waits
 
     async def settled(self) -> None:
-        """To be awaited before the step is told: who has a batch in hand must not hear that it was not given out."""
+        """Await this before reporting the step: a trainer that has received its batch must see it as delivered."""
         if self.settling:
             await asyncio.wait(self.settling, timeout=SETTLE_S)
 
     def rules(self) -> Rules:
-        """What groups that arrive now must agree with."""
-        run, num_envs, newest_step = self.store.door_facts()
+        """Rules for groups that arrive now."""
+        run, num_envs, newest_step = self.store.admission_facts()
         trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
         if trainer is None:
             return Rules(
@@ -163,3 +245,17 @@ class HubState:
             newest_version=newest_step,
             needs_version=needs_version,
         )
+
+
+# ---- reset
+
+log = get_logger("hub")
+
+
+async def reset(hub: HubState) -> None:
+    await asyncio.wrap_future(hub.store.reset())
+    hub.presence.forget()
+    hub.process_reports.clear()
+    hub.metrics.forget_envs()
+    hub.batch_signal.ring()
+    log.warning("reset")

@@ -231,7 +231,7 @@ class Store:
         """What the next batch would be, or why there is none. Changes nothing."""
         return self._look(lambda db: terms.plan(batches.lanes(db, batch_size, terms.is_alive), batch_size))
 
-    def door_facts(self) -> tuple[RunState, int, int]:
+    def admission_facts(self) -> tuple[RunState, int, int]:
         """What posts are checked against: the run, how many environments there are, the newest step."""
         return self._look(lambda db: (runs.read(db), envs.count(db), runs.latest_step(db)))
 

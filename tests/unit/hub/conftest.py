@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from treadle.config.schema import HubConfig
-from treadle.hub.app import build_app
+from treadle.hub.process import build_app
 from treadle.store import Store
 
 LOCAL = "http://127.0.0.1:8000"

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.hub.conftest import LOCAL, Desk
 from treadle.hub import metrics
-from treadle.hub.app import build_app
+from treadle.hub.process import build_app
 from treadle.store import Store
 from treadle.wire import binary
 from treadle.wire.exposition import CONTENT_TYPE, Histogram, Page

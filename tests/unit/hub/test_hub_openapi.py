@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.hub.conftest import LOCAL
-from treadle.hub.app import build_app
+from treadle.hub.process import build_app
 from treadle.wire.binary import CONTENT_TYPE
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105

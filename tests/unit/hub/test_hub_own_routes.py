@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from treadle.config.schema import HubConfig
-from treadle.hub.app import app_of
-from treadle.hub.guard import access_of
+from treadle.hub.endpoint import access_of
+from treadle.hub.process import app_of
 from treadle.hub.state import HubState
 from treadle.store import Store
 from treadle.wire import binary
@@ -25,12 +25,12 @@ async def in_this_loop(store: Store, config: HubConfig) -> AsyncIterator[httpx.A
     """A hub and its client in one event loop, where a test can see calls wait for each other."""
     hub = HubState.build(store, config, asyncio.get_running_loop().time)
     app = app_of(hub, access_of(config, {}))
-    await hub.porters.start()
+    await hub.validators.start()
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             yield client
     finally:
-        await hub.porters.close()
+        await hub.validators.close()
 
 
 def test_a_lease_is_a_typed_answer_that_carries_our_fields(client, desk):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.hub.checks import Rules
+from treadle.hub.admission import Order, admit
 from treadle.hub.delivery import lease_binary
-from treadle.hub.door import Order, admit
-from treadle.hub.refusals import Refused
+from treadle.hub.group_checks import Rules
+from treadle.hub.messages import Refused
 from treadle.store import Batch, StoredGroup
 from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup

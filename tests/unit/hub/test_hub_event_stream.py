@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from treadle.hub import events
-from treadle.hub.events import Newsroom
-from treadle.hub.state import Bell
+from treadle.hub import observer_routes as events
+from treadle.hub.observer_routes import EventStream
+from treadle.hub.state import BatchSignal
 from treadle.store import Store
 from treadle.store import events as stored
 from treadle.wire.hub import HubEvent, RegisterEnv
@@ -43,11 +43,11 @@ class Reader:
 
 
 @contextlib.asynccontextmanager
-async def newsroom_of(store):
-    bell = Bell()
-    newsroom = Newsroom(store, bell)
-    async with newsroom.open(), asyncio.timeout(60):
-        yield newsroom, bell
+async def event_stream_of(store):
+    signal = BatchSignal()
+    event_stream = EventStream(store, signal)
+    async with event_stream.open(), asyncio.timeout(60):
+        yield event_stream, signal
 
 
 def happen(store: Store, count: int = 1) -> None:
@@ -59,8 +59,8 @@ def happen(store: Store, count: int = 1) -> None:
 def test_a_reader_without_an_id_gets_what_is_new_and_one_with_an_id_what_follows_it(store):
     async def read():
         happen(store, 3)
-        async with newsroom_of(store) as (newsroom, _):
-            new, old, all_of_them = (Reader(newsroom.stream(last)) for last in (None, 1, 0))
+        async with event_stream_of(store) as (event_stream, _):
+            new, old, all_of_them = (Reader(event_stream.stream(last)) for last in (None, 1, 0))
             first_new = asyncio.create_task(new.next())
             assert await old.ids(2) == [2, 3]
             assert await all_of_them.ids(3) == [1, 2, 3]
@@ -78,8 +78,8 @@ def test_a_reader_without_an_id_gets_what_is_new_and_one_with_an_id_what_follows
 
 def test_a_reader_is_woken_by_the_commit_itself(store):
     async def read():
-        async with newsroom_of(store) as (newsroom, _):
-            reader = Reader(newsroom.stream(None))
+        async with event_stream_of(store) as (event_stream, _):
+            reader = Reader(event_stream.stream(None))
             waits = asyncio.create_task(reader.next())
             await asyncio.sleep(0.05)
             began = time.monotonic()
@@ -93,9 +93,9 @@ def test_a_reader_is_woken_by_the_commit_itself(store):
 
 def test_a_commit_does_not_wake_those_who_wait_for_a_batch(store):
     async def read():
-        async with newsroom_of(store) as (newsroom, bell):
-            rung = bell.listen()
-            reader = Reader(newsroom.stream(0))
+        async with event_stream_of(store) as (event_stream, signal):
+            rung = signal.listen()
+            reader = Reader(event_stream.stream(0))
             await asyncio.to_thread(happen, store, 3)
             await reader.ids(3)
             assert not rung.is_set()
@@ -109,11 +109,11 @@ def test_events_that_are_no_longer_kept_are_told_of_first(store, monkeypatch):
     happen(store, 10)
 
     async def read():
-        async with newsroom_of(store) as (newsroom, _):
-            reader = Reader(newsroom.stream(2))
+        async with event_stream_of(store) as (event_stream, _):
+            reader = Reader(event_stream.stream(2))
             assert await reader.next() == ("gap", None, {"oldest": 6})
             assert await reader.ids(5) == [6, 7, 8, 9, 10]
-            assert await Reader(newsroom.stream(5)).ids(1) == [6]  # nothing between is missing
+            assert await Reader(event_stream.stream(5)).ids(1) == [6]  # nothing between is missing
 
     asyncio.run(read())
 
@@ -125,8 +125,8 @@ def test_a_reader_that_falls_too_far_behind_is_told_so(store, monkeypatch):
 
     async def read():
         happen(store, 3)
-        async with newsroom_of(store) as (newsroom, _):
-            reader = Reader(newsroom.stream(0))
+        async with event_stream_of(store) as (event_stream, _):
+            reader = Reader(event_stream.stream(0))
             assert await reader.ids(2) == [1, 2]
             happen(store, 17)
             assert await reader.next() == ("gap", None, {"oldest": 16})
@@ -138,8 +138,8 @@ def test_a_reader_that_falls_too_far_behind_is_told_so(store, monkeypatch):
 def test_an_id_of_another_queue_is_a_gap_and_not_silence(store):
     async def read():
         happen(store, 2)
-        async with newsroom_of(store) as (newsroom, _):
-            reader = Reader(newsroom.stream(500))
+        async with event_stream_of(store) as (event_stream, _):
+            reader = Reader(event_stream.stream(500))
             assert await reader.next() == ("gap", None, {"oldest": 1})
             assert await reader.ids(2) == [1, 2]
 
@@ -150,9 +150,9 @@ def test_many_events_are_read_page_by_page(store):
     happen(store, 1203)
 
     async def read():
-        async with newsroom_of(store) as (newsroom, _):
+        async with event_stream_of(store) as (event_stream, _):
             sizes = []
-            async for chunk in newsroom.stream(0):
+            async for chunk in event_stream.stream(0):
                 sizes.append(chunk.count(b"id: "))
                 if sum(sizes) == 1203:
                     return sizes
@@ -163,25 +163,25 @@ def test_many_events_are_read_page_by_page(store):
 
 def test_a_silent_stream_has_a_heartbeat(store):
     async def read():
-        async with newsroom_of(store) as (newsroom, _):
-            stream = newsroom.stream(None, heartbeat_s=0.01)
+        async with event_stream_of(store) as (event_stream, _):
+            stream = event_stream.stream(None, heartbeat_s=0.01)
             assert await anext(stream) == b"retry: 1000\n\n"
             for _ in range(3):
                 assert (await anext(stream)).startswith(b": ")
             await stream.aclose()
-            assert newsroom.num_readers == 0
+            assert event_stream.num_readers == 0
 
     asyncio.run(read())
 
 
 def test_a_stream_ends_with_the_hub_after_what_was_still_to_tell(store):
     async def read():
-        async with newsroom_of(store) as (newsroom, bell):
-            reader = Reader(newsroom.stream(0))
+        async with event_stream_of(store) as (event_stream, signal):
+            reader = Reader(event_stream.stream(0))
             waits = asyncio.create_task(reader.next())
             await asyncio.sleep(0.02)
             happen(store)
-            bell.close()
+            signal.close()
             assert (await waits)[1] == 1
             with pytest.raises(StopAsyncIteration):
                 await reader.next()

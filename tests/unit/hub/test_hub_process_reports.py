@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.hub.board import MOST_PROCESSES, Board
+from treadle.hub.state import MOST_PROCESSES, ProcessReports
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import ProcessReport, WaitReport
 
@@ -23,42 +23,44 @@ LATE = WaitReport(what="the engine", seconds=61.0, of="engine", holding="group 1
 
 def test_whose_turn_it_is_is_asked_once_for_its_stacks() -> None:
     clock = FakeClock()
-    board = Board(clock)
-    assert board.take(report("engine", 2)).dump == ""
-    assert board.take(report("env", 1, waits=[LATE])).dump == "", "who waits has written its own"
-    assert board.take(report("engine", 2)).dump == "env 1 has waited 61 s for the engine (it holds group 17)"
-    board.take(report("env", 1, waits=[LATE]))
-    assert board.take(report("engine", 2)).dump == "", "once for each wait"
-    board.take(report("env", 1))
-    board.take(report("env", 1, waits=[LATE]))
-    assert board.take(report("engine", 2)).dump == "", "not again within a minute"
-    board.take(report("env", 1))
+    process_reports = ProcessReports(clock)
+    assert process_reports.take(report("engine", 2)).dump == ""
+    assert process_reports.take(report("env", 1, waits=[LATE])).dump == "", "who waits has written its own"
+    assert process_reports.take(report("engine", 2)).dump == "env 1 has waited 61 s for the engine (it holds group 17)"
+    process_reports.take(report("env", 1, waits=[LATE]))
+    assert process_reports.take(report("engine", 2)).dump == "", "once for each wait"
+    process_reports.take(report("env", 1))
+    process_reports.take(report("env", 1, waits=[LATE]))
+    assert process_reports.take(report("engine", 2)).dump == "", "not again within a minute"
+    process_reports.take(report("env", 1))
     clock.now_s = 61
-    board.take(report("env", 1, waits=[LATE]))
-    assert board.take(report("engine", 2)).dump, "a new wait is a new question"
+    process_reports.take(report("env", 1, waits=[LATE]))
+    assert process_reports.take(report("engine", 2)).dump, "a new wait is a new question"
 
 
 def test_a_wait_for_the_hub_makes_the_hub_write_its_own_stacks_once_a_minute() -> None:
-    board = Board(FakeClock())
+    process_reports = ProcessReports(FakeClock())
     for number in range(3):
         late = WaitReport(what=f"answer {number}", seconds=61.0, of="hub", is_late=True)
-        board.take(report("trainer", 1, waits=[late]))
-        assert bool(board.hub_is_blamed) == (number == 0)
-        board.hub_is_blamed = ""
+        process_reports.take(report("trainer", 1, waits=[late]))
+        assert bool(process_reports.hub_is_blamed) == (number == 0)
+        process_reports.hub_is_blamed = ""
 
 
 def test_what_a_full_board_does_not_keep_is_not_blamed_either() -> None:
-    board = Board(FakeClock())
+    process_reports = ProcessReports(FakeClock())
     for pid in range(MOST_PROCESSES + 100):
-        board.take(report("env", pid, waits=[LATE]))
-    assert len(board.standings()) == len(board._blamed) == MOST_PROCESSES
+        process_reports.take(report("env", pid, waits=[LATE]))
+    assert len(process_reports.standings()) == len(process_reports._blamed) == MOST_PROCESSES
 
 
 def test_what_others_are_shown_is_short_and_printable_whoever_sent_it() -> None:
-    board = Board(FakeClock())
+    process_reports = ProcessReports(FakeClock())
     waits = [WaitReport(what="x" * 10_000, seconds=1.0)] * 100
-    board.take(report("env", 1, waits=waits, state="a\x1b]0;title\x07b", counts={str(n): 1.0 for n in range(1000)}))
-    (standing,) = board.standings()
+    process_reports.take(
+        report("env", 1, waits=waits, state="a\x1b]0;title\x07b", counts={str(n): 1.0 for n in range(1000)})
+    )
+    (standing,) = process_reports.standings()
     assert len(standing.report.waits) == 16
     assert len(standing.report.waits[0].what) < 510
     assert standing.report.state == "a ]0;title b"
@@ -66,33 +68,33 @@ def test_what_others_are_shown_is_short_and_printable_whoever_sent_it() -> None:
 
 
 def test_a_wait_in_time_asks_nobody() -> None:
-    board = Board(FakeClock())
-    board.take(report("engine", 2))
-    board.take(report("env", 1, waits=[WaitReport(what="the engine", seconds=3, of="engine")]))
-    assert board.take(report("engine", 2)).dump == ""
+    process_reports = ProcessReports(FakeClock())
+    process_reports.take(report("engine", 2))
+    process_reports.take(report("env", 1, waits=[WaitReport(what="the engine", seconds=3, of="engine")]))
+    assert process_reports.take(report("engine", 2)).dump == ""
 
 
 def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> None:
     clock = FakeClock()
-    board = Board(clock)
-    board.take(report("env", 1))
-    board.take(report("trainer", 3))
-    board.take(report("env", 1, state="ended"))
+    process_reports = ProcessReports(clock)
+    process_reports.take(report("env", 1))
+    process_reports.take(report("trainer", 3))
+    process_reports.take(report("env", 1, state="ended"))
     clock.now_s = 30
-    (left,) = board.standings()
+    (left,) = process_reports.standings()
     assert (left.report.kind, left.heard_s) == ("trainer", 30)
     assert tell_process(left) == ["trainer 3 has not been heard of for 30 s (pid 3)"]
     clock.now_s = 601
-    assert board.standings() == []
+    assert process_reports.standings() == []
 
 
 def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
-    board = Board(FakeClock())
+    process_reports = ProcessReports(FakeClock())
     in_order = WaitReport(what="the trainer's next step", seconds=90, of="trainer")
     own = WaitReport(what="item 17 to be sampled and scored", seconds=31)
     remedied = WaitReport(what="the hub", seconds=4, fix="treadle hub", problem="connection refused")
-    board.take(report("env", 1, waits=[in_order, own, remedied], problem="dropped 40 of its last 40 groups"))
-    (standing,) = board.standings()
+    process_reports.take(report("env", 1, waits=[in_order, own, remedied], problem="dropped 40 of its last 40 groups"))
+    (standing,) = process_reports.standings()
     assert tell_process(standing) == [
         "env 1 has waited 31 s for item 17 to be sampled and scored",
         "env 1 has waited 4 s for the hub: connection refused",
@@ -101,10 +103,10 @@ def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
 
 
 def test_reports_cannot_fill_the_memory() -> None:
-    board = Board(FakeClock())
+    process_reports = ProcessReports(FakeClock())
     for pid in range(1200):
-        board.take(report("env", pid))
-    assert len(board.standings()) == 1000
+        process_reports.take(report("env", pid))
+    assert len(process_reports.standings()) == 1000
 
 
 def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None:

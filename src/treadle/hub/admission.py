@@ -1,20 +1,27 @@
-"""Groups in JSON, as everyone can send them: decoded once, checked, and written with just Atropos' keys."""
+"""Validate posted groups: bytes and rules in, groups that can be stored and trained out.
+
+Pure. JSON groups are decoded, checked and written again with just Atropos' keys; binary groups are checked in place and
+stored as they came. Validation workers run this in processes of their own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from treadle.hub.checks import (
+from treadle.hub.group_checks import (
     INT32,
     Loc,
     Problem,
     Rules,
     check_count,
+    first_not_finite,
     free_form_problems,
     id_limit,
     id_problems,
@@ -25,11 +32,13 @@ from treadle.hub.checks import (
     refuse_any,
     size_problems,
 )
-from treadle.hub.messages import decode
-from treadle.hub.refusals import Refused, problem, unprocessable
+from treadle.hub.messages import Refused, decode, inflate, problem, unprocessable
 from treadle.store.records import NewGroup
-from treadle.wire.counting import TooMany, check_json
+from treadle.wire import binary
+from treadle.wire.counting import TooMany, check_json, check_msgpack
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
+
+# ---- groups in JSON
 
 JsonText = bytes | bytearray | msgspec.Raw
 
@@ -88,8 +97,8 @@ def _admit_json(text: JsonText, rules: Rules, loc: Loc) -> NewGroup:
 def _decode_quickly(text: JsonText, id_limit: int) -> tuple[ScoredGroup, msgspec.Raw | None]:
     """A group whose numbers are all numbers, with ids and masks in range; and the text of its logprobs.
 
-    To ask for the range while decoding takes a tenth of the time that it takes afterwards. And to write floating-point
-    numbers anew would take longer than all the checks: their text is sent on as it came.
+    Checking the range while decoding takes a tenth of the time of a check afterwards. Encoding floating-point numbers
+    again would take longer than all checks, so their text is kept as it came.
     """
     group = _quick_decoder(id_limit).decode(text)
     logprobs = group.inference_logprobs
@@ -218,3 +227,96 @@ def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
             if len(row) != len(tokens):
                 msg = f"{len(row)} values for the {len(tokens)} tokens of sequence {i}"
                 yield problem("length_mismatch", (*loc, name, i), msg, len(row))
+
+
+# ---- groups in binary form
+
+
+def read_packed_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
+    try:
+        packed_groups = binary.split_groups(body)
+    except (msgspec.DecodeError, RecursionError):
+        raise unprocessable("value_error", (), "the body is no list of packed groups") from None
+    check_count(len(packed_groups))
+    return [_admit_packed(packed, rules, (index,)) for index, packed in enumerate(packed_groups)]
+
+
+def _admit_packed(packed: bytes, rules: Rules, loc: Loc) -> NewGroup:
+    try:
+        check_msgpack(packed)
+        group = binary.open_group(packed)
+    except TooMany as error:
+        raise unprocessable("too_many", loc, str(error)) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise unprocessable("value_error", loc, "the group cannot be read") from None
+    env_id = known_env(group.env_id, rules)
+    refuse_any(_packed_problems(group, rules, loc), env_id)
+    if group.rest is not None:
+        refuse_any(_rest_problems(group.rest, len(group.lengths), loc), env_id)
+    return NewGroup(
+        payload=packed,
+        format="binary",
+        size=len(group.lengths),
+        num_tokens=sum(group.lengths),
+        env_id=group.env_id,
+        policy_version=group.policy_version,
+        item=group.item,
+        metrics=None if group.metrics is None else msgspec.json.encode(group.metrics),
+    )
+
+
+def _rest_problems(rest: binary.RareFields, num_sequences: int, loc: Loc) -> Iterator[Problem]:
+    yield from override_problems(rest, num_sequences, loc)
+    yield from number_problems(rest, loc)
+    yield from free_form_problems(rest, loc)
+
+
+def _packed_problems(group: binary.BinaryGroup, rules: Rules, loc: Loc) -> Iterator[Problem]:
+    yield from size_problems(group.lengths, rules, loc)
+    num_bytes = 4 * sum(group.lengths)
+    for name in ("tokens", "masks", "inference_logprobs"):
+        raw = getattr(group, name)
+        if raw is not None and len(raw) != num_bytes:
+            msg = f"{len(raw)} bytes for {num_bytes // 4} tokens of 4 bytes each"
+            yield problem("length_mismatch", (*loc, name), msg, len(raw))
+            return  # which bytes are which number is not known
+    if len(group.scores) != len(group.lengths):
+        msg = f"{len(group.scores)} scores for {len(group.lengths)} sequences"
+        yield problem("length_mismatch", (*loc, "scores"), msg, len(group.scores))
+    yield from id_problems(binary.numbers("i", group.tokens), rules, (*loc, "tokens"))
+    logprobs = group.inference_logprobs
+    if logprobs is not None and not math.isfinite(sum(binary.numbers("f", logprobs))):
+        yield problem("finite_number", (*loc, "inference_logprobs"), "must be finite numbers")
+    where = first_not_finite(group.scores)
+    if where is not None:
+        yield problem("finite_number", (*loc, "scores", *where), "must be a finite number")
+    yield from origin_problems(group, rules, loc)
+
+
+# ---- whole bodies
+
+READERS = {"group": read_group, "groups": read_groups, "binary": read_packed_groups}
+
+
+class ValidationRequest(msgspec.Struct, kw_only=True):
+    """How to read a body."""
+
+    kind: Literal["group", "groups", "binary"]
+    rules: Rules
+    is_gzip: bool = False
+    with_hash: bool = False
+    max_bytes: int = 64 * 2**20
+    max_cpu_s: float = 20.0
+
+
+class Admitted(msgspec.Struct, kw_only=True):
+    groups: list[NewGroup]
+    body_hash: bytes = b""  # of the inflated body: a client that compresses again may get other bytes
+
+
+def admit(body: bytes | bytearray, request: ValidationRequest) -> Admitted:
+    """The groups of a body, checked; raises `Refused`. One bad group refuses the whole body: it is stored whole or
+    not at all."""
+    plain = inflate(body, request.max_bytes) if request.is_gzip else body
+    body_hash = hashlib.sha256(plain).digest() if request.with_hash else b""
+    return Admitted(groups=READERS[request.kind](plain, request.rules), body_hash=body_hash)

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
-from treadle.hub.guard import access_of
+from treadle.hub.endpoint import access_of
 from treadle.wire import guard, tokens
 from treadle.wire.guard import ADMIN as ADMINS
 from treadle.wire.guard import CLIENTS, EVERYBODY, Guard, why_refused

@@ -1,4 +1,4 @@
-"""What every posted group must keep to, in whatever form it comes. Each check yields what is wrong, with the place."""
+"""Validity rules for posted groups, in JSON or binary form. Each check yields problems with their location."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.hub.messages import INT64, MAX_DIGITS, MAX_NAME_CHARS
-from treadle.hub.refusals import Refused, problem, unprocessable
+from treadle.hub.messages import INT64, MAX_DIGITS, MAX_NAME_CHARS, Refused, problem, unprocessable
 from treadle.wire.binary import BinaryGroup, RareFields
 from treadle.wire.groups import ScoredGroup
 

@@ -8,7 +8,7 @@ import zlib
 import pytest
 from starlette.testclient import TestClient
 
-from treadle.hub.app import build_app
+from treadle.hub.process import build_app
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
@@ -92,10 +92,10 @@ def test_what_real_clients_send_is_taken_and_comes_back(client, desk, change):
         assert stored[key] == sent[key]
 
 
-PADDING = b'"images":"' + b"x" * 20_000 + b'",'  # enough for a porter to read it
+PADDING = b'"images":"' + b"x" * 20_000 + b'",'  # enough for a worker to read it
 
 
-@pytest.mark.parametrize("padding", [b"", PADDING], ids=["here", "by a porter"])
+@pytest.mark.parametrize("padding", [b"", PADDING], ids=["here", "by a worker"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -114,7 +114,7 @@ PADDING = b'"images":"' + b"x" * 20_000 + b'",'  # enough for a porter to read i
 )
 @pytest.mark.parametrize("route", ["/scored_data", "/scored_data_list"])
 def test_no_group_is_too_odd_for_an_answer(client, fields, padding, route):
-    """Each of these once ended in a 500, or in the death of a porter."""
+    """Each of these once ended in a 500, or in the death of a worker."""
     content = b'{"tokens":[[1],[1]],"masks":[[1],[1]],%s%s}' % (padding, fields)
     answer = client.post(route, content=content if route == "/scored_data" else b"[%s]" % content, headers=JSON)
     assert answer.status_code == 422, answer.text

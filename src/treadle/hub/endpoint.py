@@ -1,24 +1,62 @@
-"""What the hub says back: JSON answers, refusals with a status, compression when the client asks for it."""
+"""Endpoint: path, roles, body and answer types of one route, and how handlers' errors become HTTP responses.
+
+Routes, request counters and the OpenAPI page are made from the endpoints.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
+from treadle.config.schema import HubConfig
 from treadle.errors import DiskFull
 from treadle.faults import reach
-from treadle.hub.refusals import Refused, word
+from treadle.hub.messages import Refused, word
 from treadle.log import get_logger
 from treadle.store import BatchPruned, HeldByAnother, KeyReused, QueueFull, StaleToken, StorageFailed
+from treadle.wire import guard
+from treadle.wire.guard import Access, Rules, why_refused
+from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
+
+# ---- roles
+
+# The roles that may use a route.
+OBSERVER = guard.EVERYBODY  # every token may read
+ADMIN = guard.ADMIN
+ENVIRONMENT: frozenset[Role] = frozenset({"environment"})
+TRAINER: frozenset[Role] = frozenset({"trainer"})
+ENGINE: frozenset[Role] = frozenset({"engine"})
+REPORTER = ENVIRONMENT | TRAINER | ENGINE
+
+
+def access_of(config: HubConfig, env: Mapping[str, str]) -> Access:
+    """`access_of(config, os.environ)`. Makes token files that are not there yet."""
+    rules = Rules(
+        process="hub",
+        host=config.host,
+        token_variable=HUB_TOKEN_VARIABLE,
+        token_file=config.token_file,
+        admin_token_variable=HUB_ADMIN_TOKEN_VARIABLE,
+        admin_token_file=config.admin_token_file,
+        allowed_hosts=config.allowed_hosts,
+        open_to_all=frozenset({("GET", "/healthz")}),
+    )
+    return Access.of(rules, env)
+
+
+# ---- responses
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -100,3 +138,79 @@ def _takes_gzip(accepted: str) -> bool:
     """`gzip`, also in a list and with a weight, but not with the weight 0: that means "anything but"."""
     offers = (offer.replace(" ", "").lower().split(";q=") for offer in accepted.split(","))
     return any("gzip" in offer[0] and offer[-1].strip("0.") != "" for offer in offers)
+
+
+# ---- routes
+
+JSON = "application/json"
+TEXT = "text/plain"
+Watch = Callable[["Endpoint", int, str, float], None]  # (endpoint, status, reason of a refusal, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`schema` is JSON Schema of the value as it is written: a step in a path is an integer."""
+
+    name: str
+    place: Literal["path", "query", "header"]
+    summary: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How an answer leads to the next call: `parameters` and `body` are OpenAPI's runtime expressions."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`body` and `answer` are types of JSON; None: the bytes are described by their media type alone.
+
+    `refusals` are the statuses beside those that every route, or every route with a body, can answer. `roles` are those
+    whose token opens the route.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handler: Handler
+    summary: str
+    roles: Set[Role] = field(kw_only=True)
+    body: Any = None
+    body_type: str = JSON
+    body_required: bool = True
+    example: Any = None  # a body, as JSON
+    parameters: Sequence[Parameter] = ()
+    answer: Any = None
+    media_type: str = JSON
+    further_types: Sequence[str] = ()  # what else the 200 may be, when the client asks for it
+    refusals: Sequence[int] = ()
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    @property
+    def takes_body(self) -> bool:
+        return self.body is not None or self.body_type != JSON
+
+    def route(self, watch: Watch) -> Route:
+        """GET only means GET: HEAD, which comes with it elsewhere, would take a batch and throw it away."""
+
+        async def handle(request: Request) -> Response:
+            began = time.perf_counter()
+            response, reason = await answer(self._handle, request)
+            watch(self, response.status_code, reason, time.perf_counter() - began)
+            return response
+
+        route = Route(self.path, handle, methods=[self.method])
+        route.methods = {self.method}
+        return route
+
+    async def _handle(self, request: Request) -> Response:
+        why = why_refused(request.scope, self.roles)
+        if why is not None:
+            raise Refused(403, why, reason="not_allowed")
+        return await self.handler(request)
