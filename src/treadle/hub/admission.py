@@ -17,9 +17,9 @@ import msgspec
 
 from treadle.hub.group_checks import (
     INT32,
+    GroupRules,
     Loc,
     Problem,
-    Rules,
     check_count,
     first_not_finite,
     free_form_problems,
@@ -53,13 +53,13 @@ MANY_GROUPS = msgspec.json.Decoder(list[msgspec.Raw])
 LOGPROBS = msgspec.json.Decoder(list[list[float]] | None)
 
 
-def read_group(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
+def read_group(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
     """A body that is one group."""
     _check_counts(body)
     return [_admit_json(body, rules, ())]
 
 
-def read_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
+def read_groups(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
     """A body that is a list of groups. They are read one after the other: as objects they take many times the memory
     of the body."""
     _check_counts(body)
@@ -85,7 +85,7 @@ def _split(body: bytes | bytearray) -> Sequence[JsonText]:
         return [json.dumps(group).encode() for group in groups]
 
 
-def _admit_json(text: JsonText, rules: Rules, loc: Loc) -> NewGroup:
+def _admit_json(text: JsonText, rules: GroupRules, loc: Loc) -> NewGroup:
     try:
         group, logprobs = _decode_quickly(text, id_limit(rules))
     except (ValueError, RecursionError):  # what is wrong with it, if anything, is found out below
@@ -120,7 +120,7 @@ def _quick_decoder(id_limit: int) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("QuickGroup", fields, kw_only=True))
 
 
-def _admit_slowly(text: JsonText, rules: Rules, loc: Loc) -> NewGroup:
+def _admit_slowly(text: JsonText, rules: GroupRules, loc: Loc) -> NewGroup:
     """With all that real clients send in place of numbers, and with a name for what is wrong."""
     try:
         group = decode(text, ONE_GROUP)
@@ -130,7 +130,7 @@ def _admit_slowly(text: JsonText, rules: Rules, loc: Loc) -> NewGroup:
     return _packed(group, loc)
 
 
-def _decode_again(text: bytes, refused: Refused, rules: Rules, loc: Loc) -> ScoredGroup:
+def _decode_again(text: bytes, refused: Refused, rules: GroupRules, loc: Loc) -> ScoredGroup:
     """What Python's own JSON writer sends: true as a score, and NaN.
 
     True and false are taken as 1 and 0. NaN is refused in any case, but with the field named.
@@ -195,7 +195,7 @@ def _packed(group: ScoredGroup, loc: Loc, logprobs: msgspec.Raw | None = None) -
     )
 
 
-def _problems(group: ScoredGroup, rules: Rules, loc: Loc, *, ids_are_in_range: bool = False) -> Iterator[Problem]:
+def _problems(group: ScoredGroup, rules: GroupRules, loc: Loc, *, ids_are_in_range: bool = False) -> Iterator[Problem]:
     yield from size_problems([len(row) for row in group.tokens], rules, loc)
     yield from _length_problems(group, loc)
     if not ids_are_in_range:
@@ -205,7 +205,7 @@ def _problems(group: ScoredGroup, rules: Rules, loc: Loc, *, ids_are_in_range: b
     yield from free_form_problems(group, loc)
 
 
-def _range_problems(group: ScoredGroup, rules: Rules, loc: Loc) -> Iterator[Problem]:
+def _range_problems(group: ScoredGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     for i, row in enumerate(group.tokens):
         yield from id_problems(row, rules, (*loc, "tokens", i))
     for i, row in enumerate(group.masks):
@@ -232,7 +232,7 @@ def _length_problems(group: ScoredGroup, loc: Loc) -> Iterator[Problem]:
 # ---- groups in binary form
 
 
-def read_packed_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
+def read_packed_groups(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
     try:
         packed_groups = binary.split_groups(body)
     except (msgspec.DecodeError, RecursionError):
@@ -241,7 +241,7 @@ def read_packed_groups(body: bytes | bytearray, rules: Rules) -> list[NewGroup]:
     return [_admit_packed(packed, rules, (index,)) for index, packed in enumerate(packed_groups)]
 
 
-def _admit_packed(packed: bytes, rules: Rules, loc: Loc) -> NewGroup:
+def _admit_packed(packed: bytes, rules: GroupRules, loc: Loc) -> NewGroup:
     try:
         check_msgpack(packed)
         group = binary.open_group(packed)
@@ -271,7 +271,7 @@ def _rest_problems(rest: binary.RareFields, num_sequences: int, loc: Loc) -> Ite
     yield from free_form_problems(rest, loc)
 
 
-def _packed_problems(group: binary.BinaryGroup, rules: Rules, loc: Loc) -> Iterator[Problem]:
+def _packed_problems(group: binary.BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     yield from size_problems(group.lengths, rules, loc)
     num_bytes = 4 * sum(group.lengths)
     for name in ("tokens", "masks", "inference_logprobs"):
@@ -302,7 +302,7 @@ class ValidationRequest(msgspec.Struct, kw_only=True):
     """How to read a body."""
 
     kind: Literal["group", "groups", "binary"]
-    rules: Rules
+    rules: GroupRules
     is_gzip: bool = False
     with_hash: bool = False
     max_bytes: int = 64 * 2**20

@@ -27,7 +27,7 @@ from treadle.hub.messages import Refused, word
 from treadle.log import get_logger
 from treadle.store import BatchPruned, HeldByAnother, KeyReused, QueueFull, StaleToken, StorageFailed
 from treadle.wire import guard
-from treadle.wire.guard import Access, Rules, why_refused
+from treadle.wire.guard import Access, AccessRules, why_refused
 from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
 
 # ---- roles
@@ -43,7 +43,7 @@ REPORTER = ENVIRONMENT | TRAINER | ENGINE
 
 def access_of(config: HubConfig, env: Mapping[str, str]) -> Access:
     """`access_of(config, os.environ)`. Makes token files that are not there yet."""
-    rules = Rules(
+    rules = AccessRules(
         process="hub",
         host=config.host,
         token_variable=HUB_TOKEN_VARIABLE,

@@ -27,7 +27,7 @@ _JSON_TYPES = {str, int, float, bool, type(None), list, dict}
 _FREE_FORM = ("messages", "generation_params", "overrides", "group_overrides", "images")
 
 
-class Rules(msgspec.Struct, kw_only=True):
+class GroupRules(msgspec.Struct, kw_only=True):
     """What the hub knows that a group must agree with; None: not known yet, so everything agrees."""
 
     num_envs: int = 0
@@ -49,12 +49,12 @@ def refuse_any(problems: Iterator[Problem] | Sequence[Problem], env_id: int | No
         raise Refused(422, found, reason=str(found[0]["type"]), env_id=env_id)
 
 
-def known_env(env_id: int | None, rules: Rules) -> int | None:
+def known_env(env_id: int | None, rules: GroupRules) -> int | None:
     """Refusals are counted for environments that exist; what a client makes up is nobody's."""
     return env_id if env_id is not None and 0 <= env_id < rules.num_envs else None
 
 
-def size_problems(lengths: Sequence[int], rules: Rules, loc: Loc) -> Iterator[Problem]:
+def size_problems(lengths: Sequence[int], rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     num_sequences = len(lengths)
     at = (*loc, "tokens")
     if not lengths:
@@ -72,11 +72,11 @@ def size_problems(lengths: Sequence[int], rules: Rules, loc: Loc) -> Iterator[Pr
             yield problem("too_long", (*at, i), msg, length)
 
 
-def id_limit(rules: Rules) -> int:
+def id_limit(rules: GroupRules) -> int:
     return min(rules.vocab_size or ID_LIMIT, ID_LIMIT)
 
 
-def id_problems(ids: Sequence[int], rules: Rules, loc: Loc) -> Iterator[Problem]:
+def id_problems(ids: Sequence[int], rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     if not ids:
         return
     limit = id_limit(rules)
@@ -92,7 +92,7 @@ def _echo(number: int) -> int | None:
     return number if number in INT64 else None
 
 
-def origin_problems(group: ScoredGroup | BinaryGroup, rules: Rules, loc: Loc) -> Iterator[Problem]:
+def origin_problems(group: ScoredGroup | BinaryGroup, rules: GroupRules, loc: Loc) -> Iterator[Problem]:
     """Where a group comes from: its environment, the policy it was sampled under, its item, its own figures."""
     for name in ("env_id", "policy_version", "item"):
         number = getattr(group, name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from treadle.config.schema import HubConfig
 from treadle.hub.batching import plan
-from treadle.hub.group_checks import Rules
+from treadle.hub.group_checks import GroupRules
 from treadle.hub.metrics import Metrics
 from treadle.hub.validation_workers import ValidationWorkers
 from treadle.log import get_logger
@@ -226,18 +226,18 @@ class HubState:
         if self.settling:
             await asyncio.wait(self.settling, timeout=SETTLE_S)
 
-    def rules(self) -> Rules:
-        """Rules for groups that arrive now."""
+    def rules(self) -> GroupRules:
+        """GroupRules for groups that arrive now."""
         run, num_envs, newest_step = self.store.admission_facts()
         trainer, needs_version = run.trainer, self.config.unversioned == "refuse"
         if trainer is None:
-            return Rules(
+            return GroupRules(
                 num_envs=num_envs,
                 vocab_size=self.config.vocab_size,
                 newest_version=newest_step,
                 needs_version=needs_version,
             )
-        return Rules(
+        return GroupRules(
             num_envs=num_envs,
             vocab_size=self.config.vocab_size or trainer.vocab_size,
             max_token_len=trainer.max_token_len if trainer.max_token_len > 0 else None,

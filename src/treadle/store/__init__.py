@@ -1,4 +1,4 @@
-"""The durable queue: groups come in, batches are leased, acknowledged, and can be given out again.
+"""Durable queue: append groups; lease, acknowledge and redeliver batches.
 
 append --> queued --lease--> leased --ack--> trained
              |                 |  ^
@@ -12,11 +12,15 @@ from treadle.store.file import set_aside
 from treadle.store.records import (
     Appended,
     Batch,
+    BatchPruned,
     Counts,
+    DamagedGroups,
     EnvLoad,
     EnvRecord,
     Event,
     Format,
+    HeldByAnother,
+    KeyReused,
     Lane,
     Lease,
     LeaseTerms,
@@ -24,20 +28,14 @@ from treadle.store.records import (
     NewGroup,
     Plan,
     Post,
-    RunState,
-    StoredGroup,
-    Tally,
-    Waiting,
-)
-from treadle.store.refusals import (
-    BatchPruned,
-    DamagedGroups,
-    HeldByAnother,
-    KeyReused,
     QueueFull,
+    RunState,
     StaleToken,
     StorageFailed,
+    StoredGroup,
     StoreRefusal,
+    Tally,
+    Waiting,
 )
 from treadle.store.sqlite import Store
 

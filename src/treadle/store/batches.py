@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from treadle.faults import reach
 from treadle.store import envs, events, groups, runs
-from treadle.store.records import Lane, Lease, LeaseTerms, Waiting
-from treadle.store.refusals import BatchPruned, HeldByAnother, StaleToken
+from treadle.store.records import BatchPruned, HeldByAnother, Lane, Lease, LeaseTerms, StaleToken, Waiting
 from treadle.wire.hub import RegisterTrainer
 
 # A trainer that resumes goes back to its last checkpoint, or to the one before when that is damaged.
@@ -76,9 +75,9 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
 def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | None:
     """The next batch, for a trainer that cannot acknowledge (Atropos' /batch).
 
-    The hub does it in its place: it acknowledges once the answer has left, and gives the batch back when it could not.
-    A batch that was given back comes first. One that was trained never comes again on this way: such a trainer
-    registers from step 0 each time it starts, and must not be fed the old data of the steps it counts anew.
+    The hub acknowledges for it once the response has left, and returns the batch to the queue otherwise. A returned
+    batch comes first. A trained one is never delivered this way again: such a trainer registers from step 0 at each
+    start, and must not get the old data of the steps that it counts again.
     """
     state = runs.read(db)
     if state.trainer is None:
@@ -123,7 +122,7 @@ def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: Lease
 
 
 def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment: Moment) -> None:
-    """Hold on for longer. A lease that ran out may still be renewed, as long as nobody else took it."""
+    """Extend a lease. An expired one can be renewed until another trainer leases the batch."""
     record = _held_under(db, step, token)
     reach("store:renewing")
     db.execute(
@@ -133,7 +132,7 @@ def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment:
 
 
 def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) -> None:
-    """The step is trained. Saying so again under the same token (a lost answer) changes nothing."""
+    """Mark the step as trained. A repeat with the same token (after a lost response) changes nothing."""
     record = _find(db, step)
     trainer = runs.read(db).trainer
     if record is None or trainer is None or record.token != token:
@@ -143,7 +142,7 @@ def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) 
 
 
 def finish_up_to(db: sqlite3.Connection, step: int, trainer: RegisterTrainer) -> None:
-    """What a trainer that resumes has in its checkpoint is trained, also where it was killed before it could say so."""
+    """Mark the steps in the checkpoint of a resuming trainer as trained, also those that it could not acknowledge."""
     for (open_step,) in db.execute("SELECT step FROM batches WHERE state = 'open' AND step <= ?", (step,)).fetchall():
         record = _find(db, open_step)
         if record is not None:
@@ -168,10 +167,10 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
 
 
 def release_holder(db: sqlite3.Connection, holder: str) -> None:
-    """A trainer that registers anew has forgotten its leases; tokens of its earlier life become stale.
+    """Release the leases of a trainer that registers again; the tokens of its previous process become stale.
 
-    The delivery counts against the oldest of them, which it was at work on: it may be what ended that life. What it
-    had leased ahead was not touched yet.
+    The delivery counts only for the oldest batch, which it was training and which may have ended the process. Batches
+    that it had leased ahead were not touched yet.
     """
     db.execute(
         "UPDATE batches SET deliveries = max(0, deliveries - 1) WHERE holder = :holder AND state = 'open'"
@@ -182,15 +181,15 @@ def release_holder(db: sqlite3.Connection, holder: str) -> None:
 
 
 def dissolve_other_sizes(db: sqlite3.Connection, batch_size: int) -> None:
-    """A trainer registers: batches that were made for another size and never trained go back into the queue."""
+    """Requeue untrained batches of another size than the trainer registered."""
     for record in _open_records(db):
         if groups.num_sequences(db, record.group_ids) != batch_size:
             _dissolve(db, record, "the trainer registered another batch size")
 
 
-def dissolve_what_nobody_has(db: sqlite3.Connection, moment: Moment) -> None:
-    """A trainer of Atropos' registers: it counts its steps anew, and would come to what was given back at step 500 only
-    at its own step 500. So those groups go back into the queue, in their old places."""
+def dissolve_unheld(db: sqlite3.Connection, moment: Moment) -> None:
+    """Requeue batches without a live holder when an Atropos trainer registers: it counts steps from 0 again, and would
+    reach a batch that was returned at step 500 only at its own step 500. The groups keep their places in the queue."""
     for record in _open_records(db):
         if record.holder == TAKER or not record.is_held(moment):
             _dissolve(db, record, "another trainer registered")
@@ -297,7 +296,7 @@ def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerm
     if plan.misfits:
         groups.set_aside(db, _ids(plan.misfits), "dropped", step, "never_fits")
     if plan.ids is not None:
-        db.execute("DELETE FROM lanes")  # who is not named again has no debt
+        db.execute("DELETE FROM lanes")  # environments that are not written again have no debt
         db.executemany("INSERT INTO lanes VALUES (?, ?)", [(_lane_name(env), tag) for env, tag in plan.tags.items()])
         for name, why in plan.waived.items():
             events.add(db, "minimum_waived", step=step, env=name, reason=why)

@@ -1,9 +1,8 @@
-"""Looking through the groups of a queue, for people: find, page on, open one. Beside the hub's work, never in its way.
+"""Search, page through and open the groups of a queue, on connections that never delay the hub.
 
-The queue's file knows of a group what batches are made by. What a person looks for besides (scores, lengths, how the
-prompt begins, the step it was trained in) is read out of the contents once and kept in a file of its own beside it,
-`hub.sqlite.facts`. That file is derived: whoever deletes it loses nothing. It is filled from the newest group
-backwards, in small portions, and only when somebody asks for it.
+The queue's tables hold what batches are chosen by. What people search for (scores, lengths, the start of the prompt,
+the step it was trained in) is read from the payloads once and kept in `hub.sqlite.facts`. That file is derived and may
+be deleted. It is filled from the newest group backwards, in small portions, and only while somebody searches.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Browser:
         facts_file = path.with_name(f"{path.name}.facts")
         try:
             browser = cls(_connect(facts_file, path))
-        except sqlite3.DatabaseError:  # damaged, or another release's: it is made anew from the queue
+        except sqlite3.DatabaseError:  # damaged, or of another version: rebuild it from the queue
             for part in ("", "-wal", "-shm"):
                 facts_file.with_name(facts_file.name + part).unlink(missing_ok=True)
             browser = cls(_connect(facts_file, path))
@@ -183,9 +182,9 @@ class Browser:
             return Reach(num_groups=num_groups, num_known=max(0, high - low + 1) if num_groups else 0)
 
     def learn(self, limit: int) -> int:
-        """Read so many more groups: what is new first, then backwards. How many it found; 0: all are known.
+        """Index up to `limit` more groups, new ones first, then backwards. Returns their number; 0: all are indexed.
 
-        With a limit of 0: only which step each group is in.
+        With a limit of 0, update only the step of each group.
         """
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")

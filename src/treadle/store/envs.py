@@ -1,4 +1,4 @@
-"""Registered environments. Ids count from 0 and are never used again; a name belongs to one id."""
+"""Register and read environments. Ids count from 0 and are never reused; a name belongs to one id."""
 
 from __future__ import annotations
 

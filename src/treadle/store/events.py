@@ -1,5 +1,5 @@
-"""What happened, in order. An event is written in the transaction of the change it tells of, so neither is without
-the other, and a reader that gives the last id it saw goes on exactly there, also after a restart."""
+"""Append and read events. Each is written in the transaction of its change, so neither exists without the other, and a
+reader that sends the last id it saw continues exactly there, also after a restart."""
 
 from __future__ import annotations
 

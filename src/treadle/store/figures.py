@@ -1,4 +1,4 @@
-"""What the metrics page tells of the queue, read as of one moment: figures that belong together agree."""
+"""Read the figures of the metrics page in one transaction, so that they agree with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups in the database: append, count, look. Every function takes the connection and does one thing."""
+"""Append, count and read groups. Every function takes the connection and does one thing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from typing import NamedTuple
 from treadle.store import envs, events, runs
 from treadle.store.records import (
     Appended,
+    BatchPruned,
     Counts,
     EnvLoad,
     Format,
+    KeyReused,
     Limits,
     NewGroup,
     Post,
+    QueueFull,
+    StaleToken,
     StoredGroup,
     Tally,
     Waiting,
 )
-from treadle.store.refusals import BatchPruned, KeyReused, QueueFull, StaleToken
 from treadle.wire.hub import DeadLetter
 
 Size = tuple[int | None, int]  # (env id, sequences of a group)

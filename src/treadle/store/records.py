@@ -1,4 +1,17 @@
-"""What goes into the store and what comes out of it."""
+"""Records that the store takes and returns, and the refusals it raises.
+
+A refusal is an answer to the caller, not a fault of the store:
+
+HubError
+└── StoreRefusal
+    ├── StaleToken      the lease was given to another trainer, or ended
+    ├── HeldByAnother   a live holder has this step
+    ├── KeyReused       an idempotency key came back with another body
+    ├── BatchPruned     the data of this trained step was pruned
+    ├── QueueFull       the queue has reached its limit
+    └── StorageFailed   the database could not be written (a full disk is errors.DiskFull)
+        └── DamagedGroups   groups differ from what was written; they were set aside, and a retry helps
+"""
 
 from __future__ import annotations
 
@@ -6,7 +19,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from treadle.errors import HubError
 from treadle.wire.hub import RegisterTrainer
+
+# ---- refusals
+
+
+class StoreRefusal(HubError):
+    pass
+
+
+class StaleToken(StoreRefusal):
+    pass
+
+
+class HeldByAnother(StoreRefusal):
+    pass
+
+
+class KeyReused(StoreRefusal):
+    pass
+
+
+class BatchPruned(StoreRefusal):
+    pass
+
+
+class QueueFull(StoreRefusal):
+    pass
+
+
+class StorageFailed(StoreRefusal):
+    pass
+
+
+class DamagedGroups(StorageFailed):
+    pass
+
+
+# ---- records
 
 Format = Literal["json", "binary"]
 

@@ -1,4 +1,4 @@
-"""The run's own state: which trainer is registered, at which step it is, whether it has begun."""
+"""Read and write the state of the run: registered trainer, current step, whether it has started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mark_started(db: sqlite3.Connection) -> None:
 
 
 def begin_life(db: sqlite3.Connection) -> None:
-    """A hub that starts knows of no trainer at work: environments wait until one asks for a batch again."""
+    """Mark the run as not started when a hub starts: environments wait until a trainer asks for a batch."""
     db.execute("UPDATE run SET started = 0")
 
 

@@ -1,4 +1,4 @@
-"""The SQLite file: its tables, its version, and how it is opened."""
+"""Create, open and check the SQLite file: tables, version, pragmas."""
 
 from __future__ import annotations
 
@@ -173,9 +173,9 @@ def find_damage(db: sqlite3.Connection) -> str | None:
     db.set_progress_handler(lambda: time.monotonic() > until_s, CHECK_EVERY)
     try:
         for table in ("run", "envs", "batches", "posts", "lanes", "tally", "events", "groups"):
-            for (told,) in db.execute(f"PRAGMA integrity_check('{table}')"):
-                if told != "ok":
-                    return f"table {table}: {told.strip().splitlines()[-1]}"
+            for (result,) in db.execute(f"PRAGMA integrity_check('{table}')"):
+                if result != "ok":
+                    return f"table {table}: {result.strip().splitlines()[-1]}"
         (num_wrong,) = db.execute(_MISCOUNTED).fetchone()
         return "the groups are not those that were counted" if num_wrong else None
     except sqlite3.OperationalError as error:

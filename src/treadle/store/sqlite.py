@@ -21,6 +21,7 @@ from treadle.store.records import (
     Appended,
     Batch,
     Counts,
+    DamagedGroups,
     EnvLoad,
     EnvRecord,
     Event,
@@ -33,7 +34,6 @@ from treadle.store.records import (
     RunState,
     Tally,
 )
-from treadle.store.refusals import DamagedGroups
 from treadle.store.writer import DISK_PATIENCE_S, CommitWatcher, GroupCommitWriter
 from treadle.watch.waits import Waits
 from treadle.wire.hub import DeadLetter, RegisterEnv, RegisterTrainer
@@ -107,7 +107,7 @@ class Store:
                 schema.use_log(writing)
                 _refuse_damaged(file.path, writing)
                 runs.begin_life(writing)
-                writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # what a hub left that was killed, again and again
+                writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # log of a hub that was killed repeatedly
             except sqlite3.DatabaseError as error:
                 raise _unreadable(file.path, error) from error
             file.begin()
@@ -123,7 +123,7 @@ class Store:
         with self._reading_lock, self._fetching_lock:
             self._reading.close()
             self._fetching.close()
-        with contextlib.suppress(sqlite3.Error):  # all is safe in the log already: this is a courtesy
+        with contextlib.suppress(sqlite3.Error):  # optional: everything is in the log already
             self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._writing.close()
         self._file.close()
@@ -182,7 +182,7 @@ class Store:
             if holder is not None:
                 batches.release_holder(db, holder)
             else:
-                batches.dissolve_what_nobody_has(db, self._moment())
+                batches.dissolve_unheld(db, self._moment())
 
         return self._writer.submit(register)
 

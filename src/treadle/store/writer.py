@@ -1,4 +1,4 @@
-"""One thread that writes, and commits what waits together.
+"""Write on one thread, and commit the waiting jobs together (group commit).
 
 An fsync costs milliseconds whatever it carries. So the requests that arrive while one commit is on its way
 share the next: they run one after the other, then one commit makes all of them durable, and only then are
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from treadle.errors import DiskFull, TreadleError
 from treadle.faults import reach
 from treadle.log import get_logger
-from treadle.store.refusals import StorageFailed
+from treadle.store.records import StorageFailed
 from treadle.watch.waits import Waits, Wanted
 
 T = TypeVar("T")

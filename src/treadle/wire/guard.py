@@ -1,6 +1,6 @@
 """Decide who may call a process over HTTP: tokens and their roles, the names of this machine, no web pages.
 
-access = Access.of(Rules(process="hub", host="127.0.0.1", token_variable="TREADLE_HUB_TOKEN"), os.environ)
+access = Access.of(AccessRules(process="hub", host="127.0.0.1", token_variable="TREADLE_HUB_TOKEN"), os.environ)
 app = Guard(app, access)
 """
 
@@ -43,7 +43,7 @@ _LOOPBACK_V6 = ipaddress.IPv6Address("::1")
 
 
 @dataclass(frozen=True)
-class Rules:
+class AccessRules:
     """What one process says about who may call it."""
 
     process: str  # its name, in messages and logs
@@ -89,7 +89,7 @@ class Access:
     further: Mapping[bytes, frozenset[Role]] = field(default_factory=dict, repr=False)  # digest -> roles
 
     @classmethod
-    def of(cls, rules: Rules, env: Mapping[str, str]) -> Access:
+    def of(cls, rules: AccessRules, env: Mapping[str, str]) -> Access:
         """`Access.of(rules, os.environ)`. Makes token files that are not there yet."""
         process, variable = rules.process, rules.token_variable
         secret = read_secret(process, rules.token_file, "--token-file", env, variable)
@@ -302,7 +302,7 @@ def _canonical(name: str) -> str:
     return name.removesuffix(".").lower() if address is None else str(address)
 
 
-def _known_names(rules: Rules) -> Set[str]:
+def _known_names(rules: AccessRules) -> Set[str]:
     further = [name.strip().strip("[]") for name in rules.allowed_hosts.split(",") if name.strip()]
     for name in further:
         if not _PLAIN_NAME.fullmatch(name) and parse_address(name) is None:

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from treadle.hub.admission import ValidationRequest
-from treadle.hub.group_checks import Rules
+from treadle.hub.group_checks import GroupRules
 from treadle.hub.messages import Refused
 from treadle.hub.validation_workers import INLINE_BYTES, REQUESTS_PER_WORKER, ValidationWorkers, _Worker
 
-ORDER = ValidationRequest(kind="group", rules=Rules())
+ORDER = ValidationRequest(kind="group", rules=GroupRules())
 
 
 def body(tag: int, num_tokens: int = 6000) -> bytes:
@@ -183,7 +183,7 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
 
     async def play(validators: ValidationWorkers) -> None:
         (victim,) = validators.running
-        hasty = ValidationRequest(kind="group", rules=Rules(), max_cpu_s=0.02)
+        hasty = ValidationRequest(kind="group", rules=GroupRules(), max_cpu_s=0.02)
         costly, other = await asyncio.gather(
             validators.admit(body(1, 3_000_000), hasty), validators.admit(body(2), ORDER), return_exceptions=True
         )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.hub.admission import Order, admit
+from treadle.hub.admission import ValidationRequest, admit
 from treadle.hub.delivery import lease_binary
-from treadle.hub.group_checks import Rules
+from treadle.hub.group_checks import GroupRules
 from treadle.hub.messages import Refused
 from treadle.store import Batch, StoredGroup
 from treadle.wire import binary
@@ -36,9 +36,9 @@ def groups(draw) -> ScoredGroup:
     )
 
 
-def posted(*packed: bytes, rules: Rules | None = None) -> list:
-    order = Order(kind="binary", rules=rules or Rules(num_envs=1))
-    return admit(binary.join_groups(packed), order).groups
+def posted(*packed: bytes, rules: GroupRules | None = None) -> list:
+    request = ValidationRequest(kind="binary", rules=rules or GroupRules(num_envs=1))
+    return admit(binary.join_groups(packed), request).groups
 
 
 @given(groups())
@@ -61,7 +61,7 @@ def test_what_an_environment_posts_in_binary_is_what_the_trainer_leases(group):
 def test_a_batch_may_hold_groups_of_both_forms():
     group = ScoredGroup(tokens=[[1, 2]], masks=[[-100, 2]], scores=[1.0], inference_logprobs=[[1.0, -0.5]], item=4)
     (packed,) = posted(binary.pack_group(group))
-    (plain,) = admit(msgspec.json.encode(group), Order(kind="group", rules=Rules())).groups
+    (plain,) = admit(msgspec.json.encode(group), ValidationRequest(kind="group", rules=GroupRules())).groups
     stored = [
         StoredGroup(i, g.format, g.payload, g.policy_version, g.item, g.metrics, 0.0)
         for i, g in enumerate((packed, plain))
@@ -117,7 +117,7 @@ def raw(**changes) -> bytes:
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(packed, kind):
-    rules = Rules(num_envs=1, vocab_size=100, max_token_len=10, batch_size=4, newest_version=5)
+    rules = GroupRules(num_envs=1, vocab_size=100, max_token_len=10, batch_size=4, newest_version=5)
     with pytest.raises(Refused) as refused:
         posted(packed, rules=rules)
     assert (refused.value.status, refused.value.reason) == (422, kind)
@@ -131,7 +131,7 @@ def test_random_bytes_are_refused_and_nothing_else(body):
 
 def verdict(body: bytes) -> int:
     try:
-        admit(body, Order(kind="binary", rules=Rules()))
+        admit(body, ValidationRequest(kind="binary", rules=GroupRules()))
     except Refused as refused:
         return refused.status
     return 200

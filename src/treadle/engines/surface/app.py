@@ -24,7 +24,7 @@ from treadle.engines.surface.metrics import metrics_route
 from treadle.engines.surface.openai_routes import openai_routes
 from treadle.engines.surface.served import Served
 from treadle.wire.bridge import TOKEN_VARIABLE
-from treadle.wire.guard import Access, Guard, Rules
+from treadle.wire.guard import Access, AccessRules, Guard
 from treadle.wire.http_bodies import json_answer
 
 
@@ -35,7 +35,7 @@ def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> G
 
 def access_of(config: EngineConfig, env: Mapping[str, str]) -> Access:
     """Who may call; refuses an address that others can reach when there is no token."""
-    rules = Rules(
+    rules = AccessRules(
         process="engine",
         host=config.host,
         token_variable=TOKEN_VARIABLE,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from treadle.log import get_logger
-from treadle.wire.guard import Access, Guard, Rules
+from treadle.wire.guard import Access, AccessRules, Guard
 from treadle.wire.http_connections import Connections
 from treadle.wire.http_limits import HttpLimits
 from treadle.wire.listening import take_port
@@ -24,7 +24,7 @@ log = get_logger("env")
 @contextlib.asynccontextmanager
 async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
     """Serve until the block is left; yields the URL. Port 0 takes a free one."""
-    access = Access.of(Rules(process="recorder", host=host, token_variable=TOKEN_VARIABLE), os.environ)
+    access = Access.of(AccessRules(process="recorder", host=host, token_variable=TOKEN_VARIABLE), os.environ)
     listener = take_port(host, port)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     connections = Connections(limits)
