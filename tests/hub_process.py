@@ -75,6 +75,13 @@ class HubProcess:
                 time.sleep(0.01)
         raise AssertionError(f"the hub is not ready after {READY_S} s:\n{end_of(self.log_file)}")
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that the process has used since its start."""
+        assert self.process is not None
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
         os.kill(self.process.pid, number)
