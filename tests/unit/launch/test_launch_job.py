@@ -25,7 +25,7 @@ from treadle.launch import resume
 from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
 from treadle.launch.job import Life, start_run
-from treadle.launch.memory import MemorySampler
+from treadle.launch.memory import MemorySampler, resident_bytes
 from treadle.launch.plan import Plan, explicit_keys
 from treadle.launch.report import Outcome, save_summary, summarize
 from treadle.launch.settings import check_one_model, settle_environment, with_fitting_groups
@@ -246,6 +246,26 @@ def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(mak
     """As vLLM's server is, which the engine process starts."""
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOARD!r}], start_new_session=True)"
     assert memory_while_full(make_spec("engine", starts)).peak_by_process["engine"] > 80_000_000
+
+
+def test_memory_is_measured_exactly_only_when_it_has_grown() -> None:
+    measured = []
+    hoard = bytearray(1)
+
+    def measure(process: psutil.Process) -> int:
+        measured.append(process.pid)
+        return 2 * resident_bytes(process)
+
+    sampler = MemorySampler(dict, measure=measure)
+    for _ in range(5):
+        sampler.sample()
+    before = sampler.peak_bytes
+    assert measured == [os.getpid()]
+    assert sampler.now_bytes == pytest.approx(before, rel=0.05)  # scaled as at the exact sample
+    hoard.extend(bytes(50_000_000))
+    sampler.sample()
+    assert measured == 2 * [os.getpid()]
+    assert sampler.peak_bytes > before + 80_000_000
 
 
 NO_MEMORY = (
