@@ -57,6 +57,7 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "broadcast_gloo": {"use_shared_memory": True, "broadcast_by": "gloo"},
     "broadcast_nccl": {"use_shared_memory": True, "broadcast_by": "nccl"},
     "lora_only": {"weight_bridge_mode": "lora_only"},
+    "lora_single_copy": {"weight_bridge_mode": "lora_only", "single_copy": True},
     "lora_restart": {"weight_bridge_mode": "lora_restart"},
     "none": {"weight_bridge_mode": "none"},
     "reload": {"weight_bridge_mode": "reload"},

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from treadle.launch.history import History, Step, is_number
 from treadle.launch.process import last_words
 from treadle.launch.report_page import Facts
-from treadle.launch.wording import one_line
+from treadle.launch.wording import counted, one_line
 from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]
@@ -113,7 +113,7 @@ class Matrix:
     @property
     def headline(self) -> str:
         engines = ", ".join(dict.fromkeys(row.engine for row in self.rows if row.engine)) or "no engine yet"
-        return f"{self.task}, {self.model}, {self.steps} steps, seed {self.seed}, engine {engines}"
+        return f"{self.task}, {self.model}, {counted(self.steps, 'step')}, seed {self.seed}, engine {engines}"
 
 
 def row_of(mode: str, flags: str, facts: Facts, run: str, error: str = "") -> Row:

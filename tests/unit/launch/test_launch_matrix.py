@@ -163,7 +163,7 @@ def test_every_mode_gets_the_same_settings_but_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('steps = 3\n[train]\nweight_bridge_mode = "lora_only"\nlr = 1e-4\n')
     shared = with_settled_paths(load_settings(tmp_path / "mine.toml", {"env.group_size": "4"}))
     runs = {mode: settings_of(shared, mode, tmp_path) for mode in MODES}
-    assert {mode for mode, run in runs.items() if run.train.lora} == {"lora_only", "lora_restart"}
+    assert {mode for mode, run in runs.items() if run.train.lora} == {"lora_only", "lora_single_copy", "lora_restart"}
     assert len({(r.train.weight_bridge_mode, r.train.single_copy, r.train.use_shared_memory, r.train.broadcast_by)
                 for r in runs.values()}) == len(MODES)  # fmt: skip
     assert all((r.steps, r.seed, r.env.group_size, r.train.lr) == (3, 0, 4, 1e-4) for r in runs.values())
