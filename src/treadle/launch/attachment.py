@@ -31,7 +31,7 @@ from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import HubStatus
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.wire.urls import is_loopback_host, shown_url
+from treadle.wire.urls import is_loopback_host, shown_url, without_token
 
 # All settings that name the hub or the engine: those of the run, and those of processes that are started one by one.
 HUB_KEYS = ("hub_url", "train.atropos_url", "env.rollout_server_url")
@@ -96,7 +96,7 @@ def _url_of(config: RunConfig, key: str, kind: str) -> str:
         is_url = False
     if url and not is_url:
         raise ConfigError(
-            f"{_flag(key)} '{url}' is not the URL of {_an(kind)}", fix=f"--{kind}-url http://127.0.0.1:PORT"
+            f"{_flag(key)} '{without_token(url)}' is not the URL of {_an(kind)}", fix=f"--{kind}-url http://127.0.0.1:PORT"
         )
     return url
 

@@ -121,6 +121,7 @@ def test_every_spelling_of_the_engines_address_attaches_the_run(flags) -> None:
         ({"engine_url": ENGINE, "openai.base_url": "http://far:9"}, "name two engines", "give only --engine-url"),
         ({"openai.base_url": f"{ENGINE} http://far:9001"}, "names 2 engines", "give only --engine-url"),
         ({"hub_url": "127.0.0.1:8300"}, "is not the URL of a hub", "--hub-url http://"),
+        ({"hub_url": "http://far:99999/t/SECRET"}, "'http://far:99999' is not the URL", "--hub-url http://"),
         ({"train.engine_url": "http://"}, "is not the URL of an engine", "--engine-url http://"),
     ],
 )
