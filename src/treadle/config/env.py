@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option
+from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option, parse_names
 
 OF_TASK = "the task's own, else {}".format  # default of a setting that a built-in task may replace
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -112,9 +112,27 @@ class DataOptions(Section):
     )
 
 
+def parse_rewards(value: Any) -> Any:
+    """ "boxed_math,my.py:f" -> ("boxed_math", "my.py:f"); what begins with [ or { is JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--env.rewards is not JSON: {value} ({error})") from None
+    return (value,) if isinstance(value, dict) else parse_names(value)
+
+
+Rewards = Annotated[tuple[str | dict[str, Any], ...], BeforeValidator(parse_rewards)]
+
+
 class RewardOptions(Section):
     """How completions are scored."""
 
+    rewards: Rewards = option(
+        (),
+        "score with these instead of the environment's own: names, FILE.py:FUNCTION, or JSON with weights: "
+        """'[{"type": "my.py:is_polite", "weight": 0.2}]'""",
+    )
     brevity: NotNegative = option(0.0, "arithmetic: bonus for a right answer that ends early, at most this much")
     length_penalty: bool = option(
         False,

@@ -13,9 +13,9 @@
     def _ask(country: str, capital: str) -> Item:
         return Item.ask(f"What is the capital of {country}? One word.", answer=capital)
 
-`rewards` is what `treadle.envs.rewards.registry.create` takes; they run in processes that can be killed. A task whose
-score is quick and harmless may override `score` instead. `defaults` are settings that suit the task, for whatever the
-user does not set. A task of several turns overrides `rollout`:
+`rewards` is what `treadle.envs.rewards.registry.create` takes; they run in processes that can be killed, and
+`--env.rewards` replaces them. A task whose score is quick and harmless may override `score` instead. `defaults` are
+settings that suit the task, for whatever the user does not set. A task of several turns overrides `rollout`:
 
     async def rollout(self, item: Item, model: Model) -> float:
         chat = model.chat(item.messages)
@@ -55,14 +55,14 @@ class Item:
     messages: tuple[Message, ...]
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # rewards see it
+    is_chat: bool = True  # False: the messages were made of one text; reward functions that take lists get texts then
 
     @classmethod
     def ask(cls, question: str, *, answer: str | float, system: str = "", **metadata: Any) -> Self:
         """A number as the answer is written as a person would: 51.0 is "51"."""
         before = ({"role": "system", "content": system},) if system else ()
-        return cls(
-            messages=(*before, {"role": "user", "content": question}), answer=_as_text(answer), metadata=metadata
-        )
+        messages = (*before, {"role": "user", "content": question})
+        return cls(messages=messages, answer=_as_text(answer), metadata=metadata, is_chat=False)
 
     @property
     def prompt(self) -> str:
@@ -165,7 +165,7 @@ class Environment(ABC):
         """What counts as accuracy: a reward's verdict (`correct`), else `config.right` points from the first one."""
         if result.correct is not None:
             return result.correct
-        first = next(iter(result.parts.values()), None)
+        first = next((worth for worth in result.parts.values() if worth is not None), None)
         return first is not None and is_enough(first, self.config.right)
 
     @property

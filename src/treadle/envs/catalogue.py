@@ -11,7 +11,7 @@ from treadle.config.env import EnvConfig
 from treadle.config.load import parse, suggest
 from treadle.envs.base import Environment
 from treadle.envs.rewards import registry
-from treadle.envs.rewards.source import load_file
+from treadle.envs.rewards.source import is_of_session, load_file
 from treadle.errors import ConfigError
 
 E = TypeVar("E", bound=type[Environment])
@@ -35,8 +35,10 @@ def environment(name: str) -> Callable[[E], E]:
     """Class decorator: `treadle env NAME` finds the class under this name."""
 
     def register(cls: E) -> E:
-        if _REGISTRY.setdefault(name, cls) is not cls:
+        earlier = _REGISTRY.get(name, cls)
+        if earlier is not cls and not (is_of_session(earlier) or is_of_session(cls)):
             raise ConfigError(f"two environments are called '{name}'", fix="rename one of them")
+        _REGISTRY[name] = cls
         return cls
 
     return register
@@ -57,6 +59,8 @@ def load_environment(config: EnvConfig) -> Environment:
             fix=f"write it in the class {kind.__name__}; docs/environments.md shows a whole task",
         )
     made = kind(config.model_copy(update={k: v for k, v in defaults.items() if k not in config.model_fields_set}))
+    if config.rewards:
+        made.rewards = config.rewards
     if made.rewards:
         registry.create(made.rewards)  # what is wrong with them must not wait for an engine to be told
     elif kind.score is Environment.score and not made.has_turns:

@@ -12,8 +12,17 @@ from typing import Any
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score, is_enough
 from treadle.envs.engine_client import Completion
-from treadle.envs.rewards import Reward, RewardInput, RewardPool, RewardResult, Scorer, registry
+from treadle.envs.rewards import (
+    BatchFunctionReward,
+    Reward,
+    RewardInput,
+    RewardPool,
+    RewardResult,
+    Scorer,
+    registry,
+)
 from treadle.envs.rewards.calls import describe
+from treadle.envs.rewards.combined import leaves
 from treadle.errors import ScoringError
 from treadle.log import get_logger
 
@@ -55,13 +64,16 @@ class Judge:
         self._reward: Reward | None = None
         self._num_raised = 0
         self._has_scored = False
+        self._takes_lists = False
         if environment.rewards:
             self._reward = registry.create(environment.rewards)
+            self._takes_lists = any(isinstance(leaf, BatchFunctionReward) for leaf in leaves(self._reward))
 
     async def scores(self, item: Item, completions: Sequence[Completion]) -> list[Score]:
         if self._reward is None:
             return [score_here(self._environment, item, c, self.failures) for c in completions]
-        results = await self._scorer.score(self._reward, [as_reward_input(item, c) for c in completions])
+        inputs = [as_reward_input(item, c, in_full=self._takes_lists) for c in completions]
+        results = await self._scorer.score(self._reward, inputs)
         for result, completion in zip(results, completions, strict=True):
             if result.score is None:
                 self.failures.note("score_failed", f"{result.outcome}: {result.detail}", item, completion.text)
@@ -90,7 +102,8 @@ class Judge:
         )
 
 
-def as_reward_input(item: Item, completion: Completion) -> RewardInput:
+def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False) -> RewardInput:
+    """`in_full`: with what only functions that take lists are given."""
     return RewardInput(
         text=completion.text,
         answer=item.answer,
@@ -98,6 +111,8 @@ def as_reward_input(item: Item, completion: Completion) -> RewardInput:
         num_tokens=len(completion.token_ids),
         finish_reason=completion.finish_reason,
         metadata=dict(item.metadata),
+        messages=list(item.messages) if in_full and item.is_chat else [],
+        token_ids=completion.token_ids if in_full else [],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig
@@ -45,14 +46,22 @@ def settle_paths(config: RunConfig) -> RunConfig:
     """Make the paths of files and folders absolute: a run can be resumed from another folder."""
     real_path(config.hub.database)  # refuses names such as :memory:
     config = with_absolute_paths(config)
-    names = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
+    names: dict[str, str] = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
     if ".py" in config.env.name:
         names["env.name"] = config.env.name
     if "/" in config.engine.vllm_python:
         names["engine.vllm_python"] = config.engine.vllm_python
     if config.model != DEFAULT_MODEL:
         names["model"] = config.model
-    return with_values(config, {key: _absolute(name) for key, name in names.items()})
+    rewards = tuple(map(_absolute_reward, config.env.rewards))
+    return with_values(config, {**{key: _absolute(name) for key, name in names.items()}, "env.rewards": rewards})
+
+
+def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
+    """With the absolute path of its file: "my.py:f", or {"type": "my.py:f"}."""
+    if isinstance(reward, str):
+        return _absolute(reward)
+    return {**reward, "type": _absolute(reward["type"])} if isinstance(reward.get("type"), str) else reward
 
 
 def _absolute(value: str) -> str:

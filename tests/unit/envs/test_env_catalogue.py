@@ -8,6 +8,7 @@ import pytest
 
 from treadle.config.env import EnvConfig
 from treadle.envs.catalogue import load_environment
+from treadle.envs.rewards import registry
 from treadle.errors import ConfigError
 
 TASK = """
@@ -123,10 +124,20 @@ def test_a_method_of_its_own_is_enough(load, inside):
     assert load(inside).rewards == ()
 
 
-def test_a_plain_function_among_the_rewards_is_told_what_it_lacks(load):
-    with pytest.raises(ConfigError, match="r is not a reward") as refused:
-        load("rewards = (r,)", above="def r(completion):\n    return 1.0\n")
-    assert refused.value.fix == "put @reward above it"
+@pytest.mark.parametrize("arguments", ["completion", "completions, **kwargs"])
+def test_plain_functions_can_be_rewards_of_an_environment(load, arguments):
+    made = load("rewards = (r,)", above=f"def r({arguments}):\n    return 1.0\n")
+    assert registry.create(made.rewards).rewards[0].name == "r"
+
+
+def test_rewards_of_the_settings_replace_those_of_an_environment(tmp_path):
+    (tmp_path / "mine.py").write_text("def is_short(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
+    chosen = f'[{{"type": "{tmp_path}/mine.py:is_short", "weight": 0.5}}, "exact_match"]'
+    for name in ("jsonl", "arithmetic", "gsm8k"):
+        reward = registry.create(load_environment(EnvConfig(name=name, rewards=chosen)).rewards)
+        assert [(part.name, part.weight) for part in reward.rewards] == [("is_short", 0.5), ("exact_match", 1.0)]
+    with pytest.raises(ConfigError, match="unknown reward 'exact_mach'"):
+        load_environment(EnvConfig(name="jsonl", rewards="exact_mach"))
 
 
 def test_a_class_that_lacks_a_method_is_refused_by_its_name(tmp_path):

@@ -62,7 +62,7 @@ class Agent(Jsonl):
         if self._command:  # a resumed run starts the same program, from wherever it is resumed
             self.config = config.model_copy(update={"args": {**config.args, "working_dir": str(self._working_dir)}})
         self._time_limit_s = self._args.time_limit_s or 0.9 * config.worker_timeout
-        self._has_rewards = "rewards" in config.args
+        self._has_rewards = "rewards" in config.args or bool(config.rewards)
         self._sessions = Sessions()
         self._places = asyncio.Semaphore(self._args.at_once or 4 * (os.cpu_count() or 1))
         self._open = AsyncExitStack()
@@ -152,7 +152,7 @@ class Agent(Jsonl):
         if not self._has_rewards:
             raise ProcessDied(
                 "the agent ended without posting a score, and there are no rewards to judge its last reply",
-                fix="""POST {"score": 1.0} to TREADLE_SCORE_URL, or name "rewards" in --env.args""",
+                fix="""POST {"score": 1.0} to TREADLE_SCORE_URL, or name some by --env.rewards""",
             )
         return None
 

@@ -14,6 +14,7 @@ async with RewardPool(num_workers=2, time_limit_s=10) as pool:
 from __future__ import annotations
 
 from treadle.envs.rewards.base import FunctionReward, Judged, Reward, RewardInput
+from treadle.envs.rewards.batch_function import BatchFunctionReward
 from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
 from treadle.envs.rewards.combined import CombinedReward, R1Reward
 from treadle.envs.rewards.cosine import CosineScaledReward
@@ -32,6 +33,7 @@ from treadle.envs.rewards.shape import (
 
 __all__ = [
     "AccuracyReward",
+    "BatchFunctionReward",
     "BoxedMath",
     "CombinedReward",
     "CosineScaledReward",

@@ -39,6 +39,9 @@ class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int | None = None  # of the completion, where the engine told
     finish_reason: str = "stop"  # "length": it was cut off
     metadata: dict[str, Any] = {}  # the rest of the data row
+    # Filled in for functions that take lists (batch_function.py).
+    messages: list[dict[str, Any]] = []  # the prompt, where the data row has it as a chat
+    token_ids: list[int] = []  # of the completion
 
     @property
     def length(self) -> int:
@@ -87,6 +90,15 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
     @property
     def looks_at_groups(self) -> bool:
         return type(self).score_group is not Reward.score_group
+
+    @property
+    def may_abstain(self) -> bool:
+        """Whether None is a result ("not applicable") and not a mistake."""
+        return False
+
+    def judged(self, value: Any) -> Judged | None:
+        """What `score` returned, or one value of what `score_group` did; None: not applicable."""
+        return None if value is None and self.may_abstain else judged(value)
 
     @property
     def source(self) -> str:
@@ -154,7 +166,7 @@ class FunctionReward(Reward):
     def with_settings(self, settings: Mapping[str, Any]) -> FunctionReward:
         """The same function with other settings, weight or name."""
         own = {"weight": self.weight, "name": self.name, **settings}
-        return FunctionReward(
+        return type(self)(
             function=self.function,
             per_group=self.per_group,
             weight=own.pop("weight"),

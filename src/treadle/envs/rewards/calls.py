@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
+from treadle.envs.rewards.base import Judged, Reward, RewardInput
 from treadle.envs.rewards.outcome import CallResult
 from treadle.envs.rewards.source import place_of
 
@@ -24,7 +24,7 @@ def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
     started = time.perf_counter()
     try:
         raw = reward.score_group(inputs) if reward.looks_at_groups else [reward.score(inputs[0])]
-        scores = [judged(value) for value in raw]
+        scores = [reward.judged(value) for value in raw]
         if len(scores) != len(inputs):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(inputs)} completions")
     except MemoryError:
@@ -33,9 +33,9 @@ def judge(reward: Reward, inputs: Sequence[RewardInput]) -> CallResult:
         raise
     except BaseException as error:  # SystemExit too: it is the reward that gave up, not the process
         return CallResult(outcome="raised", detail=describe(error), seconds=_since(started))
-    verdicts = [score.correct for score in scores]
+    verdicts = [None if score is None else score.correct for score in scores]
     return CallResult(
-        scores=[float(score) for score in scores],
+        scores=[None if score is None else float(score) for score in scores],
         correct=[] if set(verdicts) <= {None} else verdicts,
         seconds=_since(started),
     )
@@ -54,7 +54,10 @@ def describe(error: BaseException) -> str:
 def per_completion(
     reward: Reward, calls: Sequence[CallResult], num_inputs: int
 ) -> list[tuple[CallResult, Judged | None]]:
-    """The results of a reward's calls -> the call and the score of every completion, in order."""
+    """The results of a reward's calls -> the call and the score of every completion, in order.
+
+    A score is None when the call failed, and when the reward is not applicable to that completion.
+    """
     if reward.looks_at_groups:
         places = [(call, place) for call in calls for place in range(num_inputs)]
     else:
@@ -63,9 +66,8 @@ def per_completion(
 
 
 def _score_at(call: CallResult, place: int) -> Judged | None:
-    if call.outcome != "scored":
-        return None
-    return Judged(call.scores[place], correct=call.correct[place] if call.correct else None)
+    score = call.scores[place] if call.outcome == "scored" else None
+    return None if score is None else Judged(score, correct=call.correct[place] if call.correct else None)
 
 
 def _since(started: float) -> float:

@@ -8,12 +8,14 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
+from treadle.envs.rewards.base import Judged, Reward, RewardInput
 from treadle.envs.rewards.boxed_math import AccuracyReward
 from treadle.envs.rewards.outcome import CallResult, RewardResult
 from treadle.envs.rewards.registry import registry
 from treadle.envs.rewards.shape import ThinkFormatReward
 from treadle.errors import ConfigError
+
+NOT_APPLICABLE = CallResult(outcome="raised", detail="returned None (not applicable), as did all others that count")
 
 
 class CombinedReward(Reward):
@@ -54,7 +56,7 @@ class CombinedReward(Reward):
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        raw = {leaf.name: [judged(value) for value in leaf.score_group(group)] for leaf in leaves(self)}
+        raw = {leaf.name: [leaf.judged(value) or 0.0 for value in leaf.score_group(group)] for leaf in leaves(self)}
         return [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
 
     @property
@@ -106,23 +108,33 @@ def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[f
 
 
 def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judged | None]]]) -> list[RewardResult]:
-    """What the calls of each leaf gave for each completion -> one result for each completion."""
-    scores = {name: [score for _, score in column] for name, column in calls.items()}
-    raw = {name: [None if score is None else float(score) for score in column] for name, column in scores.items()}
+    """What the calls of each leaf gave for each completion -> one result for each completion.
+
+    A part that is not applicable adds nothing; a completion to which no part is applicable has no score.
+    """
+    parts = {name: [None if score is None else float(score) for _, score in column] for name, column in calls.items()}
+    # A call that went well and has no score for a completion: the reward is not applicable to it.
+    raw = {
+        name: [0.0 if call.outcome == "scored" and score is None else score for call, score in column]
+        for name, column in calls.items()
+    }
     counts = _counting_names(reward)
     results = []
     for place, combined in enumerate(combine(reward, raw)):
-        failures = [(name, column[place][0]) for name, column in calls.items() if column[place][1] is None]
-        given = [score for column in scores.values() if (score := column[place]) is not None]
-        blamed = next((failure for failure in failures if failure[0] in counts), None)
+        found = {name: column[place] for name, column in calls.items()}
+        failures = [(name, call) for name, (call, _) in found.items() if call.outcome != "scored"]
+        given = [score for _, score in found.values() if score is not None]
+        if counts and all(found[name][1] is None for name in counts) and not failures:
+            failures = [(name, NOT_APPLICABLE) for name in found if name in counts]
+        blamed = next((call for name, call in failures if name in counts), None)
         results.append(
             RewardResult(
-                score=None if combined is None else reward.weight * combined,
-                parts={name: column[place] for name, column in raw.items()},
+                score=None if combined is None or blamed else reward.weight * combined,
+                parts={name: column[place] for name, column in parts.items()},
                 correct=next((score.correct for score in given if score.correct is not None), None),
-                outcome=blamed[1].outcome if blamed else "scored",
+                outcome=blamed.outcome if blamed else "scored",
                 detail="; ".join(f"{name}: {call.detail}" for name, call in failures),
-                seconds=sum(column[place][0].seconds for column in calls.values()),
+                seconds=sum(call.seconds for call, _ in found.values()),
             )
         )
     return results

@@ -26,7 +26,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
 class CallResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Of one call of one reward: a score for each completion it was given, or what happened instead."""
 
-    scores: list[float] = []
+    scores: list[float | None] = []  # None: the reward is not applicable to that completion
     correct: list[bool | None] = []  # empty: no verdicts
     outcome: Outcome = "scored"
     detail: str = ""

@@ -13,11 +13,12 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from treadle.envs.rewards.base import FunctionReward, Reward, registered_name
-from treadle.envs.rewards.source import find
+from treadle.envs.rewards.batch_function import BatchFunctionReward, is_batch_function
+from treadle.envs.rewards.source import find, is_of_session
 from treadle.errors import ConfigError
 
 R = TypeVar("R", bound=type[Reward])
-RewardLike = Reward | str | Mapping[str, Any] | Sequence["RewardLike"]
+RewardLike = Reward | str | Mapping[str, Any] | Callable[..., Any] | Sequence["RewardLike"]
 
 _HERE = "treadle.envs.rewards"
 BUILT_IN = {
@@ -49,15 +50,22 @@ def _build(entry: type[Reward] | FunctionReward, settings: Mapping[str, Any], na
         raise ConfigError(f"reward '{name}': {error}", fix=f"its settings are: {known}") from None
 
 
-def _refuse_undecorated(what: object) -> None:
-    """What is neither a reward nor a list of them: most likely a function, or a class of rewards."""
-    if isinstance(what, Sequence):
-        return
+def _refusal(what: object) -> ConfigError:
+    """What is neither a reward nor a list of them: most likely a class of rewards."""
     name = getattr(what, "__name__", repr(what))
     if inspect.isclass(what):
-        raise ConfigError(f"{name} is a class, not a reward", fix=f"make one of it: {name}()")
-    fix = "put @reward above it" if callable(what) else "give a name, a function with @reward, or a list of these"
-    raise ConfigError(f"{name} is not a reward", fix=fix)
+        return ConfigError(f"{name} is a class, not a reward", fix=f"make one of it: {name}()")
+    return ConfigError(f"{name} is not a reward", fix="give a name, a function, or a list of these")
+
+
+def _from_function(
+    function: Callable[..., Any], *, name: str = "", weight: float = 1.0, per_group: bool = False
+) -> FunctionReward:
+    """Of a completion (or with `per_group` of a group), or of lists, by the names of its arguments."""
+    if not per_group and is_batch_function(function):
+        return BatchFunctionReward(function=function, name=name, weight=weight)
+    taken = _with_one_argument(function, per_group=per_group)
+    return FunctionReward(function=taken, name=name, weight=weight, per_group=per_group)
 
 
 def _with_one_argument(function: Callable[..., Any], *, per_group: bool = False) -> Callable[..., Any]:
@@ -72,8 +80,8 @@ def _with_one_argument(function: Callable[..., Any], *, per_group: bool = False)
     raise ConfigError(
         f"reward '{function.__name__}' has the arguments ({', '.join(required)}), but a reward takes one argument, "
         f"{argument}",
-        fix=f"write def {function.__name__}({argument}): text, answer, prompt and metadata are its fields; "
-        "an argument with a default is a setting",
+        fix=f"write def {function.__name__}({argument}): text, answer, prompt and metadata are its fields, and "
+        f"an argument with a default is a setting; or def {function.__name__}(completions, **kwargs), as for TRL",
     )
 
 
@@ -86,6 +94,10 @@ def _address(entry: type[Reward] | FunctionReward) -> tuple[str, str]:
     thing = entry.function if isinstance(entry, FunctionReward) else entry
     code = inspect.getsourcefile(thing) or thing.__module__
     return code, thing.__qualname__
+
+
+def _is_of_session(entry: type[Reward] | FunctionReward) -> bool:
+    return is_of_session(entry.function if isinstance(entry, FunctionReward) else entry)
 
 
 class Registry:
@@ -103,13 +115,15 @@ class Registry:
         key = _key(name)
         if key in self._addresses:
             raise ConfigError(f"'{name}' is the name of a built-in reward", fix="call yours something else")
-        # A file that is run twice (as a script and as a module) brings the same reward twice.
-        if key in self._added and _address(self._added[key][1]) != _address(entry):
+        # A file that is run twice (as a script and as a module) brings the same reward twice; a notebook cell, another.
+        earlier = self._added[key][1] if key in self._added else entry
+        if not (_is_of_session(earlier) or _is_of_session(entry)) and _address(earlier) != _address(entry):
             raise ConfigError(f"two rewards are called '{name}'", fix="rename one: @reward(name=...)")
         self._added[key] = (name, entry)
 
     def create(self, what: RewardLike, /, **settings: Any) -> Reward:
-        """From a name, an address, a dict `{"type", "weight", "name", "params"}`, or a list of these: their sum."""
+        """From a name, an address, a function, a dict `{"type", "weight", "name", "params"}`, or a list of these: their
+        sum."""
         if isinstance(what, Reward):
             if settings:
                 raise ConfigError(f"reward '{what.name}' is made already", fix="give settings where it is made")
@@ -118,7 +132,10 @@ class Registry:
             return _build(self._entry(what), settings, what)
         if isinstance(what, Mapping):
             return self._from_mapping(what, settings)
-        _refuse_undecorated(what)
+        if inspect.isfunction(what):
+            return _build(_from_function(what), settings, what.__name__)
+        if not isinstance(what, Sequence):
+            raise _refusal(what)
         return _build(
             self._entry("combined"), {"rewards": [self.create(part) for part in what], **settings}, "combined"
         )
@@ -138,7 +155,7 @@ class Registry:
         if ":" in name:
             entry = find(name)
             if inspect.isfunction(entry):
-                return FunctionReward(function=_with_one_argument(entry))
+                return _from_function(entry)
             if isinstance(entry, FunctionReward) or (inspect.isclass(entry) and issubclass(entry, Reward)):
                 return entry
             raise ConfigError(f"'{name}' is no reward", fix="name a function or a subclass of Reward")
@@ -164,6 +181,8 @@ def reward(*, name: str = "", weight: float = 1.0, group: bool = False) -> Calla
 def reward(target: Any = None, /, *, name: str = "", weight: float = 1.0, group: bool = False) -> Any:
     """Make a function a reward, or register a class of them. `group=True`: the function takes a whole group.
 
+    A function with an argument `completions`, `prompts` or `completion_ids` is called with lists, as by TRL.
+
     @reward
     def is_short(completion: RewardInput, limit: int = 200) -> float:
         return completion.length < limit
@@ -173,9 +192,7 @@ def reward(target: Any = None, /, *, name: str = "", weight: float = 1.0, group:
         if inspect.isclass(target) and issubclass(target, Reward):
             registry.add(name or registered_name(target.__name__), target)
             return target
-        made = FunctionReward(
-            function=_with_one_argument(target, per_group=group), name=name, weight=weight, per_group=group
-        )
+        made = _from_function(target, name=name, weight=weight, per_group=group)
         registry.add(made.name, made)
         return made
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from treadle.errors import ConfigError, TreadleError
 
+COPIED = "COPIED_BY_TREADLE"  # is set in a file that copied_source.py wrote
 # What no user wrote: this package, Python's own modules, and what is installed.
 _NOT_THEIRS = (
     f"{Path(__file__).parents[2]}{os.sep}",
@@ -42,6 +43,11 @@ def source_of(thing: Any) -> str:
             fix='write it into a file, or score with isolation="inline"',
         )
     return f"{Path(file).resolve()}:{attribute}"
+
+
+def is_of_session(thing: Any) -> bool:
+    """Whether it was defined in a notebook or a script that is running, or copied from one: it may be defined again."""
+    return thing.__module__ == "__main__" or hasattr(sys.modules.get(thing.__module__), COPIED)
 
 
 def find(source: str) -> Any:

@@ -6,6 +6,7 @@ treadle env jsonl serve --env.data rows.jsonl --env.args '{"answer_field": "targ
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ from treadle.envs.base import Item, Message
 from treadle.envs.catalogue import environment
 from treadle.envs.data import DataEnvironment
 from treadle.envs.gold import wants_box
-from treadle.envs.rewards import registry
+from treadle.envs.rewards import BatchFunctionReward, registry
+from treadle.envs.rewards.combined import leaves
 from treadle.envs.rows import Row, RowError
 
 PROMPT_FIELDS = ("messages", "prompt", "question")
@@ -28,7 +30,9 @@ class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `--env.args` may say."""
 
     prompt_field: str | None = None  # of text, or of chat messages; None: the first of PROMPT_FIELDS
-    answer_field: str | None = None  # None: the first of ANSWER_FIELDS; "": there is none, the rewards need none
+    # None: the first of ANSWER_FIELDS, which a row may lack when all rewards are functions that take columns;
+    # "": there is none, the rewards need none
+    answer_field: str | None = None
     rewards: Any = ("exact_match",)  # whatever `registry.create` takes
 
 
@@ -49,7 +53,8 @@ class Jsonl(DataEnvironment):
         prompt_fields = (self._args.prompt_field,) if self._args.prompt_field is not None else PROMPT_FIELDS
         answer_fields = (self._args.answer_field,) if self._args.answer_field is not None else ANSWER_FIELDS
         prompt_field, answer_field = row.has(*prompt_fields), row.has(*answer_fields)
-        needs_answer = answer_field is None and self._args.answer_field != ""
+        take_columns = self._take_columns
+        needs_answer = answer_field is None and self._args.answer_field != "" and not all(take_columns)
         if prompt_field is None or needs_answer:
             missing = prompt_fields if prompt_field is None else answer_fields
             wanted = [*["prompt_field"] * (prompt_field is None), *["answer_field"] * needs_answer]
@@ -59,9 +64,16 @@ class Jsonl(DataEnvironment):
         messages = _as_messages(prompt) if isinstance(prompt, list) else [_user(row.text(*prompt_fields))]
         return Item(
             messages=tuple(_with_system_prompt(messages, self.system_prompt)),
-            answer="" if self._args.answer_field == "" else row.text(*answer_fields),
-            metadata=row.rest(prompt_field, answer_field or ""),
+            answer="" if answer_field is None or self._args.answer_field == "" else row.text(*answer_fields),
+            # A function that takes columns finds the answer under the column's own name.
+            metadata=row.rest(prompt_field, "" if any(take_columns) else answer_field or ""),
+            is_chat=isinstance(prompt, list),
         )
+
+    @functools.cached_property
+    def _take_columns(self) -> list[bool]:
+        """Of each reward, whether it is a function that takes lists, by the names of the row's columns."""
+        return [isinstance(leaf, BatchFunctionReward) for leaf in leaves(registry.create(self.rewards))]
 
     def _name_fields(self, named: dict[str, str]) -> str:
         """A guess at which of a row's fields are meant, as the flag that says so."""

@@ -104,7 +104,7 @@ def test_a_decorated_function_is_a_reward_and_still_a_function():
         registry.create("shouting", loudness=3)
 
 
-@pytest.mark.parametrize("arguments", ["prompts, completions", "completion, *, answer", "", "**kwargs"])
+@pytest.mark.parametrize("arguments", ["prompt, completion", "completion, *, answer", "", "**kwargs"])
 def test_a_function_that_wants_other_arguments_is_told_what_a_reward_takes(tmp_path, arguments):
     file = tmp_path / "mine.py"
     file.write_text(f"def mine({arguments}):\n    return 1.0\n")
@@ -122,11 +122,7 @@ def test_a_reward_of_groups_is_told_that_it_takes_a_group():
 
 
 def test_what_is_no_reward_is_told_how_to_become_one():
-    def plain(completion):
-        return 1.0
-
     for what, said, fix in (
-        (plain, "plain is not a reward", "put @reward above it"),
         (LengthReward, "LengthReward is a class", "make one of it: LengthReward()"),
         (3, "3 is not a reward", "give a name"),
     ):
