@@ -62,6 +62,22 @@ def set_up_logging(level: str = "INFO") -> None:
     logging.getLogger("treadle").setLevel(level.upper())
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what is standard error at that moment: a notebook gives every cell its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+
+
+def show_warnings() -> None:
+    """Send our warnings to standard error, with their fields, in a program that has set up no logging of its own."""
+    logger = logging.getLogger("treadle")
+    if not logger.hasHandlers():
+        handler = _StderrHandler(logging.WARNING)
+        handler.setFormatter(_LineFormatter())
+        logger.addHandler(handler)
+
+
 def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"

@@ -23,10 +23,17 @@ DERIVED = "derived"  # in a run's config.json: values that the launcher chose fo
 T = TypeVar("T", bound=BaseModel)
 
 
-def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None, *, with_derived: bool = True) -> RunConfig:
+def load_run(
+    path: Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    with_derived: bool = True,
+    source: str = "the command line",
+) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
+    `source`: where the overrides come from, in words.
 
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
     4
@@ -46,7 +53,39 @@ def load_run(path: Path | None, overrides: Mapping[str, Any] | None = None, *, w
         for section in sections:
             place = place.setdefault(section, {})
         place[key] = value
-    return parse(RunConfig, values, source=str(path) if path else "the command line")
+    return parse(RunConfig, values, source=str(path) if path else source)
+
+
+def dotted_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as keyword arguments -> overrides for `load_run`. A section's setting may be given without its section
+    where only one has it, and in any spelling that its flag has.
+
+    >>> dotted_keys({"learning_rate": 1e-5, "train": {"batch-size": 8}, "steps": 3})
+    {'train.lr': 1e-05, 'train.batch_size': 8, 'steps': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        if not section and key in SECTIONS and isinstance(value, Mapping):
+            found |= {f"{key}.{_field_of(SECTIONS[key], str(inner))}": one for inner, one in value.items()}
+        elif section in SECTIONS:
+            found[f"{section}.{_field_of(SECTIONS[section], name)}"] = value
+        else:
+            found[_whole_key(key)] = value
+    return found
+
+
+def _whole_key(name: str) -> str:
+    """ "batch_size" -> "train.batch_size". One of several sections stays as it is, to be refused with all of them."""
+    spelt = name.replace("-", "_")
+    if spelt in names_in(RunConfig):
+        return names_in(RunConfig)[spelt]
+    places = [f"{section}.{names[spelt]}" for section, kind in SECTIONS.items() if spelt in (names := names_in(kind))]
+    return places[0] if len(places) == 1 else name
+
+
+def _field_of(section: type[BaseModel], name: str) -> str:
+    return names_in(section).get(name.replace("-", "_"), name)
 
 
 def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     folder = find_model(model, _RUNS)
     tokenizer = ChatTokenizer.load(folder)
     try:
-        with running_engine(folder) as url, httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+        with ending_on_sigterm(), running_engine(folder) as url, open_client(url) as http:
             partner = Partner(http, tokenizer, temperature, max_tokens)
             if message is not None:
                 print(partner.answer([{"role": "user", "content": message}]))
@@ -67,6 +67,10 @@ def _newest_result(runs: Path) -> Path:
     return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
 
 
+def open_client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=600, trust_env=False)
+
+
 @contextlib.contextmanager
 def running_engine(model_folder: Path) -> Iterator[str]:
     """The URL of an engine that serves `model_folder` until the block ends."""
@@ -88,8 +92,7 @@ def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
         sys.stderr.write("starting the engine...\n")
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])
-        with ending_on_sigterm():
-            yield url
+        yield url
         log_path.unlink(missing_ok=True)  # kept when something went wrong, because the error names it
 
 

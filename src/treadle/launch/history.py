@@ -115,9 +115,11 @@ class HistoryReader:
 
 
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
+    """Reads the files in the run's folder, which may have moved; else where the settings say."""
+    metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
     return HistoryReader(
-        config.train.metrics_file or run_folder / "metrics.jsonl",
-        config.env.data_dir_to_save_evals or run_folder / "evals",
+        metrics if metrics.exists() else config.train.metrics_file or metrics,
+        evals if evals.exists() else config.env.data_dir_to_save_evals or evals,
         HealthLog(run_folder / "logs" / "trainer.log"),
     )
 

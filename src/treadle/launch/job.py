@@ -48,7 +48,7 @@ from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.preflight import checked_resume, checked_start
 from treadle.launch.probe import answers_ok, get_json
 from treadle.launch.process import KILLED
-from treadle.launch.report import Outcome, draw_plot, load_summary, print_report, save_summary, summarize
+from treadle.launch.report import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.settings import (
     check_one_trainer,
     read_tokens,
@@ -62,7 +62,6 @@ from treadle.launch.wording import counted
 from treadle.train.requirements import check_layers
 from treadle.wire.urls import shown_url, without_token
 
-STOPPED_BY_USER = 130
 LAST_ANSWER_S = 10.0  # the hub is idle by then
 # What the numbering of waves and steps hangs on.
 _FIXED_FOR_LIFE = (
@@ -71,7 +70,8 @@ _FIXED_FOR_LIFE = (
 )  # fmt: skip
 
 
-def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
+def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Summary:
+    """Train to the end; `is_complete` of the summary is False where the user stopped it."""
     require_secrets(config.model_dump(mode="json"))  # of another run's config.json
     asked, explicit = config, explicit_keys(config)
     with checked_start(config, explicit, _say) as ready:
@@ -92,7 +92,8 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> int
             return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
 
 
-def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> int:
+def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> Summary:
+    """As `start_run`, from where the run in `run_folder` ended."""
     folder = run_folder.expanduser().resolve()
     run_folders.check_is_run(folder)
     for key in _FIXED_FOR_LIFE:
@@ -118,7 +119,7 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         if summary is not None and summary.is_complete and summary.steps_taken >= config.steps:
             _say(f"this run is complete: {counted(summary.steps_taken, 'step')} taken; more with --steps")
             print_report(summary, Console())
-            return 0
+            return summary
         require_secrets(config.model_dump(mode="json"))
         config = checked_resume(config)
         explicit = run_folders.requested_keys(folder) | frozenset(overrides)
@@ -180,7 +181,7 @@ def _planner(
     return plan_in
 
 
-def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> int:
+def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> Summary:
     """Needs the folder's lock."""
     folder = plan.run_folder
     run_folders.remove_stale_weights(folder)
@@ -215,12 +216,12 @@ def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: b
         save_summary(summary, folder)
     if not summary.is_complete:
         _say(f"stopped; {run_folders.how_to_go_on(plan.config, folder, history.read().last_step)}")
-        return STOPPED_BY_USER
+        return summary
     problem = draw_plot(history.read(), summary)
     print_report(summary, Console())
     if problem:
         _say(f"no reward plot: {problem}")
-    return 0
+    return summary
 
 
 class Life:

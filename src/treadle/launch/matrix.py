@@ -23,9 +23,9 @@ from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
 from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error
+from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.cards import find_gpu, host_memory
-from treadle.launch.job import STOPPED_BY_USER, resume_run, start_run
 from treadle.launch.machine import count_cores
 from treadle.launch.matrix_table import (
     Matrix,
@@ -253,8 +253,8 @@ class _Runner:
         try:
             if run is not None:
                 secrets = secrets_in(self._config.model_dump(mode="json"))
-                return resume_run(run, secrets, plain=self._plain), ""
-            return start_run(settings_of(self._config, mode, self._folder), plain=self._plain), ""
+                return resume(run, secrets, plain=self._plain), ""
+            return start(settings_of(self._config, mode, self._folder), plain=self._plain), ""
         except TreadleError as error:
             return error.exit_code, str(error)
         except OSError as error:  # such as a full disk or a busy port: the next mode may still run

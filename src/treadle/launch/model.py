@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,10 @@ def prepare_model(model: str, verb: str = "run") -> str:
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
     """`kill` ends the launcher through an exception, so that the process it waits for is ended too."""
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+        yield
+        return
 
     def end(_number: int, _frame: object) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)

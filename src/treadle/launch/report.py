@@ -168,12 +168,15 @@ def load_summary(run_folder: Path) -> Summary | None:
 
 def draw_plot(history: History, summary: Summary) -> str:
     """Draw reward.png; what to tell the user when it could not be drawn, else ""."""
-    title = f"{summary.task}, {model_name(summary.model)}"
     try:
-        plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title)
+        plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title_of(summary))
     except MissingExtra as error:
         return str(error)
     return ""
+
+
+def title_of(summary: Summary) -> str:
+    return f"{summary.task}, {model_name(summary.model)}"
 
 
 def print_report(summary: Summary, console: Console) -> None:

@@ -8,6 +8,7 @@ start some -> wait until ready -> start the rest -> watch ----> complete ----> s
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+            yield
+            return
         kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {kind: signal.signal(kind, self._note) for kind in kinds}
         try:

@@ -38,14 +38,22 @@ def plot_reward(
     steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], path: Path, *, title: str
 ) -> None:
     """Draw `steps` (lines of metrics.jsonl) and `held_out` into the PNG file `path`."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    draw_reward(steps, held_out, title=title).savefig(path)
+
+
+def draw_reward(steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], *, title: str) -> Any:
+    """The plot as a matplotlib figure. Made without pyplot: a notebook's own backend stays as it is."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("a plot needs matplotlib", fix="pip install 'treadle[train]'") from None
+    figure = Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
     _draw_series(axes, steps, "reward", "mean reward", _REWARD)
     _draw_series(axes, steps, "rollout/accuracy", "accuracy in training", _ACCURACY)
     _draw_held_out(axes, held_out)
     _dress(axes, title)
-    figure.savefig(path)
-    pyplot.close(figure)
+    return figure
 
 
 def smoothed(values: Sequence[float], weight: float = 0.75) -> list[float]:

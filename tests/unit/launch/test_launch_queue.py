@@ -13,8 +13,9 @@ from tests.e2e.processes import free_port
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.launch import job, resume
-from treadle.launch.history import reader_of
+from treadle.launch.history import History, reader_of
 from treadle.launch.plan import Plan
+from treadle.launch.report import Outcome, Summary, summarize
 from treadle.store import Store
 
 HUB = """
@@ -101,9 +102,9 @@ def test_a_resume_never_empties_the_queue(run_folder: Path, monkeypatch: pytest.
     (run_folder / "config.json").write_text(json.dumps(saved))
     resumed: list[RunConfig] = []
 
-    def note(plan: Plan, *_: Any, **__: Any) -> int:
+    def note(plan: Plan, *_: Any, **__: Any) -> Summary:
         resumed.append(plan.config)
-        return 0
+        return summarize(plan.config, run_folder, History(), Outcome(is_complete=True, total_s=1.0))
 
     monkeypatch.setattr(job, "_run", note)
     assert resume(run_folder, {}, plain=True) == 0
