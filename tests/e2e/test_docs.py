@@ -244,7 +244,13 @@ def snippet_id(block: Block) -> str:
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if block.language == "python" and "openai" not in block.text], ids=snippet_id
+    "block",
+    [
+        block
+        for block in BLOCKS
+        if block.language == "python" and "openai" not in block.text and block.page != "docs/python.md"
+    ],
+    ids=snippet_id,
 )
 def test_snippets_of_python_work(block: Block, folder: Path) -> None:
     """A task is fit to be trained on, a reward can be made by its name, anything else runs to its end."""
@@ -289,3 +295,41 @@ def test_a_finished_run_can_be_looked_at_talked_to_and_resumed(folder: Path) -> 
     ):  # fmt: skip
         done = treadle(*words, folder=folder)
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+
+
+# Makes every run of the page short. Those without rewards end where their processes would start.
+SHORT_TRAIN = """
+from treadle import api
+from treadle.launch.job import Life
+
+FEWER = {
+    "model": "./my-model", "batch_size": 8, "group_size": 4, "num_eval": 4, "reward_workers": 1, "max_token_length": 8,
+    "engine": {"dtype": "float32", "max_num_seqs": 16}, "train": {}, "plain": True, "steps": 1,
+}
+train, resume, live, runs = api.train, api.Run.resume, Life.live, []
+
+def train_shortly(*_, **given):
+    Life.live = live if "rewards" in given else lambda life, **_: setattr(life, "_is_complete", True)
+    run = train(**{**given, **FEWER})
+    runs.extend([run] if "rewards" in given else [])
+    return runs[-1]
+
+def resume_shortly(run, **_):
+    Life.live = live
+    return resume(run, steps=2)
+
+api.train, api.Run.resume = train_shortly, resume_shortly
+"""
+
+
+def test_the_snippets_of_the_python_page_are_one_program(folder: Path) -> None:
+    write_model(folder, hidden_size=64, num_layers=2)
+    snippets = [block.text for block in BLOCKS if block.page == "docs/python.md" and block.language == "python"]
+    (folder / "program.py").write_text("\n".join([SHORT_TRAIN, *snippets]))
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "reward.png").is_file()
+    assert (folder / "report.html").is_file()

@@ -1,8 +1,15 @@
-"""The trainer process."""
+"""The trainer process. The module can be called: `treadle.train(...)` is the function of treadle/api.py.
+
+Python binds the name `train` of the package to this module as soon as anything imports it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from types import ModuleType
+from typing import Any
 
 from treadle.config import TrainConfig
 from treadle.errors import Problems
@@ -22,3 +29,11 @@ def main(config: TrainConfig) -> None:
     from treadle.train.process import run_trainer
 
     run_trainer(config)
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return importlib.import_module("treadle.api").train(*args, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable

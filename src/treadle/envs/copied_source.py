@@ -1,0 +1,222 @@
+"""Write functions and classes of a script or a notebook into a file that other processes can import.
+
+The environment and the workers that score are processes of their own, and import code by its address
+(rewards/source.py). What stands in a notebook cell, in the script that is running, or inside a function has no address,
+so its source is copied, with everything that it uses:
+
+modules, and what can be imported from them     as import statements
+functions and classes of the same session       copied in turn
+numbers, texts, lists, dicts, compiled patterns by value
+anything else                                   refused with a ConfigError that names it
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import math
+import re
+import symtable
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from treadle.envs.rewards.base import FunctionReward
+from treadle.envs.rewards.source import COPIED
+from treadle.errors import ConfigError
+
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_OWN_FOLDER = str(Path(__file__).parents[2])  # of an editable install
+_FIX = "make it inside the function, or move all of this to a .py file beside your script and import it"
+
+
+class CopiedSource:
+    """The text of one file. Things keep their names.
+
+    source = CopiedSource()
+    name = source.add(my_reward)
+    path.write_text(source.text)
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._parts: list[str] = []
+        self._folders: dict[str, None] = {}  # to import from, in order
+
+    @property
+    def text(self) -> str:
+        paths = "".join(f"sys.path.append({folder!r})\n" for folder in self._folders)
+        head = (
+            '"""Copied by treadle.train(): code of the script or notebook that started the run."""\n'
+            f"from __future__ import annotations\n\nimport re\nimport sys\n\n{COPIED} = True\n{paths}"
+        )
+        return "\n\n".join([head, *self._parts]) + "\n"
+
+    def add(self, thing: Any) -> str:
+        """A function, a class, or a function with @reward above it; returns the name that it has in the file."""
+        target = thing.function if isinstance(thing, FunctionReward) else thing
+        name: str = target.__name__
+        if name == "<lambda>":
+            raise ConfigError("a reward cannot be a lambda: it needs a name", fix="write it with def")
+        self._add(name, thing, needed_by="")
+        return name
+
+    def append(self, part: str) -> None:
+        self._parts.append(part)
+
+    def _add(self, name: str, value: Any, needed_by: str) -> None:
+        if name in self._values:
+            if self._values[name] is not value and self._values[name] != value:
+                raise ConfigError(f"two different things are called '{name}'", fix="rename one of them")
+            return
+        self._values[name] = value
+        written = self._as_import(name, value) or _as_value(name, value)
+        if not written:
+            target = value.function if isinstance(value, FunctionReward) else value
+            if not inspect.isroutine(target) and not inspect.isclass(target):
+                raise ConfigError(
+                    f"'{needed_by}' uses '{name}', a {type(value).__qualname__}, which cannot be copied to the process "
+                    "that scores",
+                    fix=_FIX,
+                )
+            written = self._copy(name, inspect.unwrap(target))
+        self._parts.append(written)
+
+    def _copy(self, name: str, target: Any) -> str:
+        """The source of a function or class, after that of everything that it uses."""
+        text = source_text(target)
+        scope = _scope_of(target)
+        for used in _names_read(text):
+            if used in scope and used != name:
+                self._add(used, scope[used], needed_by=name)
+        return text
+
+    def _as_import(self, name: str, value: Any) -> str:
+        """How another process imports it; "" where it cannot."""
+        if isinstance(value, ModuleType):
+            return f"import {value.__name__} as {name}" if self._can_import(value.__name__) else ""
+        target = value.function if isinstance(value, FunctionReward) else value
+        module, path = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(path, str) or not self._can_import(module):
+            return ""
+        found: Any = sys.modules[module]
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is not value:
+            return ""
+        if "." in path:
+            return f"import {module}\n{name} = {module}.{path}"
+        return f"from {module} import {path}" + (f" as {name}" if name != path else "")
+
+    def _can_import(self, module: str) -> bool:
+        """Whether another process can import a module; the file then adds the folder of one that is not installed."""
+        found = sys.modules.get(module)
+        if found is None or module == "__main__" or getattr(found, COPIED, False):
+            return False
+        top = sys.modules.get(module.partition(".")[0])
+        file = getattr(top, "__file__", None)
+        if file is None:
+            return True  # built in, or a namespace
+        folder = Path(file).resolve().parent
+        if Path(file).name == "__init__.py":
+            folder = folder.parent
+        is_by_name = str(folder) in {str(Path(place or ".").resolve()) for place in sys.path}
+        if is_by_name and not str(folder).startswith((*_INSTALLED, _OWN_FOLDER)):
+            self._folders[str(folder)] = None
+        return is_by_name
+
+
+def source_text(target: Any) -> str:
+    """The source of a function or class, with its decorators, as it would stand at the top of a file."""
+    wanted = ast.ClassDef if inspect.isclass(target) else ast.FunctionDef | ast.AsyncFunctionDef
+    for file, line in _places_of(target):
+        lines = linecache.getlines(file)
+        for node in _nodes_of("".join(lines)):
+            if isinstance(node, wanted) and node.name == target.__name__:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if line is None or first <= line <= (node.end_lineno or first):
+                    return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
+    raise ConfigError(
+        f"the source of '{target.__name__}' cannot be found, so it cannot be copied to the process that scores",
+        fix="define it in a notebook cell or in a .py file",
+    )
+
+
+def _nodes_of(text: str) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse(text)))
+    except SyntaxError:  # no Python
+        return []
+
+
+def _places_of(target: Any) -> Iterator[tuple[str, int | None]]:
+    """Where its source may be: the file and line of its code, else the script, else the notebook's newest cells."""
+    for function in _functions_of(target):
+        yield function.__code__.co_filename, function.__code__.co_firstlineno
+    if inspect.isclass(target):  # it may have no code of its own, as a dataclass
+        script = getattr(sys.modules.get(target.__module__), "__file__", None)
+        cells = [name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None]
+        yield from ((file, None) for file in [*([script] if script else []), *cells])
+
+
+def _functions_of(target: Any) -> Iterator[FunctionType]:
+    members = vars(target).values() if inspect.isclass(target) else [target]
+    for member in members:
+        inner = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if isinstance(inner, FunctionType):
+            yield inspect.unwrap(inner)
+
+
+def _scope_of(target: Any) -> Mapping[str, Any]:
+    """What the names in a function or class stand for, other than built-in ones."""
+    scope = dict(vars(sys.modules[target.__module__]))
+    for function in _functions_of(target):
+        scope |= function.__globals__
+    for function in _functions_of(target):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                scope[name] = cell.cell_contents
+    return {name: value for name, value in scope.items() if getattr(builtins, name, None) is not value}
+
+
+def _names_read(text: str) -> list[str]:
+    """The names that come from outside of this source; not those in annotations, which nobody evaluates."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    names: dict[str, None] = {}
+    waiting = [symtable.symtable(ast.unparse(tree), "copied", "exec")]
+    while waiting:
+        scope = waiting.pop()
+        waiting += scope.get_children()
+        is_top = scope.get_type() == "module"
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or (is_top and not symbol.is_assigned())):
+                names[symbol.get_name()] = None
+    return list(names)
+
+
+def _as_value(name: str, value: Any) -> str:
+    """An assignment; "" for what has no literal form."""
+    if isinstance(value, re.Pattern):
+        return f"{name} = re.compile({value.pattern!r}, {int(value.flags) & ~int(re.UNICODE)})"
+    return f"{name} = {value!r}" if _is_plain(value) else ""
+
+
+def _is_plain(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, str, bytes):
+        return True
+    if type(value) is float:
+        return math.isfinite(value)
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (list, tuple, set, frozenset) and all(map(_is_plain, value))
