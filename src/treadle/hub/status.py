@@ -82,7 +82,7 @@ def why_no_batch(hub: HubState) -> str:
         return "no trainer has registered, so the size of a batch is not known"
     plan = store.plan(trainer.batch_size, hub.terms)
     if plan.ids is not None:
-        return "a batch can be formed: it waits for the trainer to ask"
+        return "a batch is ready and waits for the trainer"
     leased = store.counts().leased.groups
     held = f"; {leased} more are in batches that were given out" if leased else ""
     envs = [env for env in store.envs() if env.connected]
@@ -96,4 +96,4 @@ def why_no_batch(hub: HubState) -> str:
     )
     works = [standing.report.work for standing in hub.process_reports.standings() if standing.report.work is not None]
     reason = "; ".join([reason, *map(tell_work, works)])
-    return f"{reason}; not heard of for a while: {', '.join(silent)}" if silent else reason
+    return f"{reason}; silent for a while: {', '.join(silent)}" if silent else reason

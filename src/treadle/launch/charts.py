@@ -88,7 +88,7 @@ def told(chart: Chart) -> str:
     for series in chart.series:
         if series.points:
             first, last = series.points[0][1], series.points[-1][1]
-            words.append(f"{series.name} {number(first)} at first, {number(last)} at last")
+            words.append(f"{series.name} from {number(first)} to {number(last)}")
     return "; ".join(words) or "nothing was measured"
 
 

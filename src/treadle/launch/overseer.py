@@ -161,7 +161,7 @@ class Overseer:
                 self._alarm((name, SILENT), line, "start it again with its --database: the run then goes on")
             return
         _ask_for_stacks(pid)
-        line = f"{name} (pid {pid}) has not been heard of for {seconds:.0f} s"
+        line = f"{name} (pid {pid}) has not reported for {seconds:.0f} s"
         if _is_stopped(pid):
             self._alarm((name, SILENT), f"{line}: it is stopped (Ctrl-Z, SIGSTOP)", f"kill -CONT {pid}")
         else:

@@ -49,7 +49,7 @@ def draw(picture: Picture) -> RenderableType:
     )  # fmt: skip
     figures.add_row(
         "queue", _UNKNOWN if picture.num_queued is None else f"{picture.num_queued} groups",
-        "policy age", _number(history.last("sample/staleness_mean"), "{:.1f}"),
+        "staleness", _number(history.last("sample/staleness_mean"), "{:.1f}"),
         "trained tokens/s", _number(history.last(TOKENS_PER_SECOND["trained"]), "{:,.0f}"),
     )  # fmt: skip
     figures.add_row("memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN)
@@ -155,7 +155,7 @@ def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
 def _doing(standing: ProcessStanding) -> Text:
     report = standing.report
     if standing.heard_s > SILENT_AFTER_S:
-        return Text(f"not heard of for {standing.heard_s:.0f} s", style="red")
+        return Text(f"no report for {standing.heard_s:.0f} s", style="red")
     wait = wait_to_show(report)
     if wait is None:
         return Text(report.state)

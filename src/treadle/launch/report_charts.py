@@ -38,7 +38,7 @@ def charts_of(history: History) -> list[Chart]:
         ),
         Chart(
             "KL",
-            distinct(course("mean_kl", "from the policy that sampled", 1), course("kl", "KL term of the loss", 3)),
+            distinct(course("mean_kl", "from the sampling policy", 1), course("kl", "KL term of the loss", 3)),
             "nats",
             healthy=(0.0, MAX_HEALTHY_KL),
             from_zero=True,
@@ -70,7 +70,7 @@ def charts_of(history: History) -> list[Chart]:
             healthy=(0.0, MAX_HEALTHY_CLIPPED),
             from_zero=True,
         ),
-        plain("age of rollouts", "sample/staleness_mean", "policy versions"),
+        plain("rollout staleness", "sample/staleness_mean", "policy versions"),
     ]
 
 

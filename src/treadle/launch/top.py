@@ -46,7 +46,7 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     overseer = Overseer(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
     seconds_ago = max(0.0, time.time() - (folder / CONFIG_FILE).stat().st_mtime)  # written when it began or went on
     begun = time.monotonic() - seconds_ago
-    state = RunState(config, folder.name, begun=begun, how_to_leave="Ctrl-C leaves, the run goes on")
+    state = RunState(config, folder.name, begun=begun, how_to_leave="Ctrl-C leaves, the run continues")
 
     finished = finished_summary(folder, config.steps)
     if finished is not None:  # its hub has ended: at its address another run may be served now
@@ -89,7 +89,7 @@ def _tell_end(folder: Path, config: RunConfig, hub_url: str, last_step: int) -> 
     if summary is not None and summary.last_words and not run_folders.is_going(folder):
         print(f"this run failed after step {last_step}: {summary.last_words}", flush=True)
     else:
-        print(f"this run is not going on now: its hub at {shown_url(hub_url)} does not answer", flush=True)
+        print(f"this run is stopped: its hub at {shown_url(hub_url)} does not answer", flush=True)
     if last_step < config.steps:
         print(run_folders.how_to_go_on(config, folder, last_step), flush=True)
 
@@ -159,7 +159,7 @@ def _refresh(state: RunState, history: HistoryReader, overseer: Overseer, hub_ur
     elif is_going:
         state.phase = current_phase(state.history, state.config)
     else:
-        state.phase = "complete" if finished_summary(folder, state.config.steps) else "not going on"
+        state.phase = "complete" if finished_summary(folder, state.config.steps) else "stopped"
     state.memory_bytes = sum(standing.report.memory_bytes for standing in overseer.sight.standings)
     answer = get_json(f"{hub_url}/status")
     state.num_queued = None if answer is None else int(answer.get("queue_size", 0))

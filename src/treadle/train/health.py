@@ -31,7 +31,7 @@ class HealthCheck:
 
     >>> health = HealthCheck(max_age=1)
     >>> health.check(1, {"clipped_fraction": 0.42})
-    ['clipped_fraction 0.42 (healthy below 0.3): the objective no longer pushes at 42 % of the tokens; lower --lr']
+    ['clipped_fraction 0.42 (healthy below 0.3): 42 % of the tokens have no gradient; lower --lr']
     >>> health.check(2, {"clipped_fraction": 0.41})
     []
     """

@@ -127,7 +127,7 @@ def mean_ratio(seen: Observations) -> Finding | None:
         return None
     return Finding(
         "mean_ratio", abs(ratio - 1) / 0.2,
-        f"mean_ratio {ratio:.2f} (healthy 0.8 to 1.2): the policy is far from the one that sampled; "
+        f"mean_ratio {ratio:.2f} (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
         "lower --lr or --env.max-age",
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def mean_kl(seen: Observations) -> Finding | None:
         return None
     return Finding(
         "mean_kl", distance / 0.5,
-        f"mean_kl {distance:.2f} (usual 0.01 to 0.1): the policy runs away from the one that sampled; "
+        f"mean_kl {distance:.2f} (usual 0.01 to 0.1): the policy moves away from the sampling policy too fast; "
         "lower --lr or raise --kl-coef",
     )  # fmt: skip
 
@@ -149,8 +149,8 @@ def clipped_fraction(seen: Observations) -> Finding | None:
         return None
     return Finding(
         "clipped_fraction", clipped / 0.3,
-        f"clipped_fraction {clipped:.2f} (healthy below 0.3): the objective no longer pushes at {_percent(clipped)} of "
-        "the tokens; lower --lr",
+        f"clipped_fraction {clipped:.2f} (healthy below 0.3): {_percent(clipped)} of the tokens have no "
+        "gradient; lower --lr",
     )  # fmt: skip
 
 
@@ -159,10 +159,10 @@ def dead_groups(seen: Observations) -> Finding | None:
     if dead is None or dead < 0.6:
         return None
     good, bad = seen.smooth("by_group/frac_all_good"), seen.smooth("by_group/frac_all_bad")
-    split, remedy = "", "let prompts differ more in how hard they are"
+    split, remedy = "", "use prompts of more varied difficulty"
     if good is not None and bad is not None:
         split = f": {_percent(good)} all right, {_percent(bad)} all wrong"
-        remedy = "take harder prompts" if good >= bad else "take easier prompts, or a larger --env.group-size"
+        remedy = "use harder prompts" if good >= bad else "use easier prompts, or a larger --env.group-size"
     return Finding(
         "frac_reward_zero_std", dead / 0.6,
         f"{_percent(dead)} of the groups of the last {NUM_SMOOTHED} steps carry no gradient{split}; {remedy}",
@@ -177,7 +177,7 @@ def entropy(seen: Observations) -> Finding | None:
         return None
     return Finding(
         "entropy", 0.05 / max(now, 1e-6),
-        f"entropy fell from {seen.beginning('entropy'):.2f} to {now:.3f}: the policy hardly tries anything else now; "
+        f"entropy fell from {seen.beginning('entropy'):.2f} to {now:.3f}: the policy hardly explores any more; "
         "lower --lr, raise --clip-high or --env.temperature",
     )  # fmt: skip
 
@@ -230,8 +230,8 @@ def repetition(seen: Observations) -> Finding | None:
     return Finding(
         "completions/repetition", share / 0.5,
         f"{_percent(share)} of the text of the last {NUM_SMOOTHED} steps repeats itself (at the beginning "
-        f"{_percent(seen.beginning('completions/repetition'))}): the policy runs in loops; lower --lr, raise "
-        "--kl-coef, or let repetition cost reward",
+        f"{_percent(seen.beginning('completions/repetition'))}); lower --lr, "
+        "raise --kl-coef, or penalize repetition",
         seen.is_easing("completions/repetition"),
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def cut_off(seen: Observations) -> Finding | None:
     return Finding(
         "completions/clipped_ratio", share / 0.5,
         f"{_percent(share)} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
-        "raise --env.max-token-length (and --train.seq-len), or teach brevity",
+        "raise --env.max-token-length (and --train.seq-len), or reward shorter answers",
         seen.is_easing("completions/clipped_ratio"),
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ def tell_process(standing: ProcessStanding, *, with_fixes: bool = False) -> list
     report = standing.report
     told = []
     if standing.heard_s > SILENT_AFTER_S:
-        told.append(f"{report.name} has not been heard of for {standing.heard_s:.0f} s (pid {report.pid})")
+        told.append(f"{report.name} has not reported for {standing.heard_s:.0f} s (pid {report.pid})")
     for wait in [wait for wait in report.waits if is_long(wait)][:3]:
         told.append(tell_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
     if report.problem:

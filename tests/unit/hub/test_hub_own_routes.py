@@ -59,7 +59,7 @@ def test_no_batch_is_answered_with_the_reason(client, desk):
     assert desk.lease(1) == {"batch": None, "reason": told}
     assert client.get("/v1/explain").json() == {"reason": told}
     desk.register()
-    assert "a batch can be formed" in client.get("/v1/explain").json()["reason"]
+    assert "a batch is ready" in client.get("/v1/explain").json()["reason"]
 
 
 def test_the_first_lease_opens_the_registration_of_envs(desk):

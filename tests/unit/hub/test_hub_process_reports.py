@@ -83,7 +83,7 @@ def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> N
     clock.now_s = 30
     (left,) = process_reports.standings()
     assert (left.report.kind, left.heard_s) == ("trainer", 30)
-    assert tell_process(left) == ["trainer 3 has not been heard of for 30 s (pid 3)"]
+    assert tell_process(left) == ["trainer 3 has not reported for 30 s (pid 3)"]
     clock.now_s = 601
     assert process_reports.standings() == []
 
@@ -126,9 +126,9 @@ def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None
     assert desk.register_env()["env_id"] == 0
     assert "never fit" not in client.get("/v1/explain").json()["reason"]
     clock.now_s += 60
-    assert "not heard of" in client.get("/v1/explain").json()["reason"]
+    assert "silent for a while" in client.get("/v1/explain").json()["reason"]
     client.post("/v1/reports", json={**told, "env_id": 0})
-    assert "not heard of" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
+    assert "silent for a while" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
     assert client.post("/v1/reset").status_code == 200
     assert len(client.get("/v1/processes").json()["processes"]) == 1
 

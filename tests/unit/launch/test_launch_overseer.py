@@ -109,7 +109,7 @@ def test_a_wait_past_half_of_its_deadline_is_explained(hub: HubDouble) -> None:
     overseer.look(0)
     assert overseer.sight.notes == (
         "trainer has waited 60 s for version 9 (it holds step 9) (see its log)",
-        "env has not been heard of for 20 s (pid 7)",
+        "env has not reported for 20 s (pid 7)",
     )
     assert overseer.sight.alarms == ()
 
@@ -149,7 +149,7 @@ def test_a_hub_that_does_not_answer_writes_its_stacks_once(tmp_path: Path) -> No
     for clock.now_s in (0, 29, 31, 33):
         overseer.look(0)
     (alarm,) = overseer.sight.alarms
-    assert alarm.startswith(f"hub (pid {stuck.pid}) has not been heard of for 31 s; its stacks are in runs/x/logs/hub")
+    assert alarm.startswith(f"hub (pid {stuck.pid}) has not reported for 31 s; its stacks are in runs/x/logs/hub")
     deadline = time.monotonic() + 10
     while "most recent call first" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.02)

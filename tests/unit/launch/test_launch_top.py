@@ -98,7 +98,7 @@ def test_it_ends_with_the_run_also_when_another_hub_answers_there(tmp_path: Path
             launcher.close()
             rest = process.communicate(timeout=30)[0]
             assert "this run is complete: 3 steps in 4 min 14 s" in rest
-            assert "not going on" not in rest
+            assert "stopped" not in rest
 
 
 def test_a_complete_run_is_called_complete_and_shown_with_its_result(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_complete_run_is_called_complete_and_shown_with_its_result(tmp_path: P
         shown = top(str(tmp_path), *flags)
         assert words in shown
         assert "mean score 0.008 -> 0.365" in shown
-        assert "not going on" not in shown
+        assert "stopped" not in shown
 
 
 def test_a_run_that_is_over_is_shown_as_it_ended_with_how_to_go_on(tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ def test_a_run_that_is_over_is_shown_as_it_ended_with_how_to_go_on(tmp_path: Pat
     (tmp_path / "hub.sqlite").write_bytes(b"a queue")
     shown = top(str(tmp_path), "--once")
     assert "step 3/50" in shown
-    assert "this run is not going on now" in shown
+    assert "this run is stopped" in shown
     assert f"run --resume {tmp_path}" in shown
 
 
 def test_without_a_terminal_it_speaks_in_plain_lines_and_ends_when_the_hub_is_gone(tmp_path: Path) -> None:
     write_run_of(f"http://127.0.0.1:{free_port()}", tmp_path)
-    assert top(str(tmp_path)).splitlines()[0] == "not going on..."
+    assert top(str(tmp_path)).splitlines()[0] == "stopped..."
 
 
 def test_a_folder_that_is_no_run_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,7 +331,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         "version 25",
         "1.50 GB",
         "waits 42 s for the batch of step 26",
-        "not heard of for 33 s",
+        "no report for 33 s",
         "evaluating at step 20: 64 of 256",
     ):
         assert words in text, words

@@ -38,14 +38,14 @@ def test_a_reward_that_stays_flat_is_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("mean_ratio", 1.31, "mean_ratio 1.31 (healthy 0.8 to 1.2): the policy is far from the one that sampled; "
+        ("mean_ratio", 1.31, "mean_ratio 1.31 (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
          "lower --lr or --env.max-age"),
-        ("mean_ratio", 0.71, "mean_ratio 0.71 (healthy 0.8 to 1.2): the policy is far from the one that sampled; "
+        ("mean_ratio", 0.71, "mean_ratio 0.71 (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
          "lower --lr or --env.max-age"),
-        ("mean_kl", 0.61, "mean_kl 0.61 (usual 0.01 to 0.1): the policy runs away from the one that sampled; "
+        ("mean_kl", 0.61, "mean_kl 0.61 (usual 0.01 to 0.1): the policy moves away from the sampling policy too fast; "
          "lower --lr or raise --kl-coef"),
-        ("clipped_fraction", 0.42, "clipped_fraction 0.42 (healthy below 0.3): the objective no longer pushes at 42 % "
-         "of the tokens; lower --lr"),
+        ("clipped_fraction", 0.42, "clipped_fraction 0.42 (healthy below 0.3): 42 % of the tokens have no "
+         "gradient; lower --lr"),
         ("sample/staleness_mean", 6.2, "rollouts are 6.2 policy versions old on average: environments sample faster "
          "than the trainer trains; run fewer of them, or set --hub.max-age"),
         ("rollout_corr/rollout_is_eff_sample_size", 0.31, "a few tokens outweigh the rest (effective sample size 31 %, "
@@ -98,14 +98,14 @@ def test_groups_without_gradient_are_told_by_kind_with_the_remedy() -> None:
     assert too_easy == {
         10: [
             "62 % of the groups of the last 10 steps carry no gradient: 40 % all right, 22 % all wrong; "
-            "take harder prompts"
+            "use harder prompts"
         ]
     }
     too_hard = said(
         HealthCheck(max_age=1), range(1, 12),
         frac_reward_zero_std=0.9, by_group__frac_all_good=0.1, by_group__frac_all_bad=0.8,
     )  # fmt: skip
-    assert too_hard[10][0].endswith("10 % all right, 80 % all wrong; take easier prompts, or a larger --env.group-size")
+    assert too_hard[10][0].endswith("10 % all right, 80 % all wrong; use easier prompts, or a larger --env.group-size")
 
 
 def test_a_hard_beginning_that_gets_better_is_not_told() -> None:
@@ -245,7 +245,7 @@ def test_completions_that_run_in_loops_are_said() -> None:
     health = HealthCheck(max_age=1)
     assert said(health, range(1, 11), completions__repetition=0.1) == {}
     [first, *_] = said(health, range(11, 31), completions__repetition=0.9).values()
-    assert first[0].endswith("raise --kl-coef, or let repetition cost reward")
+    assert first[0].endswith("raise --kl-coef, or penalize repetition")
     assert "(at the beginning 10 %)" in first[0]
 
 
