@@ -35,7 +35,7 @@ VERBS = {
     "engine": "serve a model",
     "env": "run an environment: treadle env NAME [serve|process|evaluate|validate]",
     "train": "run the trainer",
-    "dash": "open the page of a run, while it goes on or after its end",
+    "dash": "open the page of a run, or of a folder of runs",
     "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
     "export": "write the result of a run as one model folder, with its adapters merged in",
@@ -240,8 +240,12 @@ def _top(words: list[str]) -> int:
 def _dash(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
 
-    parser = FlagParser(prog="treadle dash", description="Open the page of a run, while it goes on or after its end.")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="its folder; absent: the newest run in ./runs")
+    parser = FlagParser(
+        prog="treadle dash", description="Open the page of a run, live or finished, or of a folder of runs."
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="folder of a run or of runs; absent: the newest run in ./runs"
+    )
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")

@@ -1,4 +1,4 @@
-"""Show the page of a run, while it goes on or after its end (`treadle dash`)."""
+"""Show the page of a run, live or finished, or a start page that lists the runs of a folder (`treadle dash`)."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash import open_pages
 from treadle.errors import ConfigError
 from treadle.hub.process import serve
-from treadle.launch.folder import is_going
+from treadle.launch.folder import is_going, is_run
 from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import held_ports, port_of
 from treadle.launch.probe import answers_ok
+from treadle.launch.runs_page import LOOPBACK, open_start_page, recorded_hub
 from treadle.launch.top import find_run, watch_url
-from treadle.launch.wording import near, program
+from treadle.wire.guard import Access, Guard, Rules
 from treadle.wire.listening import HANDED_FD
+from treadle.wire.serving import serve_until_stopped
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE
 from treadle.wire.urls import shown_url, url_to, without_token
 
-LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = HubConfig().port
 OPEN_WITHIN_S = 10.0  # for the hub to answer, and for a browser to be started
 
 
 def show_page(run: Path | None, *, opens: bool) -> int:
-    """Open the page at the hub of a run that goes on; of one that is over, serve it here until Ctrl-C."""
+    """Open the page at the hub of a live run. Serve that of a finished run, or of a folder of runs, until Ctrl-C."""
+    if run is not None and not (run.expanduser() / CONFIG_FILE).is_file() and _holds_runs(run.expanduser()):
+        return _serve_start_page(run.expanduser().resolve(), opens=opens)
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE)
     if is_going(folder) or config.hub_url:
         return _show_served(config, opens=opens)
-    hub = _hub_of(folder, config)
+    hub = recorded_hub(folder, config)
     with held_ports({"hub": (LOOPBACK, config.hub.port)}) as listeners:
         listener = listeners["hub"]
         hub = hub.model_copy(update={"port": port_of(listener)})
@@ -43,6 +49,24 @@ def show_page(run: Path | None, *, opens: bool) -> int:
     if opens:
         threading.Thread(target=_open_when_served, args=(page,), name="browser", daemon=True).start()
     serve(hub, pages=partial(open_pages, folder))
+    return 0
+
+
+def _holds_runs(folder: Path) -> bool:
+    return folder.is_dir() and any(is_run(path) for path in folder.iterdir())
+
+
+def _serve_start_page(folder: Path, *, opens: bool) -> int:
+    rules = Rules(process="start page", host=LOOPBACK, token_variable=HUB_TOKEN_VARIABLE)
+    access = Access.of(rules, os.environ)
+    with held_ports({"hub": (LOOPBACK, DEFAULT_PORT)}) as listeners, open_start_page(folder) as app:
+        url = url_to(LOOPBACK, port_of(listeners["hub"]))
+        token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
+        page = RunPage(url, f"{url}/t/{quote(token, safe='')}" if token else url, path="/")
+        print(f"{page.announcement(opens=opens)}; Ctrl-C ends it", flush=True)
+        if opens:
+            page.open()
+        serve_until_stopped(Guard(app, access), listeners["hub"], on_stop=lambda: None)
     return 0
 
 
@@ -56,19 +80,6 @@ def _show_served(config: RunConfig, *, opens: bool) -> int:
     if opens:
         page.open(within_s=OPEN_WITHIN_S)
     return 0
-
-
-def _hub_of(folder: Path, config: RunConfig) -> HubConfig:
-    """The settings of a hub that serves the recorded groups of a run, on this machine only."""
-    moved = folder / config.hub.database.name
-    database = moved if moved.is_file() else config.hub.database
-    if not database.is_file():
-        raise ConfigError(
-            f"the queue of this run is gone: {database}; its page cannot be served",
-            fix=f"{program()} report {near(folder)} writes what is left into one file",
-        )
-    values = {"host": LOOPBACK, "database": database, "run_folder": folder, "fresh": False}
-    return config.hub.model_copy(update=values)
 
 
 def _page_at(hub_url: str, config: RunConfig) -> RunPage:

@@ -17,6 +17,7 @@ class RunPage:
     watch_url: str = field(repr=False)  # the same with an observer's token, where the hub asks for one
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     find_browser: Callable[[], webbrowser.BaseBrowser] = webbrowser.get
+    path: str = PATH
 
     def announcement(self, *, opens: bool) -> str:
         """What to tell the user at the start; `opens`: whether they asked for the page to be opened."""
@@ -35,8 +36,8 @@ class RunPage:
     def shown_url(self) -> str:
         """Without the token, which must not end up in a log."""
         if self.watch_url == self.hub_url:
-            return f"{self.hub_url}{PATH}"
-        return f"{self.hub_url}/t/TOKEN{PATH} (`treadle token observer` prints TOKEN)"
+            return f"{self.hub_url}{self.path}"
+        return f"{self.hub_url}/t/TOKEN{self.path} (`treadle token observer` prints TOKEN)"
 
     def open(self, *, within_s: float = 0.0) -> None:
         """Open it in a thread, because some browsers return only when closed; wait up to `within_s` for the thread."""
@@ -48,4 +49,4 @@ class RunPage:
 
     def address(self) -> str:
         """With the token: for the browser alone."""
-        return f"{self.watch_url}{PATH}"
+        return f"{self.watch_url}{self.path}"

@@ -1,4 +1,4 @@
-"""`treadle dash`: the page of a run that goes on is at its hub, that of one that is over is served here."""
+"""`treadle dash`: the page of a live run is at its hub, that of a finished run and of a folder is served here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
 from treadle.launch.plan import with_values
 from treadle.launch.probe import get
+from treadle.launch.runs_page import RunList
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.store import Store
 
@@ -69,3 +70,20 @@ def test_the_page_of_a_run_that_goes_on_is_at_its_hub(
             supervisor.start([hub])
             assert show_page(tmp_path, opens=False) == 0
     assert capsys.readouterr().out == f"page: {run.train.atropos_url}/dash/\n"
+
+
+def test_the_runs_of_a_folder_are_listed_with_their_state(tmp_path: Path) -> None:
+    names = ["20260101-000000-a", "20260102-000000-b", "20260103-000000-c"]
+    for name in names:
+        save_run(write_run(tmp_path / name), tmp_path / name / "config.json")
+        (tmp_path / name / "request.json").write_text("{}")
+    (tmp_path / names[0] / "summary.json").write_text('{"last_words": "the engine ended with code 1"}')
+    runs = RunList(tmp_path)
+    assert runs.names() == names[::-1]
+    with run_folders.locked(tmp_path / names[2]):
+        live, stopped, failed = runs.rows(runs.names())
+    assert (live.state, stopped.state, failed.state) == ("live", "stopped", "failed")
+    assert failed.error == "the engine ended with code 1"
+    assert (live.task, live.steps_taken, live.steps) == ("arithmetic", 50, 50)
+    assert live.held_out.startswith("1.6 %")
+    assert live.started_at - stopped.started_at == 86400

@@ -1,0 +1,34 @@
+// The start page: the runs of a folder, the newest first.
+import { ago, applyTheme, element, get, modelName, number } from "./api.js";
+
+const REFRESH_MS = 5000;
+const by = (id) => document.getElementById(id);
+
+function row(run) {
+  const href = `runs/${encodeURIComponent(run.name)}/dash/`;
+  const steps = run.steps === null ? number(run.steps_taken) : `${number(run.steps_taken)} of ${number(run.steps)}`;
+  const started = new Date(run.started_at * 1000).toLocaleString();
+  return element("tr", { onclick: () => { location.href = href; } },
+    element("td", {}, element("a", { href }, run.task || run.name)),
+    element("td", {}, element("span", { class: `badge ${run.state}`, title: run.error }, run.state)),
+    element("td", { "data-label": "Held-out" }, element("span", {}, run.held_out || "–", element("span", { class: "quiet", title: "95 % interval" }, run.interval))),
+    element("td", { "data-label": "Steps" }, steps),
+    element("td", { "data-label": "Model", title: run.model }, modelName(run.model)),
+    element("td", { "data-label": "Started", title: started }, ago(Date.now() / 1000 - run.started_at)),
+    element("td", { class: "quiet" }, run.name));
+}
+
+async function show() {
+  try {
+    const { folder, runs, num_left_out: numLeftOut } = await get("api/runs");
+    by("folder").textContent = folder;
+    by("note").textContent = numLeftOut ? `The newest ${number(runs.length)} runs are shown; ${number(numLeftOut)} older ones are not.` : "";
+    if (!by("runs").tBodies[0].contains(document.activeElement)) by("runs").tBodies[0].replaceChildren(...runs.map(row));
+  } catch {
+    by("note").textContent = "The server of this page has ended: start `treadle dash FOLDER` again.";
+  }
+  setTimeout(show, REFRESH_MS);
+}
+
+applyTheme(by("theme"));
+show();
