@@ -13,8 +13,21 @@ from bench.page_history import write_run
 from tests.browser.conftest import FOREIGN_NAME, NUM_GROUPS, NUM_STEPS, OTHERS, Visit, hub_of
 from tests.hub_process import HubProcess
 
+FIRST_CHART = "Reward and held-out accuracy"
 CONNECTED = "#connection[data-connection=live]"
 SIZES = {"desktop": (1440, 900, "light"), "tablet": (900, 1100, "dark"), "phone": (390, 844, "light")}
+
+
+# What is written into the canvas of each chart.
+RECORD_LABELS = """
+    window.labels = {};
+    const write = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+        const title = this.canvas.closest(".chart")?.dataset.title;
+        (window.labels[title] ??= []).push(text);
+        return write.call(this, text, ...rest);
+    };
+"""
 
 
 def post_group(hub: HubProcess, text: str = "What is new?", **changes: object) -> None:
@@ -84,18 +97,19 @@ def filtered(page: Any, **fields: str) -> list[list[str]]:
 
 def test_the_charts_have_points_and_nothing_is_asked_of_anybody_else(visit: Visit, still_hub: HubProcess):
     page = visit.open()
-    for title in ("Reward and held-out accuracy", "KL", "Ratio", "Clipped share", "Entropy", "Gradient norm"):
+    for title in ("Reward and held-out accuracy", "KL", "Ratio", "Clipped tokens", "Entropy", "Gradient norm"):
         page.locator(f'.chart[data-title="{title}"]').scroll_into_view_if_needed()
         page.wait_for_selector(f'.chart[data-title="{title}"] canvas')
         points = int(page.get_attribute(f'.chart[data-title="{title}"]', "data-points"))
         assert points >= NUM_STEPS
-    for title in ("Completion length", "Tokens per second", "MFU", "Queue", "Age of the rollouts"):
+    for title in ("Completion length", "Tokens per second", "MFU", "Rollout staleness"):
         chart(page, title)
-    parts = chart(page, "Time per step").locator(".u-legend .stack .u-label").all_inner_texts()
-    assert [part.split()[0] for part in parts] == ["wait", "train:", "train:", "publish", "in", "in"]
+    parts = chart(page, "Time per step").locator(".u-legend .stack")
+    labels = [part.split()[0] for part in parts.locator(".u-label").all_inner_texts()]
+    assert labels == ["waiting", "forward", "optimizer", "publishing", "in", "in"]
+    assert parts.first.get_attribute("title") == "perf/rollout_wait_s"
     page.wait_for_selector(CONNECTED)
-    assert page.inner_text("#progress-text") == f"step {NUM_STEPS} of {NUM_STEPS}"
-    assert page.inner_text("#words").startswith(f"all {NUM_STEPS} steps are trained; held-out accuracy ")
+    assert page.inner_text("#words").startswith(f"All {NUM_STEPS} steps are trained; held-out accuracy ")
     assert visit.complaints == []
     assert visit.hosts == {f"127.0.0.1:{still_hub.port}"}
 
@@ -104,6 +118,16 @@ def test_a_finished_run_is_not_called_live(visit: Visit, pictures: Path):
     page = visit.open()
     page.wait_for_selector("#connection.complete")
     assert page.inner_text("#connection") == "complete"
+    shown = page.locator("#tiles > div").all()
+    tiles = {tile.locator("dt").inner_text(): tile.locator("dd").all_inner_texts() for tile in shown}
+    assert [*tiles] == [
+        "Held-out accuracy", "Reward (mean score)", "Generated tokens/s", "Trained tokens/s", "Step", "Health",
+    ]  # fmt: skip
+    assert tiles["Held-out accuracy"] == ["0.0 % → 80.0 %", f"75.0 to 85.0 % (95 % interval), step {NUM_STEPS}"]
+    assert tiles["Step"][0] == f"{NUM_STEPS} of {NUM_STEPS}"
+    assert tiles["Health"][0] == "no warnings"
+    assert "held-out answers are greedy" in page.inner_text(f'.chart[data-title="{FIRST_CHART}"]')
+    assert not page.is_visible("#chart-tools"), "behind one button"
     page.screenshot(path=pictures / "complete.png")
 
 
@@ -132,8 +156,8 @@ def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_the
         context = browser.new_context(viewport={"width": 1440, "height": 900})
         page = Visit(context.new_page(), hub.url).open()
         page.wait_for_selector("#connection.stopped")
-        assert page.inner_text("#words") == f"stopped after step {NUM_STEPS} of {2 * NUM_STEPS}: " + (
-            "nothing of this run is heard of now"
+        assert page.inner_text("#words") == f"Stopped after step {NUM_STEPS} of {2 * NUM_STEPS}: " + (
+            "no process of this run reports to the hub."
         )
         page.screenshot(path=pictures / "stopped.png")
         report = {"kind": "trainer", "name": "trainer", "machine": "elsewhere", "pid": 7, "state": "training"}
@@ -145,6 +169,38 @@ def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_the
         page.wait_for_selector("#connection.failed")
         assert "the engine ended with code 1" in page.inner_text("#words")
         page.screenshot(path=pictures / "failed.png")
+        context.close()
+
+
+def test_charts_wait_for_a_second_step_and_draw_equal_metrics_once(browser: Any, tmp_path: Path, pictures: Path):
+    write_run(tmp_path / "run", num_steps=2, num_groups=20)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    both = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [{k: v for k, v in one.items() if "mfu" not in k} | {"rollout/accuracy": one["reward"]} for one in both]
+    metrics.write_text(json.dumps(lines[0]) + "\n")
+    for evaluation in sorted((tmp_path / "run" / "evals").iterdir())[1:]:
+        evaluation.unlink()
+    with hub_of(tmp_path / "run", tmp_path) as hub:
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        visit = Visit(context.new_page(), hub.url)
+        visit.page.add_init_script(RECORD_LABELS)
+        page = visit.open()
+        assert page.inner_text("#overview-note") == "Charts appear after the second step."
+        assert page.locator(".chart:visible").count() == 0
+        page.screenshot(path=pictures / "first-step.png")
+        with metrics.open("a") as file:
+            file.write(json.dumps(lines[1]) + "\n")
+        page.reload()
+        legend = chart(page, FIRST_CHART).locator(".u-legend .line")
+        assert legend.count() == 1
+        assert legend.locator(".u-label").inner_text() == "mean score = accuracy in training"
+        assert legend.get_attribute("title") == "reward = rollout/accuracy"
+        assert page.locator('.chart[data-title="MFU"]:visible').count() == 0, "there is no GPU"
+        chart(page, "Completion length")  # whose own values are larger than 10
+        labels = page.evaluate("window.labels['Completion length']")
+        assert {"1", "2"} <= set(labels)
+        assert not any("." in label for label in labels), "a step has no fraction"
+        assert visit.complaints == []
         context.close()
 
 
@@ -163,6 +219,7 @@ def test_a_step_without_a_value_is_a_gap_and_what_stands_alone_is_a_dot(browser:
         found = chart(page, "Entropy")
         assert found.get_attribute("data-points") == str(NUM_STEPS - len(without_value))
         page.screenshot(path=pictures / "gaps.png")
+        page.click("#options summary")
         page.locator("#smoothing").fill("0")
         drawn = drawn_columns(found)
         context.close()
@@ -189,6 +246,7 @@ def test_hovering_tells_the_values_and_dragging_zooms(visit: Visit):
     first, last = int(page.input_value("#first")), int(page.input_value("#last"))
     assert 15 < first < last < 35
     page.wait_for_selector('.chart[data-title="Ratio"]:not([data-points="40"])')
+    page.click("#options summary")
     page.click("#zoom-out")
     page.wait_for_selector('.chart[data-title="Ratio"][data-points="40"]')
     assert visit.complaints == []
@@ -200,6 +258,7 @@ def test_log_scale_and_smoothing_change_the_lines_and_not_what_was_measured(visi
     found = chart(page, "Gradient norm")
     assert found.locator(".u-legend .faint").count() == 1  # the line as measured, behind the smoothed one
     first = picture(found)
+    page.click("#options summary")
     page.locator("#smoothing").fill("0.98")
     smooth = picture(found)
     page.locator("#smoothing").fill("0")
@@ -215,26 +274,26 @@ def test_log_scale_and_smoothing_change_the_lines_and_not_what_was_measured(visi
 def test_the_healthy_range_is_drawn_where_there_is_one(visit: Visit):
     page = visit.open()
     assert num_healthy_pixels(chart(page, "Ratio")) > 5_000
-    assert "healthy: 0.8 to 1.2" in chart(page, "Ratio").inner_text()
+    assert "Healthy: 0.8 to 1.2" in chart(page, "Ratio").inner_text()
     assert num_healthy_pixels(chart(page, "Completion length")) < 1_000  # the edges of a green line
 
 
 @pytest.mark.full  # a detail of the page
 def test_several_runs_are_laid_over_each_other_and_taken_away_again(visit: Visit):
     page = visit.open()
-    page.click("#compare summary")
+    page.click("#options summary")
     for name in OTHERS:
         page.check(f"#compare-list input[value={name}]")
-        page.wait_for_selector(f'.chart[data-title="Ratio"] .u-legend >> text="{name}: mean_ratio"')
-    page.click("#compare summary")
+        page.wait_for_selector(f'.chart[data-title="Ratio"] .u-legend >> text="{name}: mean ratio"')
+    page.click("#options summary")
     box = page.locator('.chart[data-title="Ratio"] .u-over').bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     told = page.locator('.chart[data-title="Ratio"] .u-legend .other .u-value').all_inner_texts()
     assert len(told) == 2
     assert all(0.5 < float(value) < 1.5 for value in told)
-    page.click("#compare summary")
+    page.click("#options summary")
     page.uncheck("#compare-list input[value=other]")
-    page.wait_for_selector('.chart[data-title="Ratio"] .u-legend >> text="other: mean_ratio"', state="detached")
+    page.wait_for_selector('.chart[data-title="Ratio"] .u-legend >> text="other: mean ratio"', state="detached")
     page.select_option("#add-chart", "rollout/further_1")
     page.wait_for_selector('.chart[data-title="rollout/further_1"] canvas')
     assert visit.complaints == []
@@ -284,9 +343,10 @@ def test_a_group_opens_side_by_side_in_colour_and_keys_move_through_it(visit: Vi
     assert "The sum is" in shown
     assert "parts: correct" in shown
     assert "policy version" in shown
-    assert "What is" in shown, "eight answers to a question that is not shown would tell little"
-    page.uncheck("#show-prompt")
-    assert "What is" not in page.inner_text(".rollout >> nth=0")
+    assert page.inner_text("#group").count("What is") == 1, "the prompt is shown once"
+    assert page.inner_text("#prompt .text").startswith("What is")
+    boxes = [one.bounding_box() for one in page.locator(".rollout").all()]
+    assert len({box["y"] for box in boxes}) == 1, "beside each other"
     assert page.locator(".rollout .p1, .rollout .p2, .rollout .p3, .rollout .p4").count() > 0
     page.locator("#close-group").focus()
     for colour in ("difference", "advantage"):
@@ -322,7 +382,7 @@ def test_tokens_have_the_colour_of_what_the_trainer_found_in_them(visit: Visit):
     page.locator(".rollout").first.locator(".w2").first.hover()
     assert "trainer minus engine -0." in under.inner_text()
     page.select_option("#colour", "advantage")
-    assert "As the tokens were trained" in page.inner_text("#colour-note")
+    assert "that the tokens were trained with" in page.inner_text("#colour-note")
     assert page.locator(".rollout.best .u3").count() > 10
     assert page.locator(".rollout:not(.best) .d3").count() > 10
     page.locator(".rollout.best .u3").first.hover()
@@ -415,12 +475,13 @@ def test_a_step_appears_in_the_charts_when_it_is_trained(live_visit: Visit, hub:
     with hub.client() as client:
         step = NUM_STEPS + 1
         batch = client.post("/v1/lease", json={"step": step, "holder": "trainer"}).json()["batch"]
-        page.wait_for_selector("#words:has-text('all 40 steps are trained')")
+        page.wait_for_selector("#words:has-text('All 40 steps are trained')")
         with (run_folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "mean_ratio": 1.5}) + "\n")
         assert client.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]}).status_code == 200
     page.wait_for_selector(f'.chart[data-title="Ratio"][data-points="{NUM_STEPS + 1}"]')
-    assert page.inner_text("#progress-text").startswith("step 4")
+    page.wait_for_selector(f"#tiles dd:has-text('{NUM_STEPS + 1} of {NUM_STEPS}')")
+    chart(page, "Queue")  # which has changed
     assert live_visit.complaints == []
 
 
@@ -429,14 +490,14 @@ def test_a_hub_without_a_run_says_what_it_waits_for(browser: Any, tmp_path: Path
         context = browser.new_context()
         visit = Visit(context.new_page(), hub.url)
         page = visit.open()
-        page.wait_for_selector("#words:has-text('no trainer has registered yet')")
-        assert "this hub knows no run folder" in page.inner_text("#overview-note")
+        page.wait_for_selector("#words:has-text('No trainer has registered yet')")
+        assert "this hub has no run folder" in page.inner_text("#overview-note")
         registration = {
             "wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 128, "checkpoint_dir": "c",
             "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10,
         }  # fmt: skip
         assert client.post("/register", json=registration).status_code == 200
-        page.wait_for_selector("#words:has-text('no batch yet: ')")
+        page.wait_for_selector("#words:has-text('No batch yet: ')")
         assert visit.complaints == []
         context.close()
 
@@ -464,6 +525,7 @@ def test_what_is_asked_for_while_the_hub_is_away_comes_when_it_is_back(live_visi
     page.wait_for_selector(CONNECTED)
     hub.end()
     page.wait_for_selector("#connection[data-connection=lost]")
+    page.click("#options summary")
     page.fill("#first", str(NUM_STEPS - 9))
     page.keyboard.press("Tab")
     hub.start()
@@ -589,10 +651,16 @@ def test_every_view_fits_its_screen(browser: Any, still_hub: HubProcess, picture
         page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         page.screenshot(path=pictures / f"{size}-{view}.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+        if view == "overview":
+            first = page.locator("canvas").first.bounding_box()
+            assert first["y"] + first["height"] <= height, "the first chart is seen without scrolling"
+            assert page.locator("#tiles").bounding_box()["y"] < first["y"]
     page.keyboard.press("2")
     page.locator("#list tbody tr").first.click()
     page.wait_for_selector(".rollout")
     page.screenshot(path=pictures / f"{size}-group.png")
+    lefts = {one.bounding_box()["x"] for one in page.locator(".rollout").all()}
+    assert (len(lefts) == 1) == (size == "phone"), "stacked on a phone, else beside each other"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.get_attribute("html", "data-theme") == scheme
     assert visit.complaints == []

@@ -1,4 +1,4 @@
-"""Which figures the page draws, and the bands in which they are healthy."""
+"""Define the charts of the page: metrics, plain names, healthy ranges."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Band(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """`stacked`: the parts of one whole. `note` says what a reader would else ask."""
+    """`stacked`: the parts of one whole. `labels`: the plain names of the metrics, in the order of `names`."""
 
     title: str
     names: tuple[str, ...]
+    labels: tuple[str, ...]
     unit: str = ""
     note: str = ""
     kind: Literal["lines", "stacked"] = "lines"
@@ -50,13 +51,17 @@ def band_of(healthy: str) -> Band | None:
     return None
 
 
-def _chart(title: str, *names: str, note: str = "", has_held_out: bool = False, stacked: bool = False) -> Chart:
-    """Unit, band and words are those of the first figure."""
+def _chart(
+    title: str, labels: dict[str, str], *, note: str = "", has_held_out: bool = False, stacked: bool = False
+) -> Chart:
+    """`labels`: metric -> its name in the legend. Unit, band and healthy range are those of the first metric."""
+    names = tuple(labels)
     entry = METRICS[names[0]]
     return Chart(
         title=title,
         names=names,
-        unit=entry.unit,
+        labels=tuple(labels.values()),
+        unit=entry.unit if entry.unit not in ("reward", "ratio") else "",
         note=note or entry.meaning,
         kind="stacked" if stacked else "lines",
         has_held_out=has_held_out,
@@ -68,45 +73,70 @@ def _chart(title: str, *names: str, note: str = "", has_held_out: bool = False, 
 CHARTS = (
     _chart(
         "Reward and held-out accuracy",
-        "reward",
-        "rollout/accuracy",
-        note="Mean score of the rollouts and their accuracy; as dots, both of the held-out answers (accuracy with its "
-        "95 % interval).",
+        {"reward": "mean score", "rollout/accuracy": "accuracy in training"},
+        note="Lines: rollouts of each step. Dots: held-out answers, with the 95 % interval of their accuracy.",
         has_held_out=True,
     ),
-    _chart("KL", "mean_kl", "kl"),
-    _chart("Ratio", "mean_ratio"),
-    _chart("Clipped share", "clipped_fraction", "clip_ratio/low_mean", "clip_ratio/high_mean"),
-    _chart("Entropy", "entropy"),
-    _chart("Gradient norm", "grad_norm"),
+    _chart("KL", {"mean_kl": "from the sampling policy", "kl": "KL term of the loss"}),
+    _chart("Ratio", {"mean_ratio": "mean ratio"}),
+    _chart(
+        "Clipped tokens",
+        {"clipped_fraction": "all", "clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"},
+    ),
+    _chart("Entropy", {"entropy": "mean entropy"}),
+    _chart("Gradient norm", {"grad_norm": "before clipping"}),
     _chart(
         "Time per step",
-        "perf/rollout_wait_s",
-        "perf/fwd_bwd_s",
-        "perf/optimizer_s",
-        "perf/weight_sync_s",
-        "rollout/generation_s",
-        "rollout/score_s",
-        note="Wait, train (forward and backward, optimizer) and publish add up to the step; on top of them how long "
-        "a group took to generate and to score, which goes on beside it.",
+        {
+            "perf/rollout_wait_s": "waiting for rollouts",
+            "perf/fwd_bwd_s": "forward and backward",
+            "perf/optimizer_s": "optimizer",
+            "perf/weight_sync_s": "publishing weights",
+            "rollout/generation_s": "in parallel: generating a group",
+            "rollout/score_s": "in parallel: scoring a group",
+        },
+        note="The first four add up to the step. Groups are generated and scored in parallel to it.",
         stacked=True,
     ),
-    _chart("Completion length", "completions/mean_length", "completions/min_length", "completions/max_length"),
-    _chart("Cut off at the length limit", "completions/clipped_ratio"),
+    _chart(
+        "Completion length",
+        {
+            "completions/mean_length": "mean",
+            "completions/min_length": "shortest",
+            "completions/max_length": "longest",
+        },
+        note="Tokens of the completions of a step.",
+    ),
+    _chart("Cut off at the length limit", {"completions/clipped_ratio": "completions"}),
     _chart(
         "Tokens per second",
-        "perf/generated_tok_s_wall_clock",
-        "perf/trained_tok_s_wall_clock",
-        "perf/forwarded_tok_s_wall_clock",
-        note="Generated: sampled for the rollouts of the step. Trained: those with a loss; none when all groups of the "
-        "step scored the same. Forwarded: trained tokens and prompts that went through the model.",
+        {
+            "perf/generated_tok_s_wall_clock": "generated",
+            "perf/trained_tok_s_wall_clock": "trained",
+            "perf/forwarded_tok_s_wall_clock": "forwarded",
+        },
+        note="Generated: sampled for the rollouts. Trained: tokens with a loss; 0 when all groups of the step scored "
+        "the same. Forwarded: trained tokens and their prompts.",
     ),
-    _chart("MFU", "perf/mfu_wall_clock", "perf/mfu_fwd_bwd", note="Share of the card's peak rate; none on a CPU."),
-    _chart("Age of the rollouts", "sample/staleness_mean", "sample/staleness_max"),
-    _chart("Groups without a lesson", "frac_reward_zero_std", "by_group/frac_all_good", "by_group/frac_all_bad"),
     _chart(
-        "Trainer against engine",
-        "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max",
+        "MFU",
+        {"perf/mfu_wall_clock": "whole step", "perf/mfu_fwd_bwd": "forward and backward"},
+        note="Model FLOPs utilization: share of the GPU's peak rate.",
+    ),
+    _chart("Rollout staleness", {"sample/staleness_mean": "mean", "sample/staleness_max": "oldest group"}),
+    _chart(
+        "Groups with no learning signal",
+        {
+            "frac_reward_zero_std": "all scores equal",
+            "by_group/frac_all_good": "all good: too easy",
+            "by_group/frac_all_bad": "all bad: too hard",
+        },
+    ),
+    _chart(
+        "Logprob difference of trainer and engine",
+        {
+            "sampling/sampling_logp_difference/mean": "mean",
+            "sampling/sampling_logp_difference/max": "worst token",
+        },
     ),
 )

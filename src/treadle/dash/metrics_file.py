@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +48,12 @@ class Columns:
             for column in self.by_name.values():
                 if len(column) < len(self.steps):
                     column.append(math.nan)
+
+    def known(self, name: str, last: int, until_step: int | None = None) -> list[float]:
+        """The values of the last `last` steps (up to `until_step`) that have this metric."""
+        end = len(self.steps) if until_step is None else bisect_right(self.steps, until_step)
+        column = self.by_name.get(name, array("d"))[max(0, end - last) : end]
+        return [value for value in column if not math.isnan(value)]
 
     def _column(self, name: str) -> array[float]:
         """Under today's name; filled up to the step before this one."""

@@ -26,7 +26,19 @@ from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_gr
 from treadle.dash.run_folder import HeldOut, RunFolder, Runs
 from treadle.dash.search import search
 from treadle.dash.static import INDEX, StaticFiles
-from treadle.dash.words import EngineState, Situation, Standing, in_words, result_in_words, standing
+from treadle.dash.words import (
+    TRAINING_STEPS,
+    WARNING_STEPS,
+    EngineState,
+    Situation,
+    Standing,
+    Tile,
+    in_words,
+    result_in_words,
+    sampling_note,
+    standing,
+    tiles_of,
+)
 from treadle.store import Store
 from treadle.store.browse import Browser, GroupSummary, Wanted
 from treadle.track.names import METRICS
@@ -39,7 +51,7 @@ MAX_PAGE_SIZE = 200
 MAX_POINTS = 4_000
 MAX_TEXT_CHARS = 200
 STATES = ("queued", "leased", "trained", "dropped", "dead")
-HEALTHY_AFTER_STEPS = 20  # the trainer says a thing that lasts again after so many steps
+NUM_HEALTH_LINES = 3
 
 
 @contextlib.contextmanager
@@ -193,10 +205,14 @@ class Routes:
             result=result_in_words(held_out),
         )
         stands = standing(situation)
+        health = own.health(run.current_step - WARNING_STEPS) if own is not None else []
+        tiles, note = self._tiles(held_out, situation, len(health))
         return {
             "standing": stands,
             "words": in_words(situation),
-            "health": own.health(run.current_step - HEALTHY_AFTER_STEPS) if own is not None else [],
+            "tiles": tiles,
+            "sampling_note": note,
+            "health": health[-NUM_HEALTH_LINES:],
             "step": run.current_step,
             "steps": situation.planned_steps,
             "queued": {"groups": counts.queued.groups, "sequences": counts.queued.sequences},
@@ -204,6 +220,16 @@ class Routes:
             "processes": [self._process(view, run.current_step, engine, stands) for view in processes],
             "logs": own.log_names() if own is not None else [],
         }
+
+    def _tiles(self, held_out: Sequence[HeldOut], now: Situation, num_warnings: int) -> tuple[list[Tile], str]:
+        """The tiles, and why held-out and training accuracy differ; without a run folder there is nothing to show."""
+        if self._runs.own is None:
+            return [], ""
+        with self._runs.own.metrics.columns() as columns:
+            tiles = tiles_of(columns, held_out, now, num_warnings)
+            last = held_out[-1] if held_out and held_out[-1].step else None
+            training = [] if last is None else columns.known("rollout/accuracy", TRAINING_STEPS, last.step)
+        return tiles, "" if last is None else sampling_note(last, training, self._config.get("env") or {})
 
     def _is_measured(self, held_out: Sequence[HeldOut], steps: int | None) -> bool:
         """Whether no evaluation is to come after the last step."""
@@ -222,7 +248,7 @@ class Routes:
             if not engine.answers and stands != "complete":
                 told["detail"] = "does not answer"
             elif engine.paused_s is not None:
-                told["detail"] = "adopting new weights"
+                told["detail"] = "loading new weights"
         if stands == "complete" and view.state != "running":
             told["state"] = "finished"
         return told

@@ -21,7 +21,6 @@ CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
 MAX_TAIL_BYTES = 64 * 1024
 MAX_RUNS = 200
-NUM_HEALTH_LINES = 3
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -73,10 +72,10 @@ class RunFolder:
         return sorted(found, key=lambda one: one.step)
 
     def health(self, since_step: int) -> list[str]:
-        """The last things that the trainer found unhealthy; what it has not said again since that step is over."""
+        """The trainer's health warnings since that step; one that it has not repeated no longer applies."""
         with self._health_lock:
             lines = self._health.read()
-        return [str(line) for line in lines if line.step is None or line.step >= since_step][-NUM_HEALTH_LINES:]
+        return [str(line) for line in lines if line.step is None or line.step >= since_step]
 
     def log_names(self) -> list[str]:
         folder = self.path / "logs"

@@ -1,17 +1,23 @@
-"""What the run is doing now, in plain words. Pure.
+"""Describe the state of a run in words and tiles. Pure.
 
 "no batch for 42 s: waiting for 2 more groups of gsm8k"
-"engine 0 has been adopting version 17 for 40 s"
+"engine 0 has been loading version 17 for 40 s"
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
+
+from treadle.dash.metrics_file import Columns
 from treadle.dash.run_folder import HeldOut
 
+WARNING_STEPS = 20  # the trainer repeats a warning that still applies within this many steps
+RECENT_STEPS = 10  # speeds and the time that is left are means over these
+TRAINING_STEPS = 5  # the accuracy in training around an evaluation is a mean over these
 Standing = Literal["live", "complete", "failed", "stopped", "waiting"]
 
 
@@ -43,7 +49,7 @@ class Situation:
 
 
 def standing(now: Situation) -> Standing:
-    """How the run stands as a whole; "waiting": nothing of it has been heard of yet."""
+    """The state of the run as a whole; "waiting": no process has reported and no step is trained."""
     if now.is_at_work:
         return "complete" if _is_complete(now) and now.is_measured else "live"
     if now.last_words:
@@ -55,7 +61,7 @@ def in_words(situation: Situation) -> list[str]:
     stands = standing(situation)
     if stands in ("failed", "stopped"):
         planned = "" if situation.planned_steps is None else f" of {situation.planned_steps}"
-        reason = situation.last_words if stands == "failed" else "nothing of this run is heard of now"
+        reason = situation.last_words if stands == "failed" else "no process of this run reports to the hub"
         return [f"{stands} after step {situation.step}{planned}: {reason}"]
     told = [_trainer(situation)]
     if stands == "complete" and situation.result:
@@ -65,7 +71,7 @@ def in_words(situation: Situation) -> list[str]:
         if not engine.answers:
             told.append("engine 0 does not answer")
         elif engine.paused_s is not None and engine.version is not None:
-            told.append(f"engine 0 has been adopting version {engine.version + 1} for {seconds(engine.paused_s)}")
+            told.append(f"engine 0 has been loading version {engine.version + 1} for {seconds(engine.paused_s)}")
     return told
 
 
@@ -86,15 +92,108 @@ def _is_complete(now: Situation) -> bool:
 
 
 def result_in_words(held_out: Sequence[HeldOut]) -> str:
-    """ "held-out accuracy 1.6 % -> 73.0 % (67.2 to 78.1, 95 % interval), mean score 0.016 -> 0.710"."""
+    """ "held-out accuracy 1.6 % → 73.0 % (67.2 to 78.1, 95 % interval), mean score 0.016 → 0.710"."""
     if not held_out:
         return ""
     ends = [held_out[0], *held_out[1:][-1:]]
-    accuracy = " -> ".join(f"{100 * one.accuracy:.1f} %" for one in ends)
+    accuracy = " → ".join(f"{100 * one.accuracy:.1f} %" for one in ends)
     interval = f"{100 * ends[-1].low:.1f} to {100 * ends[-1].high:.1f}, 95 % interval"
     means = [f"{one.mean_score:.3f}" for one in ends if one.mean_score is not None]
-    score = f", mean score {' -> '.join(means)}" if len(means) == len(ends) else ""
+    score = f", mean score {' → '.join(means)}" if len(means) == len(ends) else ""
     return f"held-out accuracy {accuracy} ({interval}){score}"
+
+
+class Tile(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure at the top of the page. `share`: how much of it is done, drawn as a bar."""
+
+    name: str
+    value: str
+    note: str = ""
+    share: float | None = None
+    is_bad: bool = False
+
+
+def tiles_of(columns: Columns, held_out: Sequence[HeldOut], now: Situation, num_warnings: int) -> list[Tile]:
+    step = now.step
+    reward = columns.known("reward", len(columns.steps))
+    first = f"{reward[0]:.3f} at step {columns.steps[0]}" if len(reward) > 1 else ""
+    speeds = {
+        "Generated tokens/s": _mean(columns.known("perf/generated_tok_s_wall_clock", RECENT_STEPS)),
+        "Trained tokens/s": _mean(columns.known("perf/trained_tok_s_wall_clock", RECENT_STEPS)),
+    }
+    num_recent = min(RECENT_STEPS, len(columns.steps))
+    recent = "last step" if num_recent == 1 else f"mean of the last {num_recent} steps"
+    return [
+        _held_out_tile(held_out),
+        Tile(name="Reward (mean score)", value=f"{reward[-1]:.3f}" if reward else "–", note=first),
+        *(
+            Tile(name=name, value="–", note="after the first step")
+            if speed is None
+            else Tile(name=name, value=f"{speed:,.0f}", note=recent)
+            for name, speed in speeds.items()
+        ),
+        _step_tile(columns, now),
+        Tile(
+            name="Health",
+            value="no warnings" if not num_warnings else f"{num_warnings} warning{'s' if num_warnings > 1 else ''}",
+            note=f"in the last {min(step, WARNING_STEPS)} steps" if step > 1 else "",
+            is_bad=num_warnings > 0,
+        ),
+    ]
+
+
+def _held_out_tile(held_out: Sequence[HeldOut]) -> Tile:
+    if not held_out:
+        return Tile(name="Held-out accuracy", value="–", note="not measured yet")
+    ends = [held_out[0], *held_out[1:][-1:]]
+    last = ends[-1]
+    when = f"step {last.step}" if last.step else "before training"
+    return Tile(
+        name="Held-out accuracy",
+        value=" → ".join(f"{100 * one.accuracy:.1f} %" for one in ends),
+        note=f"{100 * last.low:.1f} to {100 * last.high:.1f} % (95 % interval), {when}",
+    )
+
+
+def _step_tile(columns: Columns, now: Situation) -> Tile:
+    step, planned = now.step, now.planned_steps
+    if planned is None:
+        return Tile(name="Step", value=f"{step:,}")
+    step_s, trained_s = _mean(columns.known("perf/step_s", RECENT_STEPS)), columns.known("time_s", 1)
+    note = ""
+    if step >= planned and trained_s:
+        note = f"trained in {seconds(trained_s[-1])}"
+    elif step < planned and step_s is not None and now.is_at_work:
+        note = f"about {seconds(step_s * (planned - step))} left"
+    return Tile(name="Step", value=f"{step:,} of {planned:,}", note=note, share=min(1.0, step / max(1, planned)))
+
+
+def eval_temperature(env: Mapping[str, Any]) -> float:
+    """The temperature of held-out answers by the settings of an environment: greedy unless it is set otherwise."""
+    chosen = env.get("eval_temperature")
+    if chosen is None:
+        chosen = 0.0 if env.get("eval_samples", 1) == 1 else env.get("temperature", 1.0)
+    return float(chosen)
+
+
+def sampling_note(held_out: HeldOut, training: Sequence[float], env: Mapping[str, Any]) -> str:
+    """Why the held-out accuracy and that in training around the same step differ; "" where they do not.
+
+    `training`: the accuracy of the steps before the evaluation. `env`: the settings of the environment.
+    """
+    accuracy, temperature = _mean(training), float(env.get("temperature", 1.0))
+    if accuracy is None or held_out.low <= accuracy <= held_out.high or eval_temperature(env) == temperature:
+        return ""
+    held_out_way = "greedy" if eval_temperature(env) == 0 else f"sampled at temperature {eval_temperature(env):g}"
+    return (
+        f"At step {held_out.step} the held-out accuracy is {100 * held_out.accuracy:.1f} % and the accuracy in "
+        f"training {100 * accuracy:.1f} %: held-out answers are {held_out_way}, training answers are sampled at "
+        f"temperature {temperature:g}, and the prompts are different ones."
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def seconds(value: float) -> str:

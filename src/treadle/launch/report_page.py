@@ -22,6 +22,8 @@ from markupsafe import Markup
 from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, without_secrets
+from treadle.dash.run_folder import HeldOut
+from treadle.dash.words import TRAINING_STEPS, sampling_note
 from treadle.launch.charts import Chart, draw
 from treadle.launch.folder import REQUEST_FILE, check_is_run, requested_keys
 from treadle.launch.history import TOKENS_PER_SECOND, Evaluation, History, reader_of
@@ -29,7 +31,7 @@ from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.report import Outcome, Summary, choose_examples, load_summary, summarize
 from treadle.launch.report_charts import charts_of
 from treadle.launch.versions import load_versions
-from treadle.launch.wording import counted, duration, gigabytes, near, percent
+from treadle.launch.wording import counted, duration, gigabytes, model_name, near, percent
 
 PAGE_FILE = "report.html"
 _TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -167,18 +169,21 @@ def in_words(facts: Facts) -> list[str]:
     summary, history = facts.summary, facts.history
     took = f" in {duration(summary.total_s)}" if summary.total_s else ""
     steps = f"{summary.steps_taken} of {counted(summary.steps, 'step')}"
-    told = [f"{summary.model} was trained on {_task(summary)}: {steps}{took}."]
+    told = [f"{model_name(summary.model)} was trained on {_task(summary)}: {steps}{took}."]
     told += _accuracy_in_words(*_first_and_last(history.evaluations))
+    told += _sampling_note(facts)
     rewards = history.values("reward")
     if len(rewards) >= 2 * _PREFIX_STEPS:
         first, last = _mean(rewards[:_PREFIX_STEPS]), _mean(rewards[-_PREFIX_STEPS:])
         told.append(f"The mean reward was {first:.2f} in the first {_PREFIX_STEPS} steps and {last:.2f} in the last.")
     num = len(history.health)
-    told.append("The trainer saw nothing unhealthy." if not num else f"The trainer had {num} remarks on its health.")
-    told += [f"It was ended by an error: {facts.summary.last_words}"] if facts.summary.last_words else []
+    told.append(
+        f"The trainer gave {counted(num, 'health warning')}." if num else "The trainer gave no health warnings."
+    )
+    told += [f"It ended with an error: {facts.summary.last_words}"] if facts.summary.last_words else []
     told += facts.summary.findings
     if facts.alarms:
-        told.append(f"The watchdog told of {len(facts.alarms)} waits that took too long.")
+        told.append(f"The watchdog reported {counted(len(facts.alarms), 'wait')} that took too long.")
     return told
 
 
@@ -199,6 +204,17 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
     if before.low <= after.high and after.low <= before.high:
         told.append("The intervals overlap: the difference may be chance.")
     return told
+
+
+def _sampling_note(facts: Facts) -> list[str]:
+    """Why the accuracy in training is another one, where it is."""
+    _, last = _first_and_last(facts.history.evaluations)
+    if last is None:
+        return []
+    steps = [step for step in facts.history.steps if int(step["step"]) <= last.step][-TRAINING_STEPS:]
+    training = History(tuple(steps)).values("rollout/accuracy")
+    held_out = HeldOut(last.step, last.accuracy, last.low, last.high)
+    return list(filter(None, [sampling_note(held_out, training, facts.config.env.model_dump())]))
 
 
 def settings_of(config: RunConfig, asked_for: frozenset[str]) -> list[Setting]:
@@ -255,7 +271,7 @@ def _drawing(chart: Chart) -> Drawing:
         legend.append(("held-out", "held-out accuracy (95 % interval)"))
     notes = [
         "the shaded band is the healthy range" if chart.healthy is not None else "",
-        "the longest are cut off" if chart.cut_at is not None else "",
+        "the highest values are cut off" if chart.cut_at is not None else "",
     ]
     shown = legend if legend[0][1] != chart.title else []  # a single line that the title names already
     about = "; ".join(filter(None, (chart.unit, *notes)))

@@ -62,7 +62,18 @@ def test_the_page_and_its_files_are_served_with_a_policy_that_allows_nothing_els
 
 
 def test_the_page_names_no_other_host(client: TestClient):
-    for name in ("", "app.js", "api.js", "charts.js", "rollouts.js", "group.js", "processes.js", "style.css"):
+    for name in (
+        "",
+        "app.js",
+        "api.js",
+        "charts.js",
+        "card.js",
+        "start.js",
+        "rollouts.js",
+        "group.js",
+        "processes.js",
+        "style.css",
+    ):
         text = client.get(f"/dash/{name}").text
         assert "https://" not in text
         assert text.count("http://") == text.count("http://www.w3.org/")  # the name of SVG, which nobody asks for
@@ -142,7 +153,7 @@ def test_a_search_finds_the_text_says_how_far_it_came_and_goes_on_there(client: 
 
 def test_now_is_told_in_words_and_the_processes_are_listed(client: TestClient):
     now = client.get("/dash/api/now").json()
-    result = "held-out accuracy 0.0 % -> 80.0 % (75.0 to 85.0, 95 % interval)"
+    result = "held-out accuracy 0.0 % → 80.0 % (75.0 to 85.0, 95 % interval)"
     assert (now["standing"], now["words"]) == ("complete", [f"all {NUM_STEPS} steps are trained", result])
     assert now["groups"]["trained"] == 180
     (hub,) = [one for one in now["processes"] if one["name"] == "hub"]

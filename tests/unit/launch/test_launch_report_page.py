@@ -76,7 +76,7 @@ def test_a_finished_run_is_told_in_words_charts_and_tables(tmp_path: Path) -> No
     assert "2 became right, 0 became wrong, 1 right both times, 2 wrong both times" in text
     assert "5.00 GB over all processes" in text
     titles = re.findall(r"<figcaption>([^<]+)", page)
-    assert [title.strip() for title in titles] == ["reward", "tokens per second", "age of rollouts"]
+    assert [title.strip() for title in titles] == ["reward", "tokens per second", "rollout staleness"]
 
 
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_an_unfinished_run_has_a_page_too(tmp_path: Path) -> None:
     text = text_of(render(gather(tmp_path)))
     assert "not complete: 12 of 50 steps" in text
     assert "it has not been measured since" in text
-    assert "None: there were no two evaluations of the same prompts." in text
+    assert "None: no prompt was evaluated both before and after." in text
 
 
 def test_a_run_that_has_written_nothing_yet_has_a_page(tmp_path: Path) -> None:

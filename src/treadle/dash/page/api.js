@@ -96,3 +96,24 @@ export function ago(seconds) {
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h ago`;
   return `${Math.round(seconds / 86400)} days ago`;
 }
+
+// A model's path in few words: its last part. A name or an id stays as it is.
+export function modelName(model) {
+  return /^[.~/]|\/.*\//.test(model) ? model.replace(/\/+$/, "").split("/").pop() : model;
+}
+
+// Light or dark: as chosen with the button, else as the system has it.
+export function applyTheme(button, changed = () => {}) {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const apply = () => {
+    const isDark = (localStorage.getItem("theme") ?? (dark.matches ? "dark" : "light")) === "dark";
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    changed();
+  };
+  dark.addEventListener("change", apply);
+  button.addEventListener("click", () => {
+    localStorage.setItem("theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+    apply();
+  });
+  apply();
+}

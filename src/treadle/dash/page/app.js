@@ -1,5 +1,5 @@
 // The page as a whole: which view is shown, what is heard from the hub, which keys do what.
-import { Live, element, get, number, throttled } from "./api.js";
+import { Live, applyTheme, element, get, modelName, number, throttled } from "./api.js";
 import { Overview } from "./charts.js";
 import { Processes } from "./processes.js";
 import { Rollouts } from "./rollouts.js";
@@ -26,12 +26,6 @@ function current() {
   return VIEWS.find((view) => !by(view).hidden);
 }
 
-function theme(chosen) {
-  const isDark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  views.overview?.recolour();
-}
-
 // Of the run while the hub answers, of the connection while it does not. The hub of `treadle run` ends with its run.
 function showBadge(changes) {
   const badge = by("connection");
@@ -47,13 +41,18 @@ function showBadge(changes) {
 async function showNow() {
   const now = await get("api/now");
   showBadge({ standing: now.standing, trained: now.steps && now.step >= now.steps ? "all" : "some" });
-  by("words").textContent = now.words.join("; ");
+  const words = now.words.join("; ");
+  by("words").textContent = `${words.charAt(0).toUpperCase()}${words.slice(1)}.`;
+  by("tiles").replaceChildren(...now.tiles.map(tile));
   by("health").replaceChildren(...now.health.map((line) => element("li", {}, line)));
-  by("progress").max = now.steps || 1;
-  by("progress").value = now.step;
-  by("progress-text").textContent = now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : `step ${number(now.step)}`;
-  by("queue-text").textContent = `${number(now.queued.groups)} groups (${number(now.queued.sequences)} rollouts) wait in the queue`;
+  by("queue-text").textContent = `${number(now.queued.groups)} groups (${number(now.queued.sequences)} rollouts) in the queue`;
+  views.overview?.explain(now.sampling_note);
   views.processes?.show(now);
+}
+
+function tile({ name, value, note, share, is_bad: isBad }) {
+  const bar = share === null ? "" : element("progress", { max: 1, value: share, "aria-label": "Share of the steps that are trained" });
+  return element("div", { class: isBad ? "bad" : "" }, element("dt", {}, name), element("dd", {}, value), element("dd", { class: "quiet" }, bar, note));
 }
 
 const askNow = throttled(showNow, 1000);
@@ -93,13 +92,7 @@ function keys(event) {
 }
 
 async function begin() {
-  theme(localStorage.getItem("theme"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(localStorage.getItem("theme")));
-  by("theme").addEventListener("click", () => {
-    const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    localStorage.setItem("theme", next);
-    theme(next);
-  });
+  applyTheme(by("theme"), () => views.overview?.recolour());
   for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => show(view));
   by("help-button").addEventListener("click", () => by("help").showModal());
   document.addEventListener("keydown", keys);
@@ -116,9 +109,11 @@ async function begin() {
   });
   const early = Overview.firstSeries();
   const run = await whenAnswered();
-  by("run-name").textContent = run.name || "Treadle";
-  document.title = run.name ? `${run.name} – Treadle` : "Treadle";
-  by("run-about").textContent = [run.model, run.env].filter(Boolean).join(", ");
+  by("task").textContent = run.env || run.name || "Treadle";
+  by("run-about").replaceChildren(modelName(run.model), run.env ? element("span", { class: "folder" }, run.name) : "");
+  by("run-about").title = run.model;
+  by("all-runs").hidden = !/\/runs\/[^/]+\/dash\/$/.test(location.pathname); // served by `treadle dash FOLDER`
+  document.title = [run.env || run.name, modelName(run.model), "Treadle"].filter(Boolean).join(" – ");
   views.overview = new Overview(run, { onStep: (step) => { show("rollouts"); views.rollouts.ofStep(step); } });
   const loaded = views.overview.load(early).then(() => { performance.mark("charts-drawn"); document.documentElement.dataset.drawn = "yes"; }, () => views.overview.refresh());
   views.rollouts = new Rollouts(run);

@@ -1,4 +1,4 @@
-// One group: its rollouts side by side, each token in colour.
+// One group: its prompt once, its completions beside each other, each token in colour.
 import { ApiError, ago, element, get, number } from "./api.js";
 
 const COLOURS = [
@@ -19,7 +19,6 @@ export class GroupPane {
     this.id = null;
     this.view = null;
     this.colour = "logprob";
-    this.hasPrompt = true;
     this.rollout = 0;
   }
 
@@ -44,15 +43,12 @@ export class GroupPane {
   bar() {
     const colour = element("select", { id: "colour", onchange: (event) => { this.colour = event.target.value; this.recolour(); } },
       ...COLOURS.map(([value, text]) => element("option", { value, selected: value === this.colour }, text)));
-    const prompt = element("input", { id: "show-prompt", type: "checkbox", onchange: (event) => { this.hasPrompt = event.target.checked; this.recolour(); } });
-    prompt.checked = this.hasPrompt;
     this.scale = element("span", { class: "scale", "aria-hidden": "true" });
     return element("div", { class: "tools" },
       element("button", { type: "button", id: "close-group", onclick: () => this.onClose() }, "Back to the list ", element("kbd", {}, "Esc")),
       element("button", { type: "button", onclick: () => this.go(-1) }, "Newer ", element("kbd", {}, "k")),
       element("button", { type: "button", onclick: () => this.go(1) }, "Older ", element("kbd", {}, "j")),
       element("label", {}, "Colour by", colour), this.scale,
-      element("label", {}, prompt, "Show the prompt"),
       element("button", { type: "button", id: "copy", onclick: () => this.copy() }, "Copy as JSON ", element("kbd", {}, "c")),
       element("span", { id: "copied", class: "quiet", role: "status" }));
   }
@@ -62,35 +58,51 @@ export class GroupPane {
     const age = summary.step !== null && summary.policy_version !== null && summary.state !== "queued" ? summary.step - 1 - summary.policy_version : null;
     const facts = [
       ["group", summary.id], ["environment", env], ["item", summary.item ?? "–"], ["state", summary.aside_reason ? `${summary.state}: ${summary.aside_reason}` : summary.state],
-      ["step", summary.step ?? "–"], ["policy version", summary.policy_version ?? "not told"], ["age", age ?? "–"],
+      ["step", summary.step ?? "–"], ["policy version", summary.policy_version ?? "unknown"], ["staleness", age ?? "–"],
       ["arrived", ago(Date.now() / 1000 - summary.received_at)], ["tokens", number(summary.num_tokens)],
     ];
     const about = element("div", { class: "about" }, ...facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, String(value)))));
     const metrics = Object.entries(summary.metrics ?? {});
     const parts = element("div", { class: "about quiet" }, ...metrics.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)));
     if (!rollouts) {
-      this.place.replaceChildren(this.bar(), about, parts, element("p", {}, "The content of this group is no longer kept: --keep-trained-bytes of the hub says how much is."));
+      this.place.replaceChildren(this.bar(), about, parts, element("p", {}, "The content of this group is no longer kept (the hub's --keep-trained-bytes is the limit)."));
       return;
     }
     const best = rollouts.reduce((most, one) => Math.max(most, one.score), -Infinity);
     this.cards = rollouts.map((one, place) => this.card(one, place, one.score === best && rollouts.some((other) => other.score < best)));
     const notes = [
-      rollouts[0].pieces ? "" : "The run's tokenizer is not known here, so tokens are shown as numbers.",
-      this.view.num_rollouts > rollouts.length ? `Of ${number(this.view.num_rollouts)} rollouts the first ${number(rollouts.length)} are shown; copy as JSON has all.` : "",
+      rollouts[0].pieces ? "" : "The run's tokenizer was not found, so tokens are shown as numbers.",
+      this.view.num_rollouts > rollouts.length ? `The first ${number(rollouts.length)} of ${number(this.view.num_rollouts)} rollouts are shown; Copy as JSON has all.` : "",
     ];
     this.about = element("p", { id: "colour-note", class: "quiet", role: "status" });
-    this.place.replaceChildren(this.bar(), about, parts, element("p", { class: "quiet" }, notes.filter(Boolean).join(" ")), this.about, element("div", { class: "rollouts" }, ...this.cards));
+    this.place.replaceChildren(this.bar(), about, parts, element("p", { class: "quiet" }, notes.filter(Boolean).join(" ")), this.prompt(), this.about, element("div", { class: "rollouts" }, ...this.cards));
     this.recolour();
+  }
+
+  // What all rollouts begin with; without a tokenizer also the messages that all of them share.
+  prompt() {
+    const { rollouts: [first], prompt_tokens: numPrompt } = this.view;
+    if (!numPrompt) return "";
+    const text = (first.pieces ?? first.ids.map((id) => `${id} `)).slice(0, numPrompt).join("");
+    const shared = (first.messages ?? []).slice(0, this.numShared());
+    return element("section", { id: "prompt", "aria-label": "Prompt" }, element("h3", {}, `Prompt `, element("span", { class: "quiet" }, `${number(numPrompt)} tokens`)),
+      element("div", { class: "text", tabindex: "0" }, text, ...shared.map(message)));
+  }
+
+  numShared() {
+    const turns = this.view.rollouts.map((one) => (one.messages ?? []).map((each) => JSON.stringify(each)));
+    const place = turns[0].findIndex((turn, row) => turns.some((others) => others[row] !== turn));
+    return place < 0 ? Math.max(0, turns[0].length - 1) : place;
   }
 
   // What a reader must know of the colours that are chosen.
   colourNote() {
     const { summary, rollouts, has_record: isKept } = this.view;
     if (!["difference", "advantage"].includes(this.colour)) return "";
-    if (isKept && rollouts.every((one) => one.trained_advantages.every((value) => value === 0))) return "None of these tokens carried an advantage: there was nothing to learn from this group.";
-    if (isKept) return this.colour === "difference" ? "Blue: the trainer found the token likelier than the engine, before the step's update. Without a colour: it carried no loss, or the engine told no logprob." : "As the tokens were trained in their step.";
-    const why = summary.state === "trained" ? "The trainer's figures of this step are not kept (keep_token_steps of the trainer says how many steps are)." : "This group has not been trained.";
-    return this.colour === "difference" ? `${why} There is nothing to colour by.` : `${why} Shown is what the environment sent, else the score minus the mean of the group.`;
+    if (isKept && rollouts.every((one) => one.trained_advantages.every((value) => value === 0))) return "All advantages are 0: this group had no learning signal.";
+    if (isKept) return this.colour === "difference" ? "Blue: the trainer gave the token a higher probability than the engine, before the update of the step. No colour: the token had no loss, or the engine sent no logprob." : "The advantages that the tokens were trained with.";
+    const why = summary.state === "trained" ? "The trainer no longer keeps the figures of this step (--keep-token-steps)." : "This group has not been trained.";
+    return this.colour === "difference" ? `${why} There is nothing to colour by.` : `${why} Shown: the advantage that the environment sent, else the score minus the mean of the group.`;
   }
 
   card(rollout, place, isBest) {
@@ -98,21 +110,22 @@ export class GroupPane {
     const outcome = told.outcome ?? (told.finish_reason === "length" ? "cut off at the length limit" : "");
     const numTrained = rollout.is_trained.reduce((sum, one) => sum + one, 0);
     const under = element("div", { class: "under" });
-    const version = Array.isArray(told.policy_versions) ? `versions ${told.policy_versions.join(", ")}` : summary.policy_version === null ? "policy version not told" : `policy version ${summary.policy_version}`;
+    const version = Array.isArray(told.policy_versions) ? `versions ${told.policy_versions.join(", ")}` : summary.policy_version === null ? "policy version unknown" : `policy version ${summary.policy_version}`;
     const resting = [version, summary.step !== null ? `step ${summary.step}` : "", told.temperature ? `temperature ${told.temperature}` : ""].filter(Boolean).join(", ");
     under.textContent = resting;
     const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": `Tokens of rollout ${place + 1}` });
     const pieces = rollout.pieces ?? rollout.ids.map((id) => `${id} `);
     const spans = document.createDocumentFragment();
     pieces.forEach((piece, row) => {
+      if (row < this.view.prompt_tokens) return;
       const span = document.createElement("span");
       span.textContent = piece === "" ? "·" : piece;
       span.dataset.row = row;
       spans.append(span);
     });
     tokens.append(spans);
-    if (!rollout.pieces && rollout.messages) tokens.append(...rollout.messages.map((message) => element("p", { class: "messages" }, element("b", {}, `${plain(message.role)}: `), plain(message.content))));
-    if (rollout.num_tokens > rollout.ids.length) tokens.append(element("p", { class: "quiet" }, `${number(rollout.num_tokens - rollout.ids.length)} more tokens: copy as JSON has all`));
+    if (!rollout.pieces && rollout.messages) tokens.append(...rollout.messages.slice(this.numShared()).map(message));
+    if (rollout.num_tokens > rollout.ids.length) tokens.append(element("p", { class: "quiet" }, `${number(rollout.num_tokens - rollout.ids.length)} more tokens: Copy as JSON has all`));
     tokens.addEventListener("pointerover", (event) => {
       const row = event.target.dataset?.row;
       under.textContent = row === undefined ? resting : this.describe(rollout, Number(row), version);
@@ -172,11 +185,8 @@ export class GroupPane {
     for (const one of rollouts) one.ids.forEach((_, row) => { if (one.is_trained[row]) largest = Math.max(largest, Math.abs(this.advantage(one, row))); });
     rollouts.forEach((rollout, place) => {
       const tokens = this.cards[place].querySelector(".tokens");
-      tokens.classList.toggle("no-prompt", !this.hasPrompt);
-      const spans = tokens.children;
-      for (let row = 0; row < rollout.ids.length; row += 1) {
-        const kind = row < numPrompt ? "prompt read" : rollout.is_trained[row] ? this.kind(rollout, row, largest) : "read";
-        spans[row].className = kind;
+      for (let row = numPrompt; row < rollout.ids.length; row += 1) {
+        tokens.children[row - numPrompt].className = rollout.is_trained[row] ? this.kind(rollout, row, largest) : "read";
       }
     });
   }
@@ -240,6 +250,10 @@ export class GroupPane {
     document.getElementById("colour").value = this.colour;
     this.recolour();
   }
+}
+
+function message({ role, content }) {
+  return element("p", { class: "messages" }, element("b", {}, `${plain(role)}: `), plain(content));
 }
 
 // What an environment sent may have any shape.

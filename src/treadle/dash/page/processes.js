@@ -1,4 +1,4 @@
-// Who runs, how they are, what they say; and when weights were brought to the engine.
+// The processes of the run, their logs, and the weight syncs.
 import { ago, element, get, number, throttled } from "./api.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -8,7 +8,7 @@ const SILENT_S = 10, SHOWN_S = 2;
 
 // What a process says that it does, or what it waits for; the same words as in the terminal.
 function doing({ report, heard_s }) {
-  if (heard_s > SILENT_S) return { text: `not heard of for ${ago(heard_s).replace(" ago", "")}`, isLate: true };
+  if (heard_s > SILENT_S) return { text: `no report for ${ago(heard_s).replace(" ago", "")}`, isLate: true };
   const wait = report.waits.find((one) => one.of || one.is_late);
   if (report.work && !wait?.is_late) return { text: `${report.work.what}: ${report.work.done} of ${report.work.total}`, isLate: false };
   if (wait && wait.seconds >= SHOWN_S) return { text: `waits ${Math.round(wait.seconds)} s for ${wait.what}${wait.problem ? `: ${wait.problem}` : ""}`, isLate: wait.is_late };
@@ -33,6 +33,7 @@ export class Processes {
       const chosen = this.select.value;
       this.select.replaceChildren(...now.logs.map((name) => element("option", { value: name }, name)));
       this.select.value = now.logs.includes(chosen) ? chosen : now.logs.includes("trainer") ? "trainer" : now.logs[0] ?? "";
+      if (!document.getElementById("processes").hidden) this.showLog();
     }
   }
 
@@ -77,7 +78,7 @@ export class Processes {
   }
 
   async loadLog() {
-    if (!this.select.value) { this.text.textContent = "This hub knows no run folder, so it has no logs to show."; return; }
+    if (!this.select.value) { this.text.textContent = this.now ? "There are no logs: this hub has no run folder (--run-folder)." : ""; return; }
     const name = this.select.value;
     const { tail } = await get(`api/logs/${encodeURIComponent(name)}`);
     if (name !== this.select.value) return;

@@ -103,10 +103,10 @@ export class Rollouts {
         numSilent += answer.num_without_text;
         before = answer.go_on_before;
         this.show(hits.map((hit) => ({ ...hit.group, prompt: `… ${hit.excerpt} …` })));
-        this.found.textContent = told(before === null ? ": all of them" : "; searching on");
+        this.found.textContent = told(before === null ? ": all of them" : "; still searching");
         if (before === null || hits.length >= 50) break;
       }
-      this.found.textContent = told(before === null ? ": all of them" : "; Older searches on");
+      this.found.textContent = told(before === null ? ": all of them" : "; Older continues the search");
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       this.found.textContent = told("; stopped");
