@@ -480,6 +480,7 @@ def test_a_step_appears_in_the_charts_when_it_is_trained(live_visit: Visit, hub:
             file.write(json.dumps({"step": step, "mean_ratio": 1.5}) + "\n")
         assert client.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]}).status_code == 200
     page.wait_for_selector(f'.chart[data-title="Ratio"][data-points="{NUM_STEPS + 1}"]')
+    assert chart(page, "Ratio").locator(".u-legend .u-value").first.inner_text() == str(NUM_STEPS + 1)
     page.wait_for_selector(f"#tiles dd:has-text('{NUM_STEPS + 1} of {NUM_STEPS}')")
     chart(page, "Queue")  # which has changed
     assert live_visit.complaints == []

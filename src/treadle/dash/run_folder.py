@@ -72,10 +72,10 @@ class RunFolder:
         return sorted(found, key=lambda one: one.step)
 
     def health(self, since_step: int) -> list[str]:
-        """The trainer's health warnings since that step; one that it has not repeated no longer applies."""
+        """The trainer's health warnings after that step; one that it has not repeated no longer applies."""
         with self._health_lock:
             lines = self._health.read()
-        return [str(line) for line in lines if line.step is None or line.step >= since_step]
+        return [str(line) for line in lines if line.step is None or line.step > since_step]
 
     def log_names(self) -> list[str]:
         folder = self.path / "logs"

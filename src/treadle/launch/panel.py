@@ -20,7 +20,7 @@ from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
 NUM_ALARMS_SHOWN = 2
-NUM_STEPS_SHOWN = 20  # the trainer says a thing that lasts again after so many steps
+NUM_STEPS_SHOWN = 20  # the trainer repeats a warning that still applies within this many steps
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def time_left_s(history: History, num_steps: int) -> float | None:
 def recent_health(history: History) -> list[HealthLine]:
     """The last two things said; what was said long ago and not again since is over or of no weight."""
     oldest = history.last_step - NUM_STEPS_SHOWN
-    return [line for line in history.health if line.step is None or line.step >= oldest][-2:]
+    return [line for line in history.health if line.step is None or line.step > oldest][-2:]
 
 
 def _progress(picture: Picture) -> RenderableType:

@@ -37,10 +37,11 @@ export class Card {
     this.place.hidden = made.series.length === 0;
     this.root.dataset.points = made.data.length > 1 ? count(made.data[1]) : 0;
     if (!made.series.length) return;
-    const shape = JSON.stringify([made.series.map((one) => one.label + one.kind), this.overview.isLog]);
+    const shape = JSON.stringify([made.series.map((one) => one.label + one.kind), this.overview.isLog, made.data[0].length < 3]);
     if (this.plot && shape === this.shape) {
       this.plot.setData(made.data, false);
       this.plot.setScale("x", this.span(made.data[0]));
+      this.plot.setLegend({ idx: this.plot.cursor.idx ?? null }, false); // without a cursor, the values of the last step
     } else {
       this.shape = shape;
       if (this.plot) this.plot.destroy();
