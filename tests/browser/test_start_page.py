@@ -70,6 +70,8 @@ def test_the_start_page_lists_the_runs_and_a_click_opens_one(browser: Any, url: 
     for headers in ({"Sec-Fetch-Site": "same-site"}, {"Host": FOREIGN_NAME}):
         for path in ("/api/runs", f"/runs/{NEWEST}/dash/"):
             assert httpx.get(url + path, headers=headers).status_code == 403
+    for path in ("/batch", "/v1/reset", "/dash/../batch", "/dash/..%2f..%2fbatch", "/openapi.json", "/t/x/batch"):
+        assert httpx.get(f"{url}/runs/{OLDEST}{path}").status_code == 404, "only what the page reads is forwarded"
     for path in ("/runs/notes/dash/", "/runs/..%2f..%2fetc/dash/", "/runs_page.py"):
         assert httpx.get(url + path).status_code == 404
     context.close()

@@ -19,7 +19,7 @@ from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import held_ports, port_of
 from treadle.launch.probe import answers_ok
-from treadle.launch.runs_page import LOOPBACK, open_start_page, recorded_hub
+from treadle.launch.runs_page import LOOPBACK, observer_token, open_start_page, recorded_hub
 from treadle.launch.top import find_run, watch_url
 from treadle.wire.guard import Access, Guard, Rules
 from treadle.wire.listening import HANDED_FD
@@ -61,7 +61,7 @@ def _serve_start_page(folder: Path, *, opens: bool) -> int:
     access = Access.of(rules, os.environ)
     with held_ports({"hub": (LOOPBACK, DEFAULT_PORT)}) as listeners, open_start_page(folder) as app:
         url = url_to(LOOPBACK, port_of(listeners["hub"]))
-        token = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
+        token = observer_token()
         page = RunPage(url, f"{url}/t/{quote(token, safe='')}" if token else url, path="/")
         print(f"{page.announcement(opens=opens)}; Ctrl-C ends it", flush=True)
         if opens:

@@ -9,8 +9,10 @@ Requests for a run are forwarded to its hub, so that one port is enough, also th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -36,13 +38,16 @@ from treadle.launch.ports import port_of
 from treadle.launch.report import load_summary
 from treadle.launch.wording import near, percent, program
 from treadle.wire.listening import HANDED_FD, take_port
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers, role_token
 from treadle.wire.urls import url_to, without_token
 
 LOOPBACK = "127.0.0.1"
 START = "start.html"
 MAX_RUNS = 200
 MAX_HUBS = 4  # that are open for runs that are over; the one opened first gives way
+# What the page of a run asks for, behind a token or not. Other routes of a hub have effects, and the hub could not tell
+# that a browser asks: its headers are not forwarded.
+READABLE = re.compile(r"(?:t/[^/]+/)?(?:dash/(?!.*\.\.).*|v1/(?:status|processes|events))")
 FORWARDED = ("accept", "if-none-match", "last-event-id")
 NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
@@ -206,7 +211,7 @@ class StartPage:
         return as_json(
             {
                 "folder": str(self._runs.folder),
-                "runs": self._runs.rows(shown),
+                "runs": await asyncio.to_thread(self._runs.rows, shown),
                 "num_left_out": len(names) - len(shown),
             }
         )
@@ -215,14 +220,16 @@ class StartPage:
         name = request.path_params["name"]
         if name not in self._runs.names():  # a name from outside never becomes a path
             raise Unanswerable(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
+        path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
+        if READABLE.fullmatch(path) is None:
+            raise Unanswerable(404, "only the page of a run is served here")
         try:
             url = self._hubs.url_of(self._runs.folder / name)
         except ConfigError as error:
             raise Unanswerable(404, str(error)) from None
-        path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
         query = f"?{request.url.query}" if request.url.query else ""
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
-        headers |= bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))  # the guard in front has asked the browser for it
+        headers |= bearer_headers(observer_token())  # the guard in front has asked the browser for it
         try:
             asked = self._client.build_request("GET", f"{url}/{path}{query}", headers=headers)
             answer = await self._client.send(asked, stream=True)
@@ -230,6 +237,12 @@ class StartPage:
             raise Unanswerable(502, f"the hub of {name} does not answer: {error!r}") from None
         kept = {key: value for key, value in answer.headers.items() if key not in NOT_RETURNED}
         return StreamingResponse(_body(answer), answer.status_code, kept)
+
+
+def observer_token() -> str:
+    """For reading only, from the token in the environment; "" where there is none."""
+    secret = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
+    return role_token(secret, "observer") if secret else ""
 
 
 def _started_at(folder: Path) -> float:

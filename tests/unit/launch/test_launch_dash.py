@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
 from treadle.launch.plan import with_values
-from treadle.launch.probe import get
+from treadle.launch.probe import answers_ok, get
 from treadle.launch.runs_page import RunList
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.store import Store
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 
 
 @pytest.fixture
@@ -87,3 +89,27 @@ def test_the_runs_of_a_folder_are_listed_with_their_state(tmp_path: Path) -> Non
     assert (live.task, live.steps_taken, live.steps) == ("arithmetic", 50, 50)
     assert live.held_out.startswith("1.6 %")
     assert live.started_at - stopped.started_at == 86400
+
+
+def test_the_start_page_asks_for_the_token_of_the_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "20260101-000000-a"
+    config = with_values(write_run(folder), {"hub.database": folder / "hub.sqlite"})
+    save_run(config, folder / "config.json")
+    (folder / "request.json").write_text("{}")
+    with Store.open(folder / "hub.sqlite", clock=awake_s):
+        pass
+    secret = "a-token-of-more-than-sixteen"  # noqa: S105
+    command = [sys.executable, "-m", "treadle", "dash", str(tmp_path), "--no-open"]
+    environment = os.environ | {HUB_TOKEN_VARIABLE: secret}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().removeprefix("page: ").partition("/t/TOKEN/")[0]
+            own = f"{url}/t/{role_token(secret, 'observer')}"
+            assert not answers_ok(f"{url}/api/runs", timeout_s=30)
+            assert answers_ok(f"{own}/api/runs", timeout_s=30)
+            assert not answers_ok(f"{url}/runs/{folder.name}/dash/api/run", timeout_s=30)
+            assert answers_ok(f"{own}/runs/{folder.name}/dash/api/run", timeout_s=30)
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
