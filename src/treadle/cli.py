@@ -217,7 +217,8 @@ def _env(words: list[str]) -> int:
     if values._action is None:  # argparse finds an optional word before the flags only
         values._action, rest = (rest[0], rest[1:]) if rest and rest[0] in ENV_ACTIONS else ("serve", rest)
     parser.refuse(rest)
-    run = _load_process(values._config, {**given(values), "env.name": values._name}, "env", "openai")
+    flags = {key: value for key, value in given(values).items() if key != "env.name"}
+    run = _load_process(values._config, {**flags, "env": values._name}, "env", "openai")
     _log_to_stderr()
     from treadle import envs
 
@@ -355,6 +356,10 @@ def _add_run_flags(parser: FlagParser) -> None:
     from treadle.config.flags import add_flags
 
     add_flags(parser, RunConfig)
+    parser.add_argument(
+        "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
+        help="the environment, or several with their weights: gsm8k:0.7,arithmetic:0.3; --env.* flags are then for all",
+    )  # fmt: skip
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.default, Section):
             add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)

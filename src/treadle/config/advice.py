@@ -20,13 +20,13 @@ from treadle.config.section import Section, spellings_of
 
 WHOLE_RUN = ("run", "matrix", "plan", "doctor")  # verbs that take the flags of all sections, with dots
 VERB_OF_SECTION = {"hub": "hub", "engine": "engine", "train": "train", "env": "env", "openai": "env"}
-_OF_RUN_ALONE = frozenset(("resume", "plain", "open"))
+_OF_RUN_ALONE = frozenset(("resume", "plain", "open", "fit"))
 _OF_OTHERS = {
     "chat": frozenset(("message", "temperature", "max-tokens")),
     "dash": frozenset(("no-open",)),
     "top": frozenset(("plain", "once")),
     "report": frozenset(("out",)),
-    "export": frozenset(("merged",)),
+    "export": frozenset(("merged", "gguf", "push")),
     "token": frozenset(("token-file",)),
     "doctor": frozenset(("hub", "engine", "json", "verbose")),
     "matrix": frozenset(("modes", "resume", "plain", "engine")),
@@ -96,7 +96,7 @@ def _flags() -> dict[str, frozenset[str]]:
     """The names of flags without dashes and sections: {"run": {"model", "steps", ...}, "hub": {"port", ...}, ...}."""
     sections = {name: field.default for name, field in RunConfig.model_fields.items()}
     found = {name: _names(type(default)) for name, default in sections.items() if isinstance(default, Section)}
-    own = _names(RunConfig) - set(found)
+    own = _names(RunConfig) - {*found, "envs"} | {"env"}
     return {"run": own | _OF_RUN_ALONE | {"config"}, **{name: flags | {"config"} for name, flags in found.items()}}
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option, parse_names
+from treadle.errors import ConfigError
 
 OF_TASK = "the task's own, else {}".format  # default of a setting that a built-in task may replace
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -179,7 +183,15 @@ class PaceOptions(Section):
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
     )
-    min_batch_allocation: Share | None = option(None, "share of every batch that is set aside for this environment")
+    min_batch_allocation: Share | None = option(
+        None,
+        "share of every batch that waits for this environment; with several environments in a run, empty: the whole "
+        "groups in its share by weight",
+        flags=("minimum",),
+    )
+    num_environments: PositiveInt = option(
+        1, "sampling starts when this many environments are registered at the hub; treadle run sets it"
+    )
     total_steps: int = option(-1, "stop after so many steps; -1: when the trainer has taken its last")
 
 
@@ -212,7 +224,9 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
     temperature: NotNegative = option(1.0, "sampling temperature in training", default_text=OF_TASK(1.0))
     seed: int = option(0, "the same seed gives the same prompts and the same samples")
     rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
-    inference_weight: float = option(1.0, "weight of this environment in the mix")
+    inference_weight: float = option(
+        1.0, "weight of this environment among several: its share of each batch is this over the sum", flags=("weight",)
+    )
     wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
 
     @property
@@ -224,6 +238,47 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
     def task_name(self) -> str:
         """What the task is called where there is only room for a word."""
         return self.task or self.own_name
+
+
+def labels_of(environments: Sequence[EnvConfig]) -> list[str]:
+    """A name for each environment of a run: its wandb_name, else its own name, with the task where two have the same.
+
+    >>> labels_of([EnvConfig(name="gsm8k"), EnvConfig(task="addition"), EnvConfig(task="comparison")])
+    ['gsm8k', 'arithmetic-addition', 'arithmetic-comparison']
+    """
+    times = Counter(env.own_name for env in environments if not env.wandb_name)
+    labels = []
+    for env in environments:
+        with_task = times[env.own_name] > 1 and bool(env.task)
+        labels.append(env.wandb_name or (f"{env.own_name}-{env.task}" if with_task else env.own_name))
+    twice = next((label for label, count in Counter(map(process_of, labels)).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"two environments of this run are called '{twice.removeprefix('env-')}'",
+            fix="give each [[env]] table a wandb_name of its own",
+        )
+    return labels
+
+
+def process_of(label: str) -> str:
+    """The process, and the log, of one environment among several: `process_of("gsm8k") == "env-gsm8k"`."""
+    return "env-" + re.sub(r"[^\w.+-]", "-", label)
+
+
+def parse_environments(text: str) -> list[tuple[str, str]]:
+    """(name, weight) of each environment in `--env`; a weight that was not given is "".
+
+    >>> parse_environments("gsm8k:0.7,./my_env.py:mine:0.3,verifiers:wordle")
+    [('gsm8k', '0.7'), ('./my_env.py:mine', '0.3'), ('verifiers:wordle', '')]
+    """
+    found = []
+    for entry in text.split(","):
+        name, _, last = entry.strip().rpartition(":")
+        has_weight = bool(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", last) is not None
+        found.append((name, last) if has_weight else (entry.strip(), ""))
+    if not all(name for name, _ in found):
+        raise ConfigError(f"--env '{text}' names no environment in one place", fix="--env gsm8k:0.7,arithmetic:0.3")
+    return found
 
 
 # Flags of Atropos' environments that decide nothing here, and why.

@@ -11,6 +11,8 @@ openai:                         # a mapping, or a list of servers that differ in
   - base_url: http://localhost:9001/v1
   - base_url: http://localhost:9002/v1
 slurm: false
+
+A list under `env`, in TOML several [[env]] tables, is several environments.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from treadle.config.env import WITHOUT_EFFECT as ENV_WITHOUT_EFFECT
+from treadle.config.env import EnvConfig
 from treadle.config.schema import RunConfig
 from treadle.config.section import Section, spellings_of
 from treadle.config.train import WITHOUT_EFFECT as TRAIN_WITHOUT_EFFECT
@@ -61,6 +64,13 @@ def with_our_names(values: Mapping[str, Any], path: Path) -> tuple[dict[str, Any
     """(the values under the names of our fields, a note for the user about each key that has no effect)."""
     notes: list[str] = []
     ours = _rename("", RunConfig, values, path, notes)
+    if isinstance(ours.get("env"), list):
+        ours["envs"] = ours.pop("env")
+    if "envs" in ours:  # of a saved run
+        if not isinstance(ours["envs"], list):
+            raise ConfigError(f"unknown key 'envs' in {path}", fix="did you mean 'env'?")
+        found = [_rename("env", EnvConfig, _mapping("env", one, path), path, notes) for one in ours.pop("envs")]
+        ours |= {"envs": found} if len(found) > 1 else {"env": found[0]} if found else {}
     for section, model in SECTIONS.items():
         if section in ours:
             found = ours[section] if isinstance(ours[section], list) and section == "openai" else [ours[section]]

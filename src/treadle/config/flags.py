@@ -219,5 +219,6 @@ def drop_without_effect(words: Sequence[str], reasons: Mapping[str, str]) -> tup
 
 
 def _is_section(field: FieldInfo) -> bool:
-    kind = field.annotation
+    """Also of several sections, which files have and flags do not."""
+    kind = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else field.annotation
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -6,12 +6,14 @@ import difflib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from treadle.config.env import EnvConfig, labels_of, parse_environments
 from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import restore_secrets, without_secrets
@@ -32,6 +34,8 @@ def load_run(
 ) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
+    The override "env" names the environments ("gsm8k:0.7,arithmetic:0.3"); with several, "env.X" is set in all of them.
+
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
     `source`: where the overrides come from, in words.
 
@@ -46,9 +50,15 @@ def load_run(
         values, notes = with_our_names(found, path)
         sys.stderr.writelines(f"{note}\n" for note in notes)
     restore_secrets(values, os.environ)
-    _make_room_for_names(values, overrides or {})
-    for dotted, value in (overrides or {}).items():
+    overrides = dict(overrides or {})
+    _make_room_for_names(values, overrides)
+    if "env" in overrides:
+        _choose_environments(values, str(overrides.pop("env")), overrides)
+    for dotted, value in overrides.items():
         *sections, key = dotted.split(".")
+        if sections == ["env"] and "envs" in values:
+            values["envs"] = [{**table, key: value} for table in values["envs"]]
+            continue
         place = values
         for section in sections:
             place = place.setdefault(section, {})
@@ -88,6 +98,25 @@ def _field_of(section: type[BaseModel], name: str) -> str:
     return names_in(section).get(name.replace("-", "_"), name)
 
 
+def _choose_environments(values: dict[str, Any], named: str, overrides: Mapping[str, Any]) -> None:
+    """Make the environment tables of `--env gsm8k:0.7,arithmetic:0.3`.
+
+    A name of an [[env]] table of the file keeps that table; the settings of a single [env] table go to all.
+    """
+    if "env.name" in overrides:
+        raise ConfigError(f"--env {named} and --env.name {overrides['env.name']} are both given", fix="give only --env")
+    tables, common = values.pop("envs", []), values.pop("env", {})
+    configs = [parse(EnvConfig, table, source=f"[[env]] table {n}") for n, table in enumerate(tables, start=1)]
+    times = Counter(config.name for config in configs)
+    known = {config.name: table for config, table in zip(configs, tables, strict=True) if times[config.name] == 1}
+    known |= dict(zip(labels_of(configs), tables, strict=True))
+    chosen = []
+    for name, weight in parse_environments(named):
+        table = dict(known[name]) if name in known else {**common, "name": name}
+        chosen.append(table | ({"inference_weight": weight} if weight else {}))
+    values |= {"envs": chosen} if len(chosen) > 1 else {"env": chosen[0]}
+
+
 def _make_room_for_names(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """A name given over a file sets what it stands for: the file's own values of those settings step back."""
     saved = values.get("train", {})
@@ -104,6 +133,8 @@ def with_absolute_paths(section: T) -> T:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             found[name] = with_absolute_paths(value)
+        elif name == "envs":
+            found[name] = tuple(map(with_absolute_paths, value))
         elif isinstance(value, Path) and value != FIND_BRIDGE_FILE:
             found[name] = value.expanduser().absolute()
     return section.model_copy(update=found)
@@ -114,11 +145,15 @@ def save_run(run: RunConfig, path: Path, derived: Iterable[str] = ()) -> None:
 
     `derived`: keys ("hub.port") whose values the launcher chose for this run. A new run from this file ignores them.
     """
-    settings = without_secrets(run.model_dump(mode="json"))
-    own: dict[str, dict[str, Any]] = {}
+    settings = without_secrets(run.model_dump(mode="json", exclude={"env"} if run.envs else {"envs"}))
+    own: dict[str, Any] = {"envs": [{} for _ in run.envs]} if run.envs else {}
     for dotted in sorted(derived):
-        section, _, key = dotted.partition(".")
-        own.setdefault(section, {})[key] = settings[section].pop(key)
+        section, _, key = dotted.rpartition(".")
+        name, _, place = section.partition(".")
+        if place:  # one of several environments
+            own[name][int(place)][key] = settings[name][int(place)].pop(key)
+        else:
+            own.setdefault(name, {})[key] = settings[name].pop(key)
     replace_text(path, json.dumps(settings | {DERIVED: own}, indent=2) + "\n")
 
 
@@ -130,6 +165,8 @@ def merge_derived(saved: Mapping[str, Any]) -> dict[str, Any]:
         settings = values.get(section, {})
         if isinstance(own, dict) and isinstance(settings, dict):
             values[section] = {**own, **settings}
+        elif isinstance(own, list) and isinstance(settings, list):
+            values[section] = [{**first, **second} for first, second in zip(own, settings, strict=True)]
     return values
 
 
@@ -159,6 +196,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError, source: str) 
     """One problem at a time, in words: (what is wrong, what to do)."""
     problem = error.errors(include_url=False)[0]
     place = [str(part) for part in problem["loc"]]
+    if place[:1] == ["envs"] and len(place) > 1:  # of several environments
+        source, place = f"[[env]] table {int(place[1]) + 1} of {source}", ["env", *place[2:]]
     dotted = ".".join(place)
     if problem["type"] == "extra_forbidden":
         hint = _nearest_key(model, place)

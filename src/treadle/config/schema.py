@@ -6,12 +6,13 @@ spellings, among them those of Atropos' example trainer, so that old command lin
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig
+from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
 from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
 from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.config.train import TrainConfig
@@ -123,7 +124,7 @@ class EngineConfig(Section):
 
 
 # The sections that each process of a run reads, its own first.
-SECTIONS_OF_PROCESS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "openai"), "trainer": ("train",)}
+SECTIONS_OF_PROCESS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "envs", "openai"), "trainer": ("train",)}
 
 
 class RunConfig(Section):
@@ -146,7 +147,22 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     openai: ServerConfig = ServerConfig()
     env: EnvConfig = EnvConfig()
+    envs: tuple[EnvConfig, ...] = ()  # several environments: [[env]] tables; `env` then means nothing
     train: TrainConfig = TrainConfig()
+
+    @property
+    def environments(self) -> tuple[EnvConfig, ...]:
+        """The environments of the run: those of several [[env]] tables, else the one of [env]."""
+        return self.envs or (self.env,)
+
+    @property
+    def task_name(self) -> str:
+        """What is trained, where there is only room for a word; of several environments their names: "gsm8k + math"."""
+        return " + ".join(labels_of(self.envs)) if self.envs else self.env.task_name
+
+    def keys_of_envs(self, name: str) -> list[str]:
+        """The dotted keys of a setting in all environments: ["env.seed"], or ["envs.0.seed", "envs.1.seed"]."""
+        return [f"envs.{place}.{name}" for place in range(len(self.envs))] or [f"env.{name}"]
 
     @property
     def attached_urls(self) -> dict[str, str]:
@@ -156,27 +172,59 @@ class RunConfig(Section):
 
     def check_together(self) -> None:
         """What a whole run needs of its sections; a process that runs alone knows only its own."""
-        group, sequences = self.env.group_size, self.train.sequences_per_step
-        if group < MIN_GROUP_SIZE:
-            raise ConfigError("a group of one teaches nothing", fix="--env.group-size 8")
-        if sequences % group:
-            raise ConfigError(
-                f"a step has {sequences} sequences (train.batch_size x gradient_accumulation_steps), no multiple of "
-                f"env.group_size {group}",
-                fix="change one of them",
-            )
+        self.check_mix()
+        sequences = self.train.sequences_per_step
+        for env, whose in self._named_envs():
+            if env.group_size < MIN_GROUP_SIZE:
+                raise ConfigError(f"{whose}a group of one teaches nothing", fix="--env.group-size 8")
+            if sequences % env.group_size:
+                raise ConfigError(
+                    f"{whose}a step has {sequences} sequences (train.batch_size x gradient_accumulation_steps), no "
+                    f"multiple of env.group_size {env.group_size}",
+                    fix="change one of them",
+                )
         if not self.engine_url:  # else the engine that runs already says how it was started
             self.check_engine()
-        if self.env.temperature < MIN_TEMPERATURE:
+        for env, whose in self._named_envs():
+            if env.temperature < MIN_TEMPERATURE:
+                raise ConfigError(
+                    f"{whose}at temperature {env.temperature:g} all rollouts of a group are the same (engines take the "
+                    f"likeliest token below {MIN_TEMPERATURE:g})",
+                    fix="--env.temperature 1",
+                )
+
+    def _named_envs(self) -> list[tuple[EnvConfig, str]]:
+        """Each environment, and how an error about it begins: "gsm8k: " among several."""
+        labels = [f"{label}: " for label in labels_of(self.envs)] or [""]
+        return list(zip(self.environments, labels, strict=True))
+
+    def check_mix(self) -> None:
+        """Weights and minimums of several environments."""
+        if not self.envs:
+            return
+        for env, whose in self._named_envs():
+            if not 0 < env.inference_weight < math.inf:
+                raise ConfigError(
+                    f"{whose}its weight is {env.inference_weight:g}, and weights are greater than 0",
+                    fix="leave the environment out, or give it a weight such as 0.1",
+                )
+            if env.pace == "waves":
+                raise ConfigError(
+                    f"{whose}pace waves fills whole batches, and {len(self.envs)} environments share them",
+                    fix="--env.pace stream, or leave it out",
+                )
+        minimums = sum(env.min_batch_allocation or 0.0 for env in self.envs)
+        if minimums > 1 + 1e-9:
             raise ConfigError(
-                f"at temperature {self.env.temperature:g} all rollouts of a group are the same (engines take the "
-                f"likeliest token below {MIN_TEMPERATURE:g})",
-                fix="--env.temperature 1",
+                f"the minimums of the environments are {minimums:g} of a batch together",
+                fix="lower minimum (min_batch_allocation) in the [[env]] tables: at most 1 together",
             )
 
     def check_engine(self) -> None:
         """What the run needs of its engine."""
-        group, flag = self.env.group_size, "treadle engine --" if self.engine_url else "--engine."
+        group, flag = max(env.group_size for env in self.environments), "--engine."
+        if self.engine_url:
+            flag = "treadle engine --"
         if group > self.engine.max_num_seqs:
             raise ConfigError(
                 f"env.group_size {group} is over engine.max_num_seqs {self.engine.max_num_seqs}",
@@ -188,9 +236,10 @@ class RunConfig(Section):
                 f"an engine on {self.engine.tensor_parallel_size} GPUs (tensor parallel) shares no weights",
                 fix="leave --train.single-copy out, or use an engine on one GPU",
             )
-        if self.engine.logprobs_mode == "raw_logprobs" and self.env.temperature != 1:
+        other = next((env.temperature for env in self.environments if env.temperature != 1), None)
+        if self.engine.logprobs_mode == "raw_logprobs" and other is not None:
             raise ConfigError(
-                f"raw logprobs are those of temperature 1, and rollouts are sampled at {self.env.temperature:g}: every "
-                "ratio would be wrong",
+                f"raw logprobs are those of temperature 1, and rollouts are sampled at {other:g}: every ratio would be "
+                "wrong",
                 fix=f"{flag}logprobs-mode processed_logprobs",
             )

@@ -60,15 +60,19 @@ def restore_secrets(values: dict[str, Any], environment: Mapping[str, str]) -> N
         known.setdefault(API_KEY, environment[TOKEN_VARIABLE])
     for dotted in _missing(values):
         if dotted in known:
-            section, _, key = dotted.rpartition(".")
-            (values[section] if section else values)[key] = known[dotted]
+            *sections, key = dotted.split(".")
+            place: Any = values
+            for section in sections:  # "env", or "envs" and a number
+                place = place[int(section) if isinstance(place, list) else section]
+            place[key] = known[dotted]
 
 
 def require_secrets(values: Mapping[str, Any], *sections: str) -> None:
     """Refuse settings of these sections (of all, where none is named) that still lack a secret."""
     missing = [key for key in _missing(values) if not sections or key.partition(".")[0] in sections]
     if missing:
-        flags = ", ".join("--" + key.replace("_", "-") for key in missing)
+        named = dict.fromkeys(re.sub(r"^envs\.\d+\.", "env.", key) for key in missing)  # a flag is for all of several
+        flags = ", ".join("--" + key.replace("_", "-") for key in named)
         other_way = f", or set {TOKEN_VARIABLE}" if missing == [API_KEY] else ""
         raise ConfigError(
             f"{flags} held a secret when this run began, and secrets are not stored",
@@ -84,7 +88,12 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """By dotted keys; what lies deeper than a section (--env.args) is one setting."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        sections = {name: value}
+        if name == "envs":
+            sections = {f"envs.{place}": table for place, table in enumerate(value)}
+        for section, found in sections.items():
+            inner = {f"{section}.{key}": one for key, one in found.items()} if isinstance(found, dict) else {}
+            flat |= inner if isinstance(found, dict) else {section: found}
     return flat
 
 

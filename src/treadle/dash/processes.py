@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from treadle.config.env import process_of
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.words import EngineState
 from treadle.wire.bridge import TOKEN_VARIABLE
@@ -74,9 +75,10 @@ class ProcessTable:
             words = process.info["cmdline"] or []
             if settings not in words or "treadle" not in words[:-1]:
                 continue
-            verb = words[words.index("treadle") + 1]
+            verb, *rest = words[words.index("treadle") + 1 :]
             if verb in ROLES and ROLES[verb] != "hub":
-                self._known[ROLES[verb]] = process
+                own = process_of(rest[0]) if verb == "env" and rest else ""  # one of several environments
+                self._known[own if own in self._run.log_names() else ROLES[verb]] = process
 
     def _view(self, name: str) -> ProcessView:
         import psutil

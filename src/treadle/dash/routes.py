@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +136,11 @@ class Routes:
         own = self._runs.own
         config = self._config
         others = await asyncio.to_thread(self._runs.names)
-        env = config.get("env") or {}
         return as_json(
             {
                 "name": own.name if own is not None else "",
                 "model": str(config.get("model") or ""),
-                "env": "/".join(str(env[key]) for key in ("name", "task") if env.get(key)),
+                "env": " + ".join(_name_of(table) for table in _env_tables(config)),
                 "steps": config.get("steps"),
                 "charts": CHARTS,
                 "meanings": {name: entry.meaning for name, entry in METRICS.items()},
@@ -188,6 +187,7 @@ class Routes:
         now = time.time()
         processes = self._processes.look()
         held_out = own.held_out() if own is not None else []
+        by_env = own.held_out_by_env() if own is not None else {}
         steps = planned if isinstance(planned, int) else run.trainer.num_steps if run.trainer else None
         is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
         situation = Situation(
@@ -202,7 +202,9 @@ class Routes:
             is_at_work=is_any_running or self._is_at_work(),
             last_words=own.last_words() if own is not None else "",
             is_measured=self._is_measured(held_out, steps),
-            result=result_in_words(held_out),
+            result="; ".join(
+                filter(None, [result_in_words(held_out), *(_of_env(name, found) for name, found in by_env.items())])
+            ),
         )
         stands = standing(situation)
         health = own.health(run.current_step - WARNING_STEPS) if own is not None else []
@@ -233,8 +235,9 @@ class Routes:
 
     def _is_measured(self, held_out: Sequence[HeldOut], steps: int | None) -> bool:
         """Whether no evaluation is to come after the last step."""
-        num_eval = (self._config.get("env") or {}).get("num_eval")
-        return num_eval == 0 or (steps is not None and any(one.step >= steps for one in held_out))
+        tables = _env_tables(self._config)
+        evaluates = not tables or any(table.get("num_eval") != 0 for table in tables)
+        return not evaluates or (steps is not None and any(one.step >= steps for one in held_out))
 
     def _process(self, view: ProcessView, step: int, engine: EngineState | None, stands: Standing) -> dict[str, Any]:
         told: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
@@ -329,6 +332,20 @@ class Routes:
         if own is None or summary.step is None or summary.state not in ("leased", "trained"):
             return None
         return own.tokens.of_group(summary.step, fingerprint(group))
+
+
+def _env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of the environments, of which there may be several."""
+    tables = config.get("envs") or [config.get("env")]
+    return [table for table in tables if isinstance(table, dict)]
+
+
+def _name_of(table: Mapping[str, Any]) -> str:
+    return "/".join(str(table[key]) for key in ("name", "task") if table.get(key))
+
+
+def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:
+    return f"{name}: {result_in_words(held_out)}" if held_out else ""
 
 
 def _wanted(request: Request) -> Wanted:

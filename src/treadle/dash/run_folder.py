@@ -14,6 +14,7 @@ import msgspec
 from treadle.config.load import merge_derived
 from treadle.dash.metrics_file import MetricsFile
 from treadle.track.health_log import HealthLog
+from treadle.track.plot import HeldOutPoint, pooled
 from treadle.track.token_files import FOLDER as TOKENS
 from treadle.track.token_files import TokenFiles
 
@@ -31,6 +32,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     low: float
     high: float
     mean_score: float | None = None  # of the answers that could be scored
+    num_prompts: int = 1
 
 
 class RunFolder:
@@ -57,7 +59,27 @@ class RunFolder:
         return str(_read_object(self.path / SUMMARY_FILE).get("last_words") or "")
 
     def held_out(self) -> list[HeldOut]:
-        folder = self.path / "evals"
+        """The evaluations; of several environments, over all prompts, at the steps that all were evaluated at."""
+        by_env = self.held_out_by_env()
+        if not by_env:
+            return self._held_out_in(self.path / "evals")
+        common = set.intersection(*({one.step for one in found} for found in by_env.values()))
+        return [
+            _pool([one for found in by_env.values() for one in found if one.step == step]) for step in sorted(common)
+        ]
+
+    def held_out_by_env(self) -> dict[str, list[HeldOut]]:
+        """By the names of several environments; empty where there is one."""
+        tables = [table for table in self.config().get("envs") or [] if isinstance(table, dict)]
+        measured = [table for table in tables if table.get("num_eval") and table.get("data_dir_to_save_evals")]
+        return {
+            str(table.get("wandb_name") or table.get("name")): self._held_out_in(
+                self.path / "evals" / Path(str(table["data_dir_to_save_evals"])).name
+            )
+            for table in measured
+        }
+
+    def _held_out_in(self, folder: Path) -> list[HeldOut]:
         found = []
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             try:
@@ -139,12 +161,22 @@ def _read_object(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _pool(parts: list[HeldOut]) -> HeldOut:
+    point = pooled([(one.num_prompts, HeldOutPoint(one.step, one.accuracy, one.low, one.high)) for one in parts])
+    num_prompts = sum(one.num_prompts for one in parts)
+    scores = [one.mean_score * one.num_prompts for one in parts if one.mean_score is not None]
+    mean = sum(scores) / num_prompts if len(scores) == len(parts) else None
+    return HeldOut(point.step, point.accuracy, point.low, point.high, mean, num_prompts)
+
+
 def _read_held_out(path: Path) -> HeldOut | None:
     values: Mapping[str, Any] = _read_object(path)
     try:
         accuracy = float(values["accuracy"])
         low, high = values.get("interval_95") or (accuracy, accuracy)
         mean = values.get("mean_score")
-        return HeldOut(int(values["step"]), accuracy, float(low), float(high), None if mean is None else float(mean))
+        score = None if mean is None else float(mean)
+        num_prompts = int(values.get("num_prompts") or 1)
+        return HeldOut(int(values["step"]), accuracy, float(low), float(high), score, num_prompts)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -260,6 +260,7 @@ class OwnRoutes:
                 ),
                 trainer_waits=hub.batch_signal.somebody_waits,
                 share=batch_share(asking, present),
+                num_present=len(present),
             )
         )
 

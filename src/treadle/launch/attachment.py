@@ -34,7 +34,7 @@ from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.wire.urls import is_loopback_host, shown_url, without_token
 
 # All settings that name the hub or the engine: those of the run, and those of processes that are started one by one.
-HUB_KEYS = ("hub_url", "train.atropos_url", "env.rollout_server_url")
+HUB_KEYS = ("hub_url", "train.atropos_url")  # and rollout_server_url of the environments
 ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
 NOTHING_THERE_S = 10.0  # how long to wait for a server that does not take connections
 # How long to wait for one that does, and is not ready: an engine answers when it has loaded its model.
@@ -51,11 +51,12 @@ def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
 
     `--train.atropos-url URL` is `--hub-url URL`: a run whose processes call different hubs would wait for ever.
     """
-    hub_url = _one_url(config, given, "hub", HUB_KEYS)
+    of_envs = config.keys_of_envs("rollout_server_url")
+    hub_url = _one_url(config, given, "hub", (*HUB_KEYS, *of_envs))
     engine_url = _one_url(config, given, "engine", ENGINE_KEYS)
     values: dict[str, Any] = {}
     if hub_url:
-        values |= {"hub_url": hub_url, "train.atropos_url": hub_url, "env.rollout_server_url": hub_url}
+        values |= {"hub_url": hub_url, "train.atropos_url": hub_url, **dict.fromkeys(of_envs, hub_url)}
         if "engine.hub_url" not in given:  # of a resumed run, it may lack the token that is given again now
             values["engine.hub_url"] = hub_url
     if engine_url:

@@ -170,7 +170,11 @@ def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:
     """
     if config.hub_url:
         return
-    has_begun = last_step > 0 or newest_checkpoint(config.train.save_path) > 0 or config.env.state_dir.exists()
+    has_begun = (
+        last_step > 0
+        or newest_checkpoint(config.train.save_path) > 0
+        or any(env.state_dir.exists() for env in config.environments)
+    )
     queue = config.hub.database
     if has_begun and not (queue.is_file() and queue.stat().st_size):
         checkpoint = config.train.save_path / f"step_{newest_checkpoint(config.train.save_path)}"
@@ -232,7 +236,10 @@ def remove_weights(path: Path) -> None:
 def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, value in values.items():
-        keys += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+        tables = value if name == "envs" and isinstance(value, list) else []
+        keys += [key for place, table in enumerate(tables) for key in _dotted(table, f"envs.{place}.")]
+        if not tables:
+            keys += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
     return keys
 
 

@@ -1,18 +1,24 @@
-"""What a run has written so far: its steps (metrics.jsonl), its evaluations (evals/*.json), and its health (log)."""
+"""What a run has written so far: its steps (metrics.jsonl), its evaluations (evals/*.json), and its health (log).
+
+Of several environments each has a folder of evaluations (evals/gsm8k/*.json). `History.by_env` has them apart, and
+`History.evaluations` pools them at the steps that all were evaluated at.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from treadle.config.env import labels_of
 from treadle.config.schema import RunConfig
 from treadle.track.health_log import HealthLine, HealthLog
 from treadle.track.jsonl import read_steps
-from treadle.track.plot import HeldOutPoint
+from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]
 # Where the time of a step goes, and the metrics that add up to it.
@@ -46,6 +52,7 @@ class Evaluation:
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
     policy_version: int | None = None  # that answered, as the engine said
     mean_score: float | None = None  # of the answers that could be scored; None: not known
+    env: str = ""  # among several environments
 
     @property
     def point(self) -> HeldOutPoint:
@@ -59,6 +66,16 @@ class History:
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
     health: tuple[HealthLine, ...] = ()
+    by_env: Mapping[str, tuple[Evaluation, ...]] = field(default_factory=dict)  # empty: there is one environment
+
+    @property
+    def measured(self) -> tuple[Evaluation, ...]:
+        """Every evaluation that was made: of several environments each one, and not their pool."""
+        return tuple(chain.from_iterable(self.by_env.values())) if self.by_env else self.evaluations
+
+    def of_env(self, label: str) -> History:
+        """The same steps with the evaluations of one of several environments."""
+        return History(self.steps, self.by_env.get(label, ()), self.health)
 
     @property
     def last_step(self) -> int:
@@ -95,32 +112,76 @@ class HistoryReader:
     metrics_file: Path
     evals_folder: Path
     health_log: HealthLog | None = None
+    folders_by_env: Mapping[str, Path] = field(default_factory=dict)  # of several environments
     _seen: tuple[object, ...] = ()
     _history: History = field(default_factory=History)
 
     def read(self) -> History:
-        eval_files = sorted(self.evals_folder.glob("*.json")) if self.evals_folder.is_dir() else []
+        folders = self.folders_by_env or {"": self.evals_folder}
+        files = {env: sorted(folder.glob("*.json")) if folder.is_dir() else [] for env, folder in folders.items()}
         log_file = [] if self.health_log is None else [self.health_log.path]
-        seen = tuple(_fingerprint(path) for path in [self.metrics_file, *log_file, *eval_files])
+        watched = [self.metrics_file, *log_file, *chain.from_iterable(files.values())]
+        seen = tuple(_fingerprint(path) for path in watched)
         if seen != self._seen:
-            evaluations = [found for path in eval_files if (found := read_evaluation(path)) is not None]
+            by_env = {env: _read_evaluations(paths, env) for env, paths in files.items()}
             steps = {int(step["step"]): step for step in read_steps(self.metrics_file)}  # a repeated step counts once
             self._history = History(
                 tuple(steps[number] for number in sorted(steps)),
-                tuple(sorted(evaluations, key=lambda evaluation: evaluation.step)),
+                pool(by_env) if self.folders_by_env else by_env[""],
                 () if self.health_log is None else self.health_log.read(),
+                by_env if self.folders_by_env else {},
             )
             self._seen = seen
         return self._history
 
 
+def pool(by_env: Mapping[str, Sequence[Evaluation]]) -> tuple[Evaluation, ...]:
+    """One evaluation for each step at which all environments have one; each prompt counts once."""
+    of_env = [{evaluation.step: evaluation for evaluation in found} for found in by_env.values()]
+    common = set.intersection(*(set(found) for found in of_env)) if of_env else set()
+    return tuple(_pool([found[step] for found in of_env]) for step in sorted(common))
+
+
+def _pool(parts: Sequence[Evaluation]) -> Evaluation:
+    point = pooled([(part.num_prompts, part.point) for part in parts])
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [(part.num_prompts, value) for part, value in zip(parts, values, strict=True) if value is not None]
+        total = sum(num for num, _ in known)
+        return sum(num * value for num, value in known) / total if total and len(known) == len(parts) else None
+
+    return Evaluation(
+        step=point.step,
+        accuracy=point.accuracy,
+        low=point.low,
+        high=point.high,
+        num_right=sum(part.num_right for part in parts),
+        num_prompts=sum(part.num_prompts for part in parts),
+        samples=tuple(chain.from_iterable(part.samples for part in parts)),
+        ended=mean([part.ended for part in parts]),
+        policy_version=min((v for part in parts if (v := part.policy_version) is not None), default=None),
+        mean_score=mean([part.mean_score for part in parts]),
+    )
+
+
+def _read_evaluations(paths: Sequence[Path], env: str) -> tuple[Evaluation, ...]:
+    found = [replace(one, env=env) for path in paths if (one := read_evaluation(path)) is not None]
+    return tuple(sorted(found, key=lambda evaluation: evaluation.step))
+
+
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     """Reads the files in the run's folder, which may have moved; else where the settings say."""
     metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
+    by_env = {
+        label: evals / label if (evals / label).exists() else env.data_dir_to_save_evals or evals / label
+        for label, env in zip(labels_of(config.envs), config.envs, strict=True)
+        if env.num_eval
+    }
     return HistoryReader(
         metrics if metrics.exists() else config.train.metrics_file or metrics,
         evals if evals.exists() else config.env.data_dir_to_save_evals or evals,
         HealthLog(run_folder / "logs" / "trainer.log"),
+        by_env,
     )
 
 

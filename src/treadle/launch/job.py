@@ -42,6 +42,7 @@ from treadle.launch.plan import (
     build_plan,
     choose_steps,
     explicit_keys,
+    keys_in,
     wished_addresses,
 )
 from treadle.launch.ports import Listeners, held_ports, port_of
@@ -65,7 +66,7 @@ from treadle.wire.urls import shown_url, without_token
 LAST_ANSWER_S = 10.0  # the hub is idle by then
 # What the numbering of waves and steps hangs on.
 _FIXED_FOR_LIFE = (
-    "model", "seed", "output", "env.name", "env.task", "env.group_size", "env.wandb_name", "train.batch_size",
+    "model", "seed", "output", "env", "env.name", "env.task", "env.group_size", "env.wandb_name", "train.batch_size",
     "train.gradient_accumulation_steps", "hub.database", "hub.fresh",
 )  # fmt: skip
 
@@ -105,7 +106,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     with run_folders.locked(folder):
         # --hub.fresh was for the start of the run: now the queue holds its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
-        config = one_address(config, frozenset(overrides))
+        given = keys_in(config, overrides)
+        config = one_address(config, given)
         _check_same_place_of_queue(config, folder)
         config.check_together()
         check_one_trainer(config)
@@ -122,14 +124,14 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
             return summary
         require_secrets(config.model_dump(mode="json"))
         config = checked_resume(config)
-        explicit = run_folders.requested_keys(folder) | frozenset(overrides)
+        explicit = run_folders.requested_keys(folder) | given
         prepared = Path(config.engine.model)
         with held_ports(wished_addresses(config), explicit) as listeners:
             tokens = read_tokens(config)
             last_step = reader_of(config, folder).read().last_step
             attached = attach(config, explicit | {"model"}, tokens, _say, last_step)  # it keeps its model
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
-            plan = _planner(attached, model_folder, explicit, frozenset(overrides), tokens, listeners)(folder)
+            plan = _planner(attached, model_folder, explicit, given, tokens, listeners)(folder)
             run_folders.check_queue_exists(plan.config, folder, last_step)
             _say_what_is_repeated(plan.config, last_step)
             return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
@@ -175,7 +177,9 @@ def _planner(
         )
         if attached.engine is not None:
             check_live_folder(plan.config, attached.engine)
-        chosen = (attached.derived | {"env.pace", "env.group_size"}) - explicit  # settings.py chose the last two
+        config = attached.config
+        settled = {*config.keys_of_envs("pace"), *config.keys_of_envs("group_size")}  # by settings.py
+        chosen = (attached.derived | settled) - explicit
         return replace(plan, is_env_last=attached.was_begun, derived=plan.derived | chosen)
 
     return plan_in
@@ -302,7 +306,7 @@ class Life:
 
     def _tick(self) -> None:
         seen = self._history.read()
-        self._overseer.look((seen.last_step, len(seen.evaluations)), is_starting=not self._are_servers_started)
+        self._overseer.look((seen.last_step, len(seen.measured)), is_starting=not self._are_servers_started)
         if self._screen is not None:
             self._screen.tick()
 

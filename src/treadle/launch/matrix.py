@@ -22,7 +22,7 @@ from typing import Any
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
-from treadle.errors import ConfigError, MissingExtra, TreadleError, as_path_error, as_user_error
+from treadle.errors import ConfigError, MissingExtra, Problems, TreadleError, as_path_error, as_user_error
 from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.cards import find_gpu, host_memory
@@ -38,10 +38,10 @@ from treadle.launch.matrix_table import (
     text_of,
     verdict,
 )
-from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys, value_of
+from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys, keys_in, value_of
 from treadle.launch.report import load_summary
 from treadle.launch.report_page import PAGE_FILE, gather, render
-from treadle.launch.settings import check_one_model, run_label, settle_environment, settle_paths, with_fitting_groups
+from treadle.launch.settings import check_one_model, run_label, settle_environments, settle_paths, with_fitting_groups
 from treadle.launch.wording import gigabytes, near, program
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
@@ -134,14 +134,16 @@ def resume_matrix(matrix_folder: Path, given: RunConfig, modes: Sequence[str] | 
 def check_settings(config: RunConfig, modes: Sequence[str]) -> None:
     """Refuse what no mode could run with, before a folder is made."""
     explicit = explicit_keys(config)
-    named = [key for key in _OF_ONE_RUN if key in explicit]
+    named = [key for key in _OF_ONE_RUN if keys_in(config, [key]) & explicit]
     if named:
         flag = "--" + named[0].replace("_", "-")
         raise ConfigError(
             f"{flag} would be the same for all modes, and each needs a hub, an engine and a folder of its own",
             fix="leave it out",
         )
-    settle_environment(config.env)
+    problems = Problems()
+    settle_environments(config, problems)
+    problems.raise_all()
     choose_steps(config, explicit)
     refused = [error for mode in modes if (error := refusal(config, mode)) is not None]
     if len(refused) == len(modes):
@@ -285,7 +287,7 @@ class _Runner:
         config = self._config
         matrix = Matrix(
             name=self._folder.name,
-            task="-".join(part for part in (config.env.own_name, config.env.task_name) if part),
+            task=config.task_name if config.envs else f"{config.env.own_name}-{config.env.task_name}",
             model=Path(config.model).name if Path(config.model).is_dir() else config.model,
             seed=config.seed,
             steps=choose_steps(config, explicit_keys(config)),

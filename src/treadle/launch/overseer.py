@@ -34,7 +34,6 @@ SILENT_S = 30.0
 STACKS_TAKE_S = 1.0
 MOST_ALARMS = 200
 SILENT, PROBLEM = "silent", "problem"
-_SILENT = frozenset((name, SILENT) for name in ("hub", "engine", "env", "trainer"))
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ class Overseer:
         standings = [_in_flags_of_run(standing) for standing in _read(answer)]
         notes = tuple(line for standing in standings for line in tell_process(standing, with_fixes=True))
         # What is over may be told again when it comes back.
-        self._raised &= {key for standing in standings for key in _troubles(standing)} | _SILENT
+        known = {key for standing in standings for key in _troubles(standing)}
+        self._raised = {key for key in self._raised if key in known or key[1] == SILENT}
         for standing in standings:
             self._look_at(standing)
         self.sight = replace(
@@ -139,14 +139,15 @@ class Overseer:
         report = standing.report
         for wait in report.waits:
             if wait.is_late and standing.heard_s <= SILENT_AFTER_S:
-                logs = " and ".join(dict.fromkeys(str(self._log_of(name)) for name in (report.kind, wait.of) if name))
+                own = self._name_of(report.pid, report.kind)
+                logs = " and ".join(dict.fromkeys(str(log) for name in (own, wait.of) for log in self._logs_of(name)))
                 self._alarm((report.name, wait.what), f"{tell_wait(report, wait)}; stacks are in {logs}", wait.fix)
         if report.problem and (report.name, PROBLEM) not in self._raised:
             self._raised.add((report.name, PROBLEM))
             finding = f"{report.name} {report.problem}; {report.fix}"
             self.sight = replace(self.sight, findings=(*self.sight.findings, finding)[-MOST_ALARMS:])
         if report.pid in self._pids().values():
-            self._look_at_silent(report.kind, standing.heard_s)
+            self._look_at_silent(self._name_of(report.pid, report.kind), standing.heard_s)
 
     def _look_at_silent(self, name: str, seconds: float) -> None:
         if seconds < SILENT_S:
@@ -165,7 +166,7 @@ class Overseer:
         if _is_stopped(pid):
             self._alarm((name, SILENT), f"{line}: it is stopped (Ctrl-Z, SIGSTOP)", f"kill -CONT {pid}")
         else:
-            line += f"; its stacks are in {self._log_of(name)}"
+            line += f"; its stacks are in {self._log_folder / name}.log"
             self._alarm((name, SILENT), line, "it may be stuck, or short of processor time or memory")
 
     def _alarm(self, key: tuple[str, str], line: str, fix: str) -> None:
@@ -189,8 +190,14 @@ class Overseer:
                 fix=f"the logs in {self._log_folder} say more and have the stacks; --stall-timeout-s gives it longer",
             )
 
-    def _log_of(self, name: str) -> Path:
-        return self._log_folder / f"{name}.log"
+    def _name_of(self, pid: int, kind: str) -> str:
+        """The process of a report, by the name that the launcher gave it; its kind, where another started it."""
+        return next((name for name, own in self._pids().items() if own == pid), kind)
+
+    def _logs_of(self, name: str) -> list[Path]:
+        """The log of a process; of "env", where there are several environments, those of all."""
+        of_kind = [process for process in self._pids() if process.startswith(f"{name}-")] if name else []
+        return [self._log_folder / f"{process}.log" for process in of_kind or ([name] if name else [])]
 
 
 def _is_stopped(pid: int) -> bool:

@@ -60,13 +60,16 @@ def draw(picture: Picture) -> RenderableType:
         lines.append(Text.assemble(("reward per step    ", "dim"), (sparkline(rewards), "green"), ends))
     if history.evaluations:
         lines += _held_out(history.evaluations)
+    for label, evaluations in history.by_env.items():
+        if evaluations:
+            lines.append(Text.assemble((f"  {label:<17}", "dim"), _accuracies(evaluations)))
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
     if picture.sight.standings:
         lines += [Text(), _processes(picture.sight.standings)]
     lines += [Text(f"! {finding}", style="yellow") for finding in picture.sight.findings[-NUM_ALARMS_SHOWN:]]
     lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
     # Where room is short, the end of a title is cut off.
-    about = f"  {picture.config.env.task_name}  {model_name(picture.config.model)}"
+    about = f"  {picture.config.task_name}  {model_name(picture.config.model)}"
     name = Text.assemble((picture.run_name, "bold"), about)
     return Panel(Group(*lines), title=name, title_align="left", subtitle=picture.how_to_leave, subtitle_align="right")
 
@@ -111,12 +114,17 @@ def _generated_tok_s(picture: Picture) -> float | None:
     return picture.history.last(TOKENS_PER_SECOND["generated"]) if now is None else now
 
 
+def _accuracies(evaluations: tuple[Evaluation, ...]) -> str:
+    """Of the first evaluation and the last two."""
+    shown = [evaluations[0], *evaluations[1:][-2:]]
+    return "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
+
+
 def _held_out(evaluations: tuple[Evaluation, ...]) -> list[RenderableType]:
     shown = [evaluations[0], *evaluations[1:][-2:]]
-    course = "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
     scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
     return [
-        Text.assemble(("held-out accuracy  ", "dim"), (course, "bold")),
+        Text.assemble(("held-out accuracy  ", "dim"), (_accuracies(evaluations), "bold")),
         Text.assemble(("held-out score     ", "dim"), scores),
     ]
 

@@ -2,12 +2,13 @@
 
 first    hub, engine        serve until they are stopped; not started where the run is attached to one that runs already
          trainer            loads its libraries meanwhile, and waits for both by itself
-then     env                when hub and engine answer; the run is complete when trainer and env are done
+then     env                when hub and engine answer; the run is complete when trainer and env are done. Of several
+                            environments each is a process: env-gsm8k, env-arithmetic
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from treadle.config.advice import as_flags_of
+from treadle.config.env import labels_of, process_of
 from treadle.config.load import parse
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
@@ -53,11 +55,11 @@ class RunTokens:
     hub_admin: str | None = field(default=None, repr=False)
     engine: str | None = field(default=None, repr=False)
 
-    def variables_of(self, process: str) -> dict[str, str]:
+    def variables_of(self, kind: str) -> dict[str, str]:
         """The environment variables of a process, which other users cannot read, unlike its command line."""
-        admin = self.hub_admin if process == "hub" else None
-        hub = _token_for(self.hub, _HUB_ROLES.get(process))
-        engine = _token_for(self.engine, _ENGINE_ROLES.get(process))
+        admin = self.hub_admin if kind == "hub" else None
+        hub = _token_for(self.hub, _HUB_ROLES.get(kind))
+        engine = _token_for(self.engine, _ENGINE_ROLES.get(kind))
         given = zip(_TOKEN_VARIABLES, (hub, admin, engine), strict=True)
         return {variable: token for variable, token in given if token is not None}
 
@@ -122,15 +124,17 @@ def build_plan(
     config = with_values(config, by_processor)
     ports = facts.ports
     # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
-    leased_ahead = config.env.max_age if config.env.pace != "stream" else 0
+    in_waves = [env.max_age for env in config.environments if env.pace != "stream"]
+    leased_ahead = max(in_waves, default=0)
     if "train.max_age" in explicit and config.train.max_age != leased_ahead:
         raise ConfigError(
-            f"env.max_age {config.env.max_age} and train.max_age {config.train.max_age} would wait for each other",
+            f"env.max_age {leased_ahead} and train.max_age {config.train.max_age} would wait for each other",
             fix="give only --env.max-age",
         )
     hub_url = config.hub_url or url_to(config.hub.host, ports["hub"])
     engine_url = config.engine_url or url_to(config.engine.host, ports["engine"])
-    threads = max(1, facts.num_cores // 2) if config.env.max_age >= 1 else facts.num_cores
+    is_side_by_side = any(env.max_age >= 1 for env in config.environments)
+    threads = max(1, facts.num_cores // 2) if is_side_by_side else facts.num_cores
     longest = longest_sequence(config, explicit)
     derived = {
         "hub.database": run_folder / "hub.sqlite",
@@ -140,9 +144,7 @@ def build_plan(
         "engine.max_model_len": longest,
         "train.seq_len": longest,
         **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
-        "env.seed": config.seed,
-        "env.data_dir_to_save_evals": run_folder / "evals",
-        "env.state_dir": run_folder / "env",
+        **_of_environments(config, run_folder),
         "train.seed": config.seed,
         "train.threads": threads,
         "train.max_age": leased_ahead,
@@ -152,7 +154,7 @@ def build_plan(
     settled: dict[str, Any] = {
         **{f"{server}.port": port for server, port in ports.items()},
         "train.atropos_url": hub_url,
-        "env.rollout_server_url": hub_url,
+        **dict.fromkeys(config.keys_of_envs("rollout_server_url"), hub_url),
         "train.engine_url": engine_url,
         "train.vllm_port": None,  # engine_url says it
         "openai.base_url": f"{engine_url}/v1",
@@ -170,6 +172,36 @@ def build_plan(
     if config.train.unused_name:
         notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
     return Plan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
+
+
+def _of_environments(config: RunConfig, run_folder: Path) -> dict[str, Any]:
+    """The settings of each environment that follow from the run."""
+    values: dict[str, Any] = {
+        **dict.fromkeys(config.keys_of_envs("seed"), config.seed),
+        **dict.fromkeys(config.keys_of_envs("state_dir"), run_folder / "env"),
+    }
+    if not config.envs:
+        return values | {"env.data_dir_to_save_evals": run_folder / "evals"}
+    labels, shares = labels_of(config.envs), shares_of(config)
+    for place, (label, share) in enumerate(zip(labels, shares, strict=True)):
+        values |= {
+            f"envs.{place}.wandb_name": label,
+            f"envs.{place}.data_dir_to_save_evals": run_folder / "evals" / process_of(label).removeprefix("env-"),
+            f"envs.{place}.num_environments": len(labels),
+            f"envs.{place}.min_batch_allocation": share,
+        }
+    return values
+
+
+def shares_of(config: RunConfig) -> list[float]:
+    """The share of a batch that waits for each of several environments: the whole groups in its share by weight.
+
+    What is left of a batch is filled by weight with what is there. Weights 0.7 and 0.3, groups of 4, batches of 16:
+    [0.5, 0.25].
+    """
+    batch, total = config.train.sequences_per_step, sum(env.inference_weight for env in config.envs)
+    num_groups = [int(batch * env.inference_weight / total / env.group_size + 1e-9) for env in config.envs]
+    return [num * env.group_size / batch for num, env in zip(num_groups, config.envs, strict=True)]
 
 
 def choose_by_processor(
@@ -190,9 +222,10 @@ def choose_by_processor(
     # Side by side each would have half of the cores, wait for the other in between, and learn from older samples.
     is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.engine_url).hostname or "")
     are_both_here = is_cpu(config.engine.device) and is_cpu(config.train.device) and not is_elsewhere
-    if are_both_here and "env.max_age" not in explicit:
+    left_open = [key for key in config.keys_of_envs("max_age") if key not in explicit]
+    if are_both_here and left_open:
         notes.append("engine and trainer take turns on all cores (--env.max-age 1: side by side, half of them each)")
-        values["env.max_age"] = 0
+        values |= dict.fromkeys(left_open, 0)
     return values, tuple(notes)
 
 
@@ -200,7 +233,8 @@ def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
     """For engine and trainer alike: what the user gave for one of them, else room for a prompt and a completion."""
     given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
     asked = [value for key, value in given.items() if key in explicit]
-    wanted = -(-(config.env.max_token_length + PROMPT_ROOM) // 256) * 256
+    completion = max(env.max_token_length for env in config.environments)
+    wanted = -(-(completion + PROMPT_ROOM) // 256) * 256
     return min(asked) if asked else max(*given.values(), wanted)
 
 
@@ -221,12 +255,21 @@ def engine_of_mode(
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
-    """The dotted keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}."""
+    """The dotted keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}; "envs.1.task"."""
     keys: set[str] = set()
     for name in config.model_fields_set:
         value = getattr(config, name)
-        keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
+        if name == "envs":
+            keys |= {key for place, env in enumerate(value) for key in explicit_keys(env, f"envs.{place}.")}
+        else:
+            keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
     return frozenset(keys)
+
+
+def keys_in(config: RunConfig, overrides: Iterable[str]) -> frozenset[str]:
+    """The settings that flags change: "env.seed" is that of each environment."""
+    spread = [config.keys_of_envs(key[4:]) if key.startswith("env.") else [key] for key in overrides]
+    return frozenset(key for keys in spread for key in keys)
 
 
 def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
@@ -248,7 +291,7 @@ def value_of(config: RunConfig, dotted: str) -> Any:
     """The value of a setting: `value_of(config, "hub.port")`."""
     value: Any = config
     for name in dotted.split("."):
-        value = getattr(value, name)
+        value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
     return value
 
 
@@ -257,9 +300,9 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     merged = config.model_dump()
     for dotted, value in values.items():
         *sections, key = dotted.split(".")
-        place = merged
+        place: Any = merged
         for section in sections:
-            place = place[section]
+            place = place[int(section) if isinstance(place, list | tuple) else section]
         place[key] = value
     return parse(RunConfig, merged, source="the command line")
 
@@ -277,12 +320,14 @@ def _processes(
 
     settings = config.model_dump(mode="json")
 
-    def spec(name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0) -> ProcessSpec:
+    def spec(
+        name: str, *verb: str, threads: int, ready_url: str | None = None, timeout_s: float = 60.0, kind: str = ""
+    ) -> ProcessSpec:
         argv = (facts.python, "-m", "treadle", *verb, "--config", str(run_folder / CONFIG_FILE))
         environment = {
             **child_environment(facts, threads=threads, is_offline=is_offline),
-            **tokens.variables_of(name),
-            **secret_variable(settings, *SECTIONS_OF_PROCESS[name]),
+            **tokens.variables_of(kind or name),
+            **secret_variable(settings, *SECTIONS_OF_PROCESS[kind or name]),
         }
         return ProcessSpec(name, argv, environment, run_folder / LOG_FOLDER / f"{name}.log", ready_url, timeout_s)
 
@@ -292,7 +337,8 @@ def _processes(
         spec("hub", "hub", threads=1, ready_url=f"{hub_url}/healthz"),
         # Loading a large model from a cold disk takes minutes.
         spec("engine", "engine", threads=engine_threads, ready_url=f"{engine_url}/health", timeout_s=900.0),
-        spec("env", "env", config.env.name, "serve", threads=1),
+        *(spec(process_of(label), "env", label, "serve", threads=1, kind="env") for label in labels_of(config.envs)),
+        *(() if config.envs else (spec("env", "env", config.env.name, "serve", threads=1),)),
         spec("trainer", "train", threads=train_threads),
     )
     return tuple(process for process in specs if process.name not in config.attached_urls)

@@ -26,8 +26,9 @@ from treadle.launch.ports import Listeners, held_ports
 from treadle.launch.settings import (
     check_one_model,
     check_one_trainer,
-    settle_environment,
+    settle_environments,
     settle_paths,
+    with_environments,
     with_fitting_groups,
 )
 from treadle.sync.model_identity import find_model
@@ -41,7 +42,8 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
     """The settings of a new run, completed, and its addresses, which are held until the block ends."""
     problems = Problems()
     with problems.collected():
-        config = config.model_copy(update={"env": settle_environment(config.env)})
+        config.check_mix()
+    config = settle_environments(config, problems)
     has_environment = problems.is_empty
     with problems.collected():
         config = one_address(config, explicit)
@@ -76,10 +78,13 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
 def checked_resume(config: RunConfig) -> RunConfig:
     """The settings of a run that goes on, with its environment's own."""
     problems = Problems()
-    with problems.collected():
-        environment = load_environment(config.env)
-        prepare_task(environment)
-        config = config.model_copy(update={"env": environment.config})
+    environments = list(config.environments)
+    for place, env in enumerate(environments):
+        with problems.collected():
+            environment = load_environment(env)
+            prepare_task(environment)
+            environments[place] = environment.config
+    config = with_environments(config, environments)
     with problems.collected():
         _check_engine(config)
     with problems.collected():

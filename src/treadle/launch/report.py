@@ -83,6 +83,8 @@ class Summary:
     ended_before: float | None = None
     ended_after: float | None = None
     tokens_per_second: dict[str, float | None] = field(default_factory=dict)  # {"generated": 812.0, "trained": 412.4}
+    # Of several environments, by name: {"gsm8k": {"before": {...}, "after": {...}}}; held_out_* is over all prompts.
+    held_out_by_env: dict[str, dict[str, dict[str, Any] | None]] = field(default_factory=dict)
 
     @property
     def result_name(self) -> str:
@@ -94,8 +96,8 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         run=str(run_folder),
         is_complete=outcome.is_complete,
         model=config.model,
-        env=config.env.name,
-        task=config.env.task_name,
+        env=" + ".join(env.name for env in config.environments),
+        task=config.task_name,
         seed=config.seed,
         steps=config.steps,
         steps_taken=history.last_step,
@@ -120,6 +122,11 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         ended_before=None if history.before is None else history.before.ended,
         ended_after=None if history.after is None else history.after.ended,
         tokens_per_second={word: _rounded(history.mean(key)) for word, key in TOKENS_PER_SECOND.items()},
+        held_out_by_env={
+            label: {"before": _held_out(own.before), "after": _held_out(own.after)}
+            for label in history.by_env
+            if (own := history.of_env(label))
+        },
     )
 
 
@@ -188,6 +195,8 @@ def print_report(summary: Summary, console: Console) -> None:
     steps = counted(summary.steps_taken, "step")
     console.print(f"[bold]{steps} in {duration(summary.total_s)}[/bold]", highlight=False)
     row("held-out accuracy", accuracy_in_words(summary))
+    for label, held_out in summary.held_out_by_env.items():
+        row(f"  {label}", change_in_words(held_out["before"], held_out["after"]))
     if scores := mean_scores_in_words(summary):
         row("held-out mean score", scores)
     if summary.ended_before is not None or summary.ended_after is not None:
@@ -262,7 +271,11 @@ def mean_scores_in_words(summary: Summary) -> str:
 
 
 def accuracy_in_words(summary: Summary) -> str:
-    before, after = summary.held_out_before, summary.held_out_after
+    return change_in_words(summary.held_out_before, summary.held_out_after)
+
+
+def change_in_words(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+    """ "1.6 % (0.6 to 3.9) -> 72.3 % (66.5 to 77.4), 95 % intervals, 256 prompts"."""
 
     def words(held_out: dict[str, Any] | None) -> str:
         if held_out is None:

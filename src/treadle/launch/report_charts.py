@@ -17,6 +17,7 @@ PARTS_OF_A_STEP = {
 MAX_HEALTHY_KL = 0.1
 MAX_HEALTHY_CLIPPED = 0.3
 HEALTHY_RATIO = (0.8, 1.2)
+NUM_COLOURS = 5
 # A step whose groups all scored the same trains no token: earlier releases wrote a 0 for these, which is no figure.
 OF_TRAINED_TOKENS = frozenset({"entropy", "grad_norm", "kl", "mean_kl", "mean_ratio", "clipped_fraction"})
 
@@ -36,6 +37,7 @@ def charts_of(history: History) -> list[Chart]:
             held_out=tuple(evaluation.point for evaluation in history.evaluations),
             from_zero=True,
         ),
+        *_held_out_by_env(history),
         Chart(
             "KL",
             distinct(course("mean_kl", "from the sampling policy", 1), course("kl", "KL term of the loss", 3)),
@@ -72,6 +74,15 @@ def charts_of(history: History) -> list[Chart]:
         ),
         plain("rollout staleness", "sample/staleness_mean", "policy versions"),
     ]
+
+
+def _held_out_by_env(history: History) -> list[Chart]:
+    """Of several environments, the held-out accuracy of each."""
+    series = [
+        Series(label, tuple((float(one.step), one.accuracy) for one in evaluations), 1 + place % NUM_COLOURS)
+        for place, (label, evaluations) in enumerate(history.by_env.items())
+    ]
+    return [Chart("held-out accuracy by environment", tuple(series), "share", from_zero=True)] if series else []
 
 
 def time_of_a_step(history: History) -> Chart:

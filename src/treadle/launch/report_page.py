@@ -171,6 +171,8 @@ def in_words(facts: Facts) -> list[str]:
     steps = f"{summary.steps_taken} of {counted(summary.steps, 'step')}"
     told = [f"{model_name(summary.model)} was trained on {_task(summary)}: {steps}{took}."]
     told += _accuracy_in_words(*_first_and_last(history.evaluations))
+    for label, evaluations in history.by_env.items():
+        told += [f"{label}: {sentence}" for sentence in _accuracy_in_words(*_first_and_last(evaluations))]
     told += _sampling_note(facts)
     rewards = history.values("reward")
     if len(rewards) >= 2 * _PREFIX_STEPS:
@@ -219,15 +221,22 @@ def _sampling_note(facts: Facts) -> list[str]:
 
 def settings_of(config: RunConfig, asked_for: frozenset[str]) -> list[Setting]:
     """Every setting of the run by its dotted key; what is secret is not shown."""
-    used, default = (_flat(without_secrets(one.model_dump(mode="json"))) for one in (config, RunConfig()))
-    return [Setting(key, _shown(value), _shown(default.get(key)), key in asked_for) for key, value in used.items()]
+    left_out = {"env"} if config.envs else {"envs"}
+    used = _flat(without_secrets(config.model_dump(mode="json", exclude=left_out)))
+    default = _flat(RunConfig().model_dump(mode="json"))
+
+    def default_of(key: str) -> Any:
+        return default.get(re.sub(r"^envs\.\d+\.", "env.", key))
+
+    return [Setting(key, _shown(value), _shown(default_of(key)), key in asked_for) for key, value in used.items()]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        is_section = isinstance(value, dict) and name != "args"
-        flat |= _flat(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+        tables = {str(place): table for place, table in enumerate(value)} if name == "envs" else value
+        is_section = isinstance(tables, dict) and name != "args"
+        flat |= _flat(tables, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return flat
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.env import EnvConfig
+from treadle.config.env import EnvConfig, labels_of, process_of
 from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.course import fitting_group_size
 from treadle.envs.serving.pace import choose_pace
-from treadle.errors import ConfigError
-from treadle.launch.plan import RunTokens, with_values
+from treadle.errors import ConfigError, Problems
+from treadle.launch.plan import RunTokens, value_of, with_values
 from treadle.store.file import real_path
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.wire.urls import shown_url
+
+LONGEST_LABEL = 80  # characters of a folder's name
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
@@ -36,25 +39,40 @@ def settle_environment(config: EnvConfig) -> EnvConfig:
     return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment)})
 
 
+def with_environments(config: RunConfig, environments: Sequence[EnvConfig]) -> RunConfig:
+    """A copy with these environments, of which there are as many as before."""
+    changed = {"envs": tuple(environments)} if config.envs else {"env": environments[0]}
+    return config.model_copy(update=changed)
+
+
+def settle_environments(config: RunConfig, problems: Problems) -> RunConfig:
+    """Settle each environment, and add its error to `problems`. Several share batches, which is a stream's."""
+    settled = list(config.environments)
+    for place, env in enumerate(settled):
+        with problems.collected():
+            settled[place] = settle_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
+    return with_environments(config, settled)
+
+
 def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
     """Make groups no larger than a batch, unless the user chose their size."""
-    group_size = fitting_group_size(config.env.group_size, config.train.sequences_per_step)
-    return config if "env.group_size" in explicit else with_values(config, {"env.group_size": group_size})
+    keys = [key for key in config.keys_of_envs("group_size") if key not in explicit]
+    sequences = config.train.sequences_per_step
+    return with_values(config, {key: fitting_group_size(value_of(config, key), sequences) for key in keys})
 
 
 def settle_paths(config: RunConfig) -> RunConfig:
     """Make the paths of files and folders absolute: a run can be resumed from another folder."""
     real_path(config.hub.database)  # refuses names such as :memory:
     config = with_absolute_paths(config)
-    names: dict[str, str] = {"env.data": config.env.data, "env.eval_data": config.env.eval_data}
-    if ".py" in config.env.name:
-        names["env.name"] = config.env.name
+    names = {key: value_of(config, key) for name in ("data", "eval_data") for key in config.keys_of_envs(name)}
+    names |= {key: name for key in config.keys_of_envs("name") if ".py" in (name := value_of(config, key))}
     if "/" in config.engine.vllm_python:
         names["engine.vllm_python"] = config.engine.vllm_python
     if config.model != DEFAULT_MODEL:
         names["model"] = config.model
-    rewards = tuple(map(_absolute_reward, config.env.rewards))
-    return with_values(config, {**{key: _absolute(name) for key, name in names.items()}, "env.rewards": rewards})
+    rewards = {key: tuple(map(_absolute_reward, value_of(config, key))) for key in config.keys_of_envs("rewards")}
+    return with_values(config, {key: _absolute(name) for key, name in names.items()} | rewards)
 
 
 def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -94,7 +112,10 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
 
 
 def run_label(config: RunConfig) -> str:
-    """ "arithmetic-addition", "gsm8k", "my_env": the last part of a run folder's name."""
+    """ "arithmetic-addition", "gsm8k", "my_env", "gsm8k+my_env": the last part of a run folder's name."""
+    if config.envs:
+        joined = "+".join(process_of(label).removeprefix("env-") for label in labels_of(config.envs))
+        return joined if len(joined) <= LONGEST_LABEL else f"{len(config.envs)}-environments"
     return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
 

@@ -142,9 +142,9 @@ class Supervisor:
         if not self._children:
             return
         patience = self._stop.count
-        for name in ("trainer", "env"):  # both at once: the trainer saves faster when nobody asks the engine
-            if name in self._children:
-                self._children[name].terminate()
+        for child in self._children.values():  # all at once: the trainer saves faster when nobody asks the engine
+            if not child.spec.serves:
+                child.terminate()
         named = [name for name, _ in self._stop_order]
         others = [(name, _OTHERS_S) for name in self._children if name not in named]
         try:

@@ -79,7 +79,7 @@ def choose_view(*, plain: bool) -> View:
 
 def current_phase(history: History, config: RunConfig) -> str:
     """What the run is doing, told from what it has written: `measuring held-out accuracy before training`."""
-    evaluates = config.env.num_eval > 0
+    evaluates = any(env.num_eval > 0 for env in config.environments)
     if not history.steps:
         is_waiting = evaluates and history.before is None
         return "measuring held-out accuracy before training" if is_waiting else "collecting the first batch"
@@ -158,6 +158,7 @@ class PlainView:
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._progress: tuple[str, int, int] = ("", 0, 0)  # phase, last step, number of evaluations
+        self._evaluated: set[tuple[str, int]] = set()  # environment and step
         self._progress_s = 0.0
         self._printed_s = 0.0
         self._is_first = True
@@ -172,11 +173,12 @@ class PlainView:
         now_s, history = state.clock(), state.history
         if self._is_first:  # the past of a resumed run is not printed again
             self._is_first = False
-            self._progress = ("", history.last_step, len(history.evaluations))
+            self._progress = ("", history.last_step, len(history.measured))
+            self._evaluated = {(one.env, one.step) for one in history.measured}
             self._num_health_lines = len(history.health)
         for line in self._new_lines(state):
             self._print(line, now_s)
-        progress = (state.phase, history.last_step, len(history.evaluations))
+        progress = (state.phase, history.last_step, len(history.measured))
         if progress != self._progress:  # the step may be lower: a resumed trainer takes lost steps again
             self._progress, self._progress_s = progress, now_s
         if now_s - self._printed_s >= WAITING_LINE_EVERY_S:
@@ -188,11 +190,16 @@ class PlainView:
 
     def _new_lines(self, state: RunState) -> Iterator[str]:
         history, sight = state.history, state.sight
-        last_phase, last_step, num_evaluations = self._progress
-        for evaluation in history.evaluations[num_evaluations:]:
+        last_phase, last_step, _ = self._progress
+        for evaluation in history.measured:
+            if (evaluation.env, evaluation.step) in self._evaluated:
+                continue
+            self._evaluated.add((evaluation.env, evaluation.step))
+            whose = f" of {evaluation.env}" if evaluation.env else ""
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
             mean = "" if evaluation.mean_score is None else f", mean score {evaluation.mean_score:.3f}"
-            yield f"held-out accuracy at step {evaluation.step}: {percent(evaluation.accuracy)} ({interval}){mean}"
+            shown = f"{percent(evaluation.accuracy)} ({interval}){mean}"
+            yield f"held-out accuracy{whose} at step {evaluation.step}: {shown}"
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > last_step:
                 yield _step_line(History(history.steps[:number]), state.config.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,23 @@ class HeldOutPoint:
     accuracy: float
     low: float
     high: float
+
+
+def pooled(parts: Sequence[tuple[int, HeldOutPoint]]) -> HeldOutPoint:
+    """The accuracy over the prompts of several evaluations, (number of prompts, point) each, at one step.
+
+    The interval combines theirs: the distances to the bounds add up as independent errors do (Zou and Donner's MOVER).
+
+    >>> point = HeldOutPoint(0, 0.5, 0.4, 0.6)
+    >>> pooled([(100, point), (100, point)])
+    HeldOutPoint(step=0, accuracy=0.5, low=0.4292..., high=0.5707...)
+    """
+    total = sum(num for num, _ in parts) or 1
+    shares = [(num / total, point) for num, point in parts]
+    accuracy = sum(share * point.accuracy for share, point in shares)
+    below = math.hypot(*(share * (point.accuracy - point.low) for share, point in shares))
+    above = math.hypot(*(share * (point.high - point.accuracy) for share, point in shares))
+    return HeldOutPoint(parts[0][1].step, accuracy, max(0.0, accuracy - below), min(1.0, accuracy + above))
 
 
 def load_pyplot() -> Any:

@@ -109,6 +109,7 @@ class EnvStanding(msgspec.Struct, kw_only=True):
     untrained_sequences: int  # its own: those that wait, and those in batches that were given out
     trainer_waits: bool  # it asked for a batch, and there is none
     share: float  # of a batch that is to come from it
+    num_present: int = 1  # environments that are registered and alive, this one included
 
 
 class HubStatus(msgspec.Struct, kw_only=True):

@@ -12,7 +12,7 @@ waves    the prompts of a step side by side, so that the same seed gives the sam
 stream   group by group, as many as keep the engine busy and the data fresh (envs/serving/stream.py)
     Evaluations run beside training. Cursor and undelivered groups are on disk, so a killed process loses nothing.
 
-Both: register --> evaluate before the first step --> ... --> evaluate after the last --> leave
+Both: register --> others registered? --> evaluate before the first step --> ... --> evaluate after the last --> leave
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from treadle.config.env import EnvConfig
 from treadle.config.load import replace_text
 from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
@@ -32,8 +33,9 @@ from treadle.envs.rollout import Desk
 from treadle.envs.serving.course import Course, check_fills_batches, fitting_group_size, plan_course
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
-from treadle.envs.serving.evaluations import evaluate, evaluate_beside, evaluate_if_due
+from treadle.envs.serving.evaluations import STATUS_POLL_S, evaluate, evaluate_beside, evaluate_if_due
 from treadle.envs.serving.pace import FlightLimit, choose_pace
+from treadle.envs.serving.pause import Pause
 from treadle.envs.serving.report import Ledger
 from treadle.envs.serving.selection import ByDifficulty, InTurn, Selection
 from treadle.envs.serving.spool import Spool
@@ -42,6 +44,7 @@ from treadle.envs.serving.tracking import open_tracking
 from treadle.envs.serving.waves import Waves
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
+from treadle.watch.waits import Wanted
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import RegisterEnv
 
@@ -67,6 +70,8 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
     if registered.env_id is None:
         raise HubError("the hub registered this environment and gave it no id", fix="see whether it is really a hub")
     ledger.env_id = registered.env_id
+    if config.num_environments > 1:
+        await _wait_for_others(hub, registered.env_id, config)
     course = plan_course(config, registered, info, (await hub.standing(registered.env_id)).share)
     if pace == "waves" and config.pace == "auto" and not course.is_alone:
         pace = "stream"  # a wave fills a whole batch, and others are there to fill it too
@@ -88,6 +93,15 @@ async def run(desk: Desk, hub: HubClient, ledger: Ledger | None = None) -> None:
     finally:
         await _say_goodbye(hub, course.env_id)
         await asyncio.to_thread(ledger.tracking.close)
+
+
+async def _wait_for_others(hub: HubClient, env_id: int, config: EnvConfig) -> None:
+    """Until all environments of the run are registered: before that the hub gives the share of the others away."""
+    with Pause(hub.waits) as pause:
+        while (present := (await hub.standing(env_id)).num_present) < config.num_environments:
+            what = f"{config.num_environments - present} more of the {config.num_environments} environments to register"
+            pause.wait_for(Wanted(what, of="env", deadline_s=config.trainer_patience_s))
+            await asyncio.sleep(STATUS_POLL_S)
 
 
 def _registration(desk: Desk) -> RegisterEnv:

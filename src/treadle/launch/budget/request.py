@@ -16,7 +16,7 @@ from treadle.launch.budget import calibration
 from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.launch.plan import explicit_keys, longest_sequence, with_values
+from treadle.launch.plan import explicit_keys, keys_in, longest_sequence, with_values
 from treadle.processor import fast_dtype
 
 
@@ -54,14 +54,13 @@ def read_request(
     """The job that `treadle run` would start with these settings, and the machine it is planned for; `explicit` as in
     `build_plan`. What treadle run would refuse is refused here too."""
     explicit = explicit_keys(run) if explicit is None else explicit
-    with suppress(Exception):  # an environment that cannot be loaded here, for any reason, has no defaults of its own
-        run = run.model_copy(update={"env": load_environment(run.env).config})
+    asked, run = run, _with_largest_environment(run)
     train_gpus, engine_gpus = _gpus(run, values)
     machine = _machine(run, values, has_several_gpus=train_gpus > 1 or engine_gpus > 0)
     if not machine.has_gpu:
         engine_gpus = 0
     group_size = run.env.group_size
-    if "env.group_size" not in explicit:
+    if not keys_in(asked, ["env.group_size"]) & explicit:
         group_size = fitting_group_size(group_size, run.train.sequences_per_step)
     planned = {
         "train.world_size": train_gpus,
@@ -71,6 +70,19 @@ def read_request(
     run = with_values(run, planned)
     run.check_together()
     return _job(run, values, explicit, (train_gpus, engine_gpus), has_gpu=machine.has_gpu), machine
+
+
+def _with_largest_environment(run: RunConfig) -> RunConfig:
+    """The run with its environment's own defaults; of several, only the one with the longest completions: the memory of
+    a step is the largest when all its groups are of that one."""
+    loaded = []
+    for env in run.environments:
+        with suppress(Exception):  # one that cannot be loaded here, for any reason, has no defaults of its own
+            env = load_environment(env).config  # noqa: PLW2901
+        loaded.append(env)
+    if run.envs:
+        run.check_mix()
+    return run.model_copy(update={"env": max(loaded, key=lambda env: env.max_token_length), "envs": ()})
 
 
 def accepts(run: RunConfig, flags: Sequence[str]) -> bool:

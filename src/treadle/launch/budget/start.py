@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle.config.env import labels_of
 from treadle.config.flags import given
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.config.sync import LORA_MODES
@@ -85,7 +86,7 @@ class Start:
             train.pop(name, None)
         if job.max_model_len != EngineConfig().max_model_len:
             engine["max_model_len"] = train["seq_len"] = str(job.max_model_len)
-        if run.env.pace != "stream":
+        if not run.envs and run.env.pace != "stream":
             train = {"max_age": str(run.env.max_age)} | train
         if mode in LORA_MODES:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
@@ -104,10 +105,17 @@ class Start:
             visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, cards))} "
         of_env = [key for key in settings if key.startswith(("env.", "openai.")) and key != "env.name"]
         env = {key: settings[key] for key in of_env}
+        mixed = [
+            (label, {"env.pace": "stream", "env.inference_weight": f"{one.inference_weight:g}"})
+            for label, one in zip(labels_of(run.envs), run.envs, strict=True)
+        ]
         return [
             self._command("treadle hub", _section("hub", settings)),
             self._command(f"{visible}treadle engine", engine),
-            self._command(f"treadle env {shlex.quote(run.env.name)} serve", env),
+            *(
+                self._command(f"treadle env {shlex.quote(name)} serve", own | env)
+                for name, own in mixed or [(run.env.name, {})]
+            ),
             self._command(f"torchrun --nproc-per-node {job.train_gpus} -m treadle train", train),
         ]
 

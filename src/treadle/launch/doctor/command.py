@@ -161,7 +161,7 @@ def examine_live(patient: Patient, env: Mapping[str, str], tell: Tell = _to_nobo
         if is_going(folder):
             # The run's tokens are for its own servers, and not for an address that was given.
             if not hub_url:
-                hub_url = config.env.rollout_server_url
+                hub_url = config.environments[0].rollout_server_url
                 hub_token = _token_of_run(config.hub.token_file, "observer", hub_token, checks)
             if not engine_url:
                 engine_url = config.train.engine_url
