@@ -77,6 +77,27 @@ def test_an_engine_that_is_gone_does_not_answer_and_a_run_without_one_has_none()
     assert EngineWatch({}).look() is None
 
 
+def test_each_of_several_environments_is_found_by_its_name(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    for name in ("env-gsm8k", "env-echo"):
+        (tmp_path / "logs" / f"{name}.log").write_text("")
+    words = ["treadle", "env", "echo", "serve", "--config", str(tmp_path / "config.json")]
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words])
+    clock = HandClock()
+    table = ProcessTable(RunFolder(tmp_path), clock)
+    try:
+        deadline = time.monotonic() + 20
+        while (found := {one.name: one for one in table.look()})["env-echo"].state != "running":
+            assert time.monotonic() < deadline
+            clock.now_s += 10
+            time.sleep(0.05)
+        assert found["env-echo"].pid == child.pid
+        assert found["env-gsm8k"].state == "not running here"
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_process_of_the_run_is_found_by_its_command_line_and_its_end_is_seen(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer.log").write_text("")

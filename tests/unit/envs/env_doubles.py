@@ -104,6 +104,7 @@ class HubDouble:
         self.run_id = "run"
         self.trackers: tuple[str, ...] = ()  # of the (absent) trainer
         self.share = 1.0  # of a batch, for the environment
+        self.num_present = 1
         self.current_step = 0
         self.steps_at_once = True
         self.max_age = 0  # step v is taken when the wave of step v + this is there, as our trainer does
@@ -149,7 +150,8 @@ class HubDouble:
 
     async def _standing(self, _: Request) -> Response:
         standing = {"step": self.current_step, "num_steps": self.num_steps, "batch_size": self.info["batch_size"]}
-        return JSONResponse({**standing, "untrained_sequences": 0, "trainer_waits": False, "share": self.share})
+        return JSONResponse({**standing, "untrained_sequences": 0, "trainer_waits": False, "share": self.share,
+                             "num_present": self.num_present})  # fmt: skip
 
     async def _deliver(self, http: Request) -> Response:
         body = await http.body()

@@ -94,6 +94,22 @@ def test_waves_are_delivered_in_order_between_two_evaluations(tmp_path):
     assert (body["desired_name"], body["group_size"], resume) == ("arithmetic", 4, "1")
 
 
+def test_sampling_starts_when_all_environments_are_registered(tmp_path):
+    scene = Scene(tmp_path, num_environments=2, num_eval=0, pace="stream", state_dir=tmp_path / "state")
+
+    async def join_late():
+        serving = asyncio.create_task(scene.serve())
+        while not scene.hub.registrations:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert not scene.engine.requests
+        scene.hub.num_present = 2
+        await serving
+
+    asyncio.run(join_late())
+    assert scene.engine.requests
+
+
 def timeless(deliveries):
     """Without what a clock measured."""
     return [

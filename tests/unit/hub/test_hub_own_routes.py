@@ -170,8 +170,9 @@ def test_shares_are_one_together_and_those_who_are_gone_have_none(client, desk, 
     desk.register_env(weight=1.0, min_batch_allocation=0.5)
     desk.register_env(desired_name="code", weight=3.0)
     assert [standing_of(client, env_id).share for env_id in (0, 1)] == [0.625, 0.375]
+    assert standing_of(client, 0).num_present == 2
     clock.now_s += 60
-    assert standing_of(client, 0).share == 1.0
+    assert (standing_of(client, 0).share, standing_of(client, 0).num_present) == (1.0, 1)
 
 
 def test_an_environment_learns_that_a_trainer_waits(client, desk):

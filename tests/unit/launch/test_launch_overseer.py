@@ -64,7 +64,7 @@ class HubDouble:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def report(self, kind: str = "trainer", heard_s: float = 0.0, **more: object) -> None:
-        report = ProcessReport(kind=kind, name=kind, machine="m", pid=7, **more)  # type: ignore[arg-type]
+        report = ProcessReport(**{"kind": kind, "name": kind, "machine": "m", "pid": 7, **more})  # type: ignore[arg-type]
         self.standings = [*(s for s in self.standings if s.report.kind != kind)]
         self.standings.append(ProcessStanding(report=report, heard_s=heard_s))
 
@@ -123,6 +123,20 @@ def test_a_late_wait_is_an_alarm_once_with_the_logs_that_have_the_stacks(hub: Hu
         clock.now_s += 1
     told = "trainer has waited 300 s for version 9; stacks are in runs/x/logs/trainer.log and runs/x/logs/engine.log"
     assert overseer.sight.alarms == (f"{told}; see its log",)
+
+
+def test_each_of_several_environments_is_known_by_its_own_log(hub: HubDouble) -> None:
+    clock = FakeClock()
+    overseer = overseer_of(hub.url, clock, {"trainer": 1, "env-gsm8k": 2, "env-echo": 3})
+    late = WaitReport(what="step 3", seconds=700.0, of="trainer", is_late=True)
+    hub.report(kind="env", name="env echo", pid=3, waits=[late])
+    overseer.look(0)
+    assert "stacks are in runs/x/logs/env-echo.log and runs/x/logs/trainer.log" in overseer.sight.alarms[0]
+    hub.report(pid=1, waits=[WaitReport(what="batch 3", seconds=1000.0, of="env", is_late=True)])
+    clock.now_s += 1
+    overseer.look(0)
+    logs = " and ".join(f"runs/x/logs/{name}.log" for name in ("trainer", "env-gsm8k", "env-echo"))
+    assert f"stacks are in {logs}" in overseer.sight.alarms[1]
 
 
 def test_what_is_wrong_with_the_groups_of_an_environment_is_found_once(hub: HubDouble) -> None:
