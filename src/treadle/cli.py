@@ -11,13 +11,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
-from treadle.errors import ProcessDied, TreadleError, as_path_error, as_user_error
+from treadle.errors import ConfigError, ProcessDied, TreadleError, as_path_error, as_user_error
 
 if TYPE_CHECKING:
     from treadle.config import RunConfig
@@ -99,17 +99,28 @@ def _run(words: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
+    parser.add_argument(
+        "--fit", dest="_fit", action="store_true",
+        help="when treadle plan says that the run does not fit into memory, apply its first remedy that does",
+    )  # fmt: skip
     _add_run_flags(parser)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch import resume, start
+    from treadle.launch.budget.command import fit_run
     from treadle.launch.folder import newest_run
 
     how, flags = {"plain": values._plain, "open_page": values._open}, given(values)
+
+    def load(settings: Mapping[str, str]) -> RunConfig:
+        return load_run(values._config, {**flags, **settings}, with_derived=False)
+
     if values._resume is None:
-        return start(load_run(values._config, flags, with_derived=False), **how)
+        return start(fit_run(load, print) if values._fit else load({}), **how)
+    if values._fit:
+        raise ConfigError("a run keeps its settings; --resume cannot be with --fit", fix="start a new run with --fit")
     if values._resume is _NEWEST:
-        output = load_run(values._config, flags, with_derived=False).output
+        output = load({}).output
         flags.pop("output", None)
         return resume(newest_run(output), flags, **how)
     return resume(values._resume, flags, **how)

@@ -14,14 +14,16 @@ GUIDES = MappingProxyType({
         "one process; a TOML file holds the same settings, and flags win over it.",
         examples={
             "treadle run": "the built-in job",
-            "treadle run --model Qwen/Qwen3-0.6B --env.name gsm8k --steps 200": "another model, another task",
-            "treadle run --env.name ./my_env.py --open": "your own task, and its page in the browser",
+            "treadle run --model Qwen/Qwen3-0.6B --env gsm8k --steps 200": "another model, another task",
+            "treadle run --env ./my_env.py --open": "your own task, and its page in the browser",
             "treadle run --resume runs/20260102-030405-gsm8k": "go on where a run stopped",
         },
         flags={
-            "the run": ("--model", "--steps", "--seed", "--output", "--config", "--resume", "--plain", "--open"),
+            "the run": (
+                "--model", "--steps", "--seed", "--output", "--config", "--resume", "--plain", "--open", "--fit",
+            ),
             "what is learned": (
-                "--env.name", "--env.task", "--env.data", "--env.group-size", "--env.max-token-length",
+                "--env", "--env.task", "--env.data", "--env.group-size", "--env.max-token-length",
                 "--env.temperature", "--env.num-eval", "--env.steps-per-eval",
             ),
             "how it is learned": (

@@ -62,8 +62,7 @@ def test_every_batch_has_the_share_of_each_environment(tmp_path: Path) -> None:
     assert sequences_by_step(run) == dict.fromkeys(range(1, 5), shares)
     summary = json.loads((run / "summary.json").read_text())
     measured = {
-        env: [found[when]["step"] for when in ("before", "after")]
-        for env, found in summary["held_out_by_env"].items()
+        env: [found[when]["step"] for when in ("before", "after")] for env, found in summary["held_out_by_env"].items()
     }
     assert measured == {"echo": [0, 4], "arithmetic": [0, 4]}
     for env in measured:

@@ -1,21 +1,24 @@
-"""`treadle plan`: read the request, estimate, print."""
+"""`treadle plan`: read the request, estimate, print. `treadle run --fit`: take the first remedy."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from rich.console import Console
 
 from treadle.config.schema import RunConfig
-from treadle.errors import TreadleError
+from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.launch.budget.accounting import HOST, estimate
 from treadle.launch.budget.drawing import as_json, show
 from treadle.launch.budget.levers import largest_micro_tokens, suggest, take_less
-from treadle.launch.budget.request import accepts, add_plan_flags, read_request
+from treadle.launch.budget.request import accepts, add_plan_flags, read_request, settings_of
+from treadle.launch.budget.result import Budget
 from treadle.launch.budget.start import Start
-from treadle.launch.plan import explicit_keys
+from treadle.launch.plan import explicit_keys, value_of
+from treadle.launch.wording import gigabytes
 
 LESS = 0.75  # of what was planned, for a run that ended for want of memory
 
@@ -34,12 +37,72 @@ def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | N
     return 1 if budget.verdict == "does not fit" else 0
 
 
+def fit_run(
+    load: Callable[[Mapping[str, str]], RunConfig], say: Callable[[str], None], console: Console | None = None
+) -> RunConfig:
+    """`treadle run --fit`: the run with the plan's first remedy that makes it fit on this machine's GPUs.
+
+    `load` makes the run with settings over those of the user. Refused with the plan's text if no remedy fits.
+    """
+    run = load({})
+    values = _plan_flags()
+    try:
+        job, machine = read_request(run, values)
+    except ModelError as error:
+        fix = "leave --fit out, or give a folder with a config.json by --model"
+        raise ModelError(f"--fit cannot plan this run: {error.message}", fix=fix) from None
+    budget = estimate(job, machine)
+    if budget.verdict in ("fits", "not known"):
+        say(f"--fit changes nothing: {_peaks(budget)}")
+        return run
+    offers = suggest(job, machine, partial(accepts, run))
+    for offer in offers:
+        placed = offer.budget.job
+        if (placed.train_gpus, placed.engine_gpus) != (job.train_gpus, job.engine_gpus):
+            continue  # it needs more GPUs, or another place for them
+        changed = load(settings_of(offer.flags))
+        after = estimate(*read_request(changed, values))
+        if after.verdict == "does not fit":
+            continue
+        for flag in offer.flags:
+            key = flag.split()[0].removeprefix("--").replace("-", "_")
+            say(f"--fit sets {flag} (was {_as_given(value_of(run, key))})")
+        say(f"--fit: {_peaks(after)}")
+        return changed
+    if budget.verdict == "tight":
+        say(f"--fit changes nothing: {_peaks(budget)}, and no setting of treadle takes less")
+        return run
+    show(console or Console(stderr=True), budget, offers, None)
+    raise ConfigError(
+        f"this run does not fit on {machine.name}, and --fit found no settings with which it does",
+        fix="take a smaller model or larger GPUs",
+    )
+
+
+def _peaks(budget: Budget) -> str:
+    """ "trainer GPU 21.3 of 24.0 GB, host 4.1 of 64.0 GB: fits"."""
+    sizes = [
+        f"{place.name} {gigabytes(place.peak)}" + ("" if place.capacity is None else f" of {gigabytes(place.capacity)}")
+        for place in budget.places
+    ]
+    return f"{', '.join(sizes)}: {budget.verdict}"
+
+
+def _as_given(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plan_flags() -> argparse.Namespace:
+    """The planner's own flags as they are when none is given."""
+    parser = argparse.ArgumentParser()
+    add_plan_flags(parser)
+    return parser.parse_args([])
+
+
 def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -> None:
     """For a run that ended for want of memory, `of_host`: of main memory. Its plan on this machine, and flags that take
     less of it. `run` is the settled configuration."""
-    own_flags = argparse.ArgumentParser()
-    add_plan_flags(own_flags)
-    values = own_flags.parse_args([])
+    values = _plan_flags()
     try:
         # The settings of a run that was started are complete, so the engine's share of memory is there even if unused.
         job, machine = read_request(run, values, explicit_keys(run) - {"engine.gpu_memory_utilization"})
