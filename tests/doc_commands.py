@@ -38,7 +38,8 @@ from treadle.launch.settings import check_one_trainer, settle_environment
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
     (treadle.launch, "resume"), (treadle.hub.process, "serve"), (treadle.engines, "serve"), (treadle.train, "main"),
-    (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.launch.chat, "talk"),
+    (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
+    (treadle.export, "push"), (treadle.launch.chat, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
     (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
     (treadle.launch.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),

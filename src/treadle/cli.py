@@ -38,7 +38,7 @@ VERBS = {
     "dash": "open the page of a run, or of a folder of runs",
     "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
     "chat": "talk to a model or to the result of a run",
-    "export": "write the result of a run as one model folder, with its adapters merged in",
+    "export": "write the result of a run as a model folder or a GGUF file, or push it to the Hugging Face Hub",
     "doctor": "check this machine, or a run that goes on, and say what is wrong and how to fix it",
     "report": "write what a run achieved into one HTML file",
     "token": "print the token of a role, for clients of a hub or an engine that asks for one",
@@ -316,20 +316,24 @@ def _report(words: list[str]) -> int:
 def _export(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
 
-    parser = FlagParser(prog="treadle export", description="Write what a run has trained as a model folder.")
+    parser = FlagParser(prog="treadle export", description="Write what a run has trained, adapters merged in.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run, of an adapter, or of a model")
-    parser.add_argument(
-        "--merged", type=Path, metavar="DIR", required=True,
-        help="new folder for the whole model in safetensors; adapters are merged into its weights",
-    )  # fmt: skip
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--merged", type=Path, metavar="DIR", help="new folder for the whole model in safetensors")
+    how.add_argument("--gguf", type=Path, metavar="FILE", help="new GGUF file, for llama.cpp (Llama, Qwen2, Qwen3)")
+    how.add_argument("--push", metavar="NAME", help="repository of the Hugging Face Hub; a new one is private")
     values = parser.parse_args(words)
     from treadle.errors import require
 
     require("train", "torch", "transformers")
-    from treadle.export import export_merged
+    from treadle import export
 
-    target = values.merged.expanduser().resolve()
-    export_merged(values.run.expanduser(), target)
+    source = values.run.expanduser()
+    if values.push is not None:
+        print(export.push(source, values.push))
+        return 0
+    target = (values.merged or values.gguf).expanduser().resolve()
+    (export.export_gguf if values.merged is None else export.export_merged)(source, target)
     print(target)
     return 0
 
