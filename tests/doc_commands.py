@@ -30,10 +30,11 @@ from treadle.config import env, train
 from treadle.config.flags import FlagParser
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
+from treadle.errors import Problems
 from treadle.guides import GUIDES
 from treadle.launch.attachment import one_address
 from treadle.launch.plan import explicit_keys
-from treadle.launch.settings import check_one_trainer, settle_environment
+from treadle.launch.settings import check_one_trainer, settle_environments, with_environments
 
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
@@ -166,9 +167,13 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def _checks_of_run(config: Any, **_: object) -> int:
     explicit = explicit_keys(config)
-    if config.env.name == "gsm8k" and not config.env.data:  # it would be fetched
-        config = config.model_copy(update={"env": config.env.model_copy(update={"data": "gsm8k"})})
-    config = config.model_copy(update={"env": settle_environment(config.env)})
+    given = [  # the data of gsm8k would be fetched
+        env.model_copy(update={"data": "gsm8k"}) if env.name == "gsm8k" and not env.data else env
+        for env in config.environments
+    ]
+    problems = Problems()
+    config = settle_environments(with_environments(config, given), problems)
+    problems.raise_all()
     config = one_address(config, explicit)
     config.check_together()
     check_one_trainer(config)

@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     parser.add_argument(
         "--fit", dest="_fit", action="store_true",
-        help="when treadle plan says that the run does not fit into memory, apply its first remedy that does",
+        help="apply the first remedy of treadle plan; only if the run would not fit into memory",
     )  # fmt: skip
     _add_run_flags(parser)
     values = parser.parse_args(words)
@@ -373,7 +373,7 @@ def _add_run_flags(parser: FlagParser) -> None:
     add_flags(parser, RunConfig)
     parser.add_argument(
         "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
-        help="the environment, or several with their weights: gsm8k:0.7,arithmetic:0.3; --env.* flags are then for all",
+        help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.* flags are then for all",
     )  # fmt: skip
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.default, Section):

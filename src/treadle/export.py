@@ -12,8 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.errors import HTTPError as TransportError  # of the HTTP client that its release uses
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined] # of its own HTTP client
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 

@@ -186,7 +186,8 @@ def _rope_factors(model: GgufModel) -> np.ndarray[Any, Any] | None:
     frequencies = rope["rope_theta"] ** (-torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim)
     turns = frequencies * rope["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it is; 0: divided by `factor`
-    return (1 / ((1 - kept) / factor + kept)).to(torch.float32).numpy()
+    factors: np.ndarray[Any, Any] = (1 / ((1 - kept) / factor + kept)).to(torch.float32).numpy()
+    return factors
 
 
 # ---- the tokenizer
@@ -236,9 +237,9 @@ def _add_tokenizer(writer: GGUFWriter, model: GgufModel) -> None:
     settings = _optional(model.folder / "tokenizer_config.json")
     numbers = {token: number for number, token in enumerate(tokens)}
     ids = {name: _special_id(name, settings, model.config, numbers) for name in ("bos", "eos", "unk", "pad")}
-    for name, number in ids.items():
-        if number is not None:
-            writer.add_uint32(f"tokenizer.ggml.{_ID_KEYS[name]}_token_id", number)
+    for name, found in ids.items():
+        if found is not None:
+            writer.add_uint32(f"tokenizer.ggml.{_ID_KEYS[name]}_token_id", found)
     first = Tokenizer.from_file(str(model.folder / "tokenizer.json")).encode("a").ids[0]
     writer.add_add_bos_token(ids["bos"] is not None and first == ids["bos"])
     template = model.folder / "chat_template.jinja"

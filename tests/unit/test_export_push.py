@@ -14,8 +14,9 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 from test_export import export as export_merged
-from test_export import model, write_result  # noqa: F401
+from test_export import write_result
 
+from tests.tiny_model import write_tiny_model
 from treadle import cli, export
 
 TOKEN = "hf_" + "a" * 34
@@ -111,6 +112,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     started.server.server_close()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=32, num_layers=2)
+
+
 def push(source: Path, name: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", str(source), "--push", name])
@@ -122,7 +128,7 @@ def test_the_merged_model_is_pushed_to_a_private_repository(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys,  # noqa: F811
+    capsys,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     result = write_result(model, tmp_path / "run", "final_adapter")
@@ -141,7 +147,7 @@ def test_a_trained_model_is_pushed_without_what_else_lies_there(
     hub: Hub,
     model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     write_result(model, tmp_path / "run", "final_model")

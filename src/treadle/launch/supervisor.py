@@ -142,9 +142,9 @@ class Supervisor:
         if not self._children:
             return
         patience = self._stop.count
-        for name, child in self._children.items():  # all at once: the trainer saves faster when nobody asks the engine
+        for name in self._children:  # all at once: the trainer saves faster when nobody asks the engine
             if name == "trainer" or name.partition("-")[0] == "env":  # "env", or of several "env-gsm8k"
-                child.terminate()
+                self._children[name].terminate()
         named = [name for name, _ in self._stop_order]
         others = [(name, _OTHERS_S) for name in self._children if name not in named]
         try:
