@@ -97,7 +97,8 @@ def _url_of(config: RunConfig, key: str, kind: str) -> str:
         is_url = False
     if url and not is_url:
         raise ConfigError(
-            f"{_flag(key)} '{without_token(url)}' is not the URL of {_an(kind)}", fix=f"--{kind}-url http://127.0.0.1:PORT"
+            f"{_flag(key)} '{without_token(url)}' is not the URL of {_an(kind)}",
+            fix=f"--{kind}-url http://127.0.0.1:PORT",
         )
     return url
 

@@ -21,7 +21,7 @@ from treadle.launch.ports import held_ports, port_of
 from treadle.launch.probe import answers_ok
 from treadle.launch.runs_page import LOOPBACK, observer_token, open_start_page, recorded_hub
 from treadle.launch.top import find_run, watch_url
-from treadle.wire.guard import Access, Guard, Rules
+from treadle.wire.guard import Access, Guard, AccessRules
 from treadle.wire.listening import HANDED_FD
 from treadle.wire.serving import serve_until_stopped
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE
@@ -57,7 +57,7 @@ def _holds_runs(folder: Path) -> bool:
 
 
 def _serve_start_page(folder: Path, *, opens: bool) -> int:
-    rules = Rules(process="start page", host=LOOPBACK, token_variable=HUB_TOKEN_VARIABLE)
+    rules = AccessRules(process="start page", host=LOOPBACK, token_variable=HUB_TOKEN_VARIABLE)
     access = Access.of(rules, os.environ)
     with held_ports({"hub": (LOOPBACK, DEFAULT_PORT)}) as listeners, open_start_page(folder) as app:
         url = url_to(LOOPBACK, port_of(listeners["hub"]))
