@@ -21,7 +21,7 @@ from treadle.launch.ports import held_ports, port_of
 from treadle.launch.probe import answers_ok
 from treadle.launch.runs_page import LOOPBACK, observer_token, open_start_page, recorded_hub
 from treadle.launch.top import find_run, watch_url
-from treadle.wire.guard import Access, Guard, AccessRules
+from treadle.wire.guard import Access, AccessRules, Guard
 from treadle.wire.listening import HANDED_FD
 from treadle.wire.serving import serve_until_stopped
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE

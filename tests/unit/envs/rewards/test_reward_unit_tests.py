@@ -11,6 +11,7 @@ from tests.unit.envs.fences import needs_fences
 from treadle.envs.rewards import RewardInput, RewardPool, registry
 from treadle.envs.rewards.reasoning_gym import HARMLESS
 from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, code_in, read_tests
+from treadle.envs.sandbox.runs import Limits, check_fences
 from treadle.errors import ConfigError
 
 pytestmark = needs_fences
@@ -45,6 +46,10 @@ def score(text, reward=None, **row):
 )
 def test_the_last_python_block_is_the_answer(text, code):
     assert code_in(text) == code
+
+
+def test_a_slow_start_of_processes_does_not_disable_the_sandbox():
+    check_fences(Limits(test_s=0.001, total_s=0.001))
 
 
 def test_the_share_of_tests_that_pass_or_all_or_nothing():
