@@ -17,6 +17,8 @@ from tests.e2e.runs import metrics_of, newest_run
 from tests.tiny_model import write_tiny_model
 from treadle.launch.matrix import MODES
 
+pytestmark = pytest.mark.full  # ./check runs single modes, and the rows in tests/unit/launch/test_launch_matrix.py
+
 SMALL = (
     "--env.name", "echo", "--env.task", "digits", "--env.group-size", "8", "--env.max-token-length", "2",
     "--env.num-eval", "2", "--train.batch-size", "32", "--train.lr", "2e-3", "--engine.dtype", "float32",
@@ -63,7 +65,6 @@ def test_a_mode_that_fails_is_a_row_and_the_others_run(model: Path, tmp_path: Pa
     assert {"matrix.txt", "matrix.png", "matrix.html"} <= {path.name for path in matrix.iterdir()}
 
 
-@pytest.mark.full
 def test_all_modes_pass_also_when_interrupted(model: Path, tmp_path: Path) -> None:
     flags = words("--model-name", str(model), "--steps", "6", "--output", str(tmp_path), *SMALL)
     process = subprocess.Popen(flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
