@@ -82,7 +82,7 @@ def test_groups_that_teach_nothing_are_told_with_which_way_they_went_and_what_to
         (
             (RIGHT, RIGHT),
             None,
-            "40 of its last 40 groups teach nothing: all their scores are equal (40 all",
+            "40 of its last 40 groups have no learning signal: all their scores are equal (40 all",
             "too easy",
         ),
         ((HALF, Score(0.5, is_right=True)), "equal_scores", "(40 neither right nor wrong)", "reward too coarse"),

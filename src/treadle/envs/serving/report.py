@@ -204,7 +204,7 @@ def judge(groups: GroupCounts, env_name: str) -> tuple[str, str]:
             why, fix = f"{why} ({_which_way(groups)})", _fix_of_equal_scores(groups)
         return f"dropped {num_dropped} {of_them} because {why}", fix.format(env_name)
     if groups.finished >= TOO_FEW_LESSONS and groups.equal >= MOST * groups.finished:
-        found = f"{groups.equal} {of_them} teach nothing: all their scores are equal ({_which_way(groups)})"
+        found = f"{groups.equal} {of_them} have no learning signal: all their scores are equal ({_which_way(groups)})"
         return found, _fix_of_equal_scores(groups).format(env_name)
     return "", ""
 
