@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -56,8 +57,9 @@ class CombinedReward(Reward):
         return self.score_group([completion])[0]
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        raw = {leaf.name: [leaf.judged(value) or 0.0 for value in leaf.score_group(group)] for leaf in leaves(self)}
-        return [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
+        raw = {leaf.name: [_or_nan(leaf.judged(value)) for value in leaf.score_group(group)] for leaf in leaves(self)}
+        combined = [score for score in combine(self, raw) if score is not None]  # none is: all parts are there
+        return [0.0 if math.isnan(score) else score for score in combined]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def leaves(reward: Reward) -> list[Reward]:
 def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[float | None]:
     """Scores of the leaves by name -> the combined score of each completion, before the reward's own weight.
 
-    None goes through: a completion that a part with a weight could not score has no score.
+    None goes through: a completion that a part with a weight could not score has no score. NaN: not applicable; such a
+    part adds nothing, and the result is NaN where no part applies.
     """
     if not isinstance(reward, CombinedReward):
         return list(raw[reward.name])
@@ -110,12 +113,12 @@ def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[f
 def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judged | None]]]) -> list[RewardResult]:
     """What the calls of each leaf gave for each completion -> one result for each completion.
 
-    A part that is not applicable adds nothing; a completion to which no part is applicable has no score.
+    A part that is not applicable adds nothing; a completion to which no part with a weight is applicable has no score.
     """
     parts = {name: [None if score is None else float(score) for _, score in column] for name, column in calls.items()}
     # A call that went well and has no score for a completion: the reward is not applicable to it.
     raw = {
-        name: [0.0 if call.outcome == "scored" and score is None else score for call, score in column]
+        name: [_or_nan(score) if call.outcome == "scored" else score for call, score in column]
         for name, column in calls.items()
     }
     counts = _counting_names(reward)
@@ -124,8 +127,8 @@ def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judg
         found = {name: column[place] for name, column in calls.items()}
         failures = [(name, call) for name, (call, _) in found.items() if call.outcome != "scored"]
         given = [score for _, score in found.values() if score is not None]
-        if counts and all(found[name][1] is None for name in counts) and not failures:
-            failures = [(name, NOT_APPLICABLE) for name in found if name in counts]
+        if combined is not None and math.isnan(combined):
+            failures += [(name, NOT_APPLICABLE) for name in found if name in counts]
         blamed = next((call for name, call in failures if name in counts), None)
         results.append(
             RewardResult(
@@ -146,21 +149,26 @@ def _counting_names(reward: Reward) -> set[str]:
     return {name for part in reward.rewards if part.weight != 0 for name in _counting_names(part)}
 
 
+def _or_nan(score: float | None) -> float:
+    return math.nan if score is None else score
+
+
 def _weighted_sum(parts: Sequence[Reward], row: Sequence[float | None]) -> float | None:
-    total = 0.0
+    total, is_applicable = 0.0, not parts
     for part, value in zip(parts, row, strict=True):
         if value is None:
             return None
-        total += part.weight * value
-    return total
+        if not math.isnan(value):
+            total, is_applicable = total + part.weight * value, True
+    return total if is_applicable else math.nan
 
 
 def _normalized(sums: Sequence[float | None], reward: CombinedReward) -> list[float | None]:
-    known = [value for value in sums if value is not None]
+    known = [value for value in sums if value is not None and not math.isnan(value)]
     if reward.normalization == "none" or not known:
         return list(sums)
     if reward.normalization == "sum":
         low, span = 0.0, reward.total_weight
     else:
         low, span = min(known), max(known) - min(known)
-    return [None if value is None else (value - low) / span if span else 0.0 for value in sums]
+    return [value if value is None or math.isnan(value) else (value - low) / span if span else 0.0 for value in sums]

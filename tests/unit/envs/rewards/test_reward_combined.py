@@ -28,12 +28,16 @@ def rows(*pairs):
     return [RewardInput("", metadata={"a": a, "b": b} if b is not None else {"a": a}) for a, b in pairs]
 
 
-def scores(made, inputs):
+def results(made, inputs):
     async def score():
         async with make_scorer("inline") as scorer:
             return await scorer.score(made, inputs)
 
-    return [result.score for result in asyncio.run(score())]
+    return asyncio.run(score())
+
+
+def scores(made, inputs):
+    return [result.score for result in results(made, inputs)]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,42 @@ def test_minmax_of_a_group_without_differences_is_zero():
 
 def test_a_completion_without_a_score_is_left_out_of_minmax():
     assert scores(a_and_b(1, 1, "minmax"), rows((1, 1), (100, None), (3, 1), (2, 1))) == [0.0, None, 1.0, 0.5]
+
+
+def a_if_given(completions, a):
+    return a
+
+
+def b_if_given(completions, b):
+    return b
+
+
+def may_abstain(normalization):
+    return registry.create([a_if_given, b_if_given], normalization=normalization)
+
+
+def test_a_completion_that_nothing_applies_to_is_left_out_of_minmax():
+    made = may_abstain("minmax")
+    pairs = [(4, 4), (None, None), (6, None), (5, 5)]
+    inputs = [RewardInput("", metadata={"a": a, "b": b}) for a, b in pairs]
+    assert scores(made, inputs) == [pytest.approx(0.5), None, 0.0, 1.0]
+    assert list(made.score_group(inputs)) == [pytest.approx(0.5), 0.0, 0.0, 1.0]
+
+
+def test_a_combination_within_one_leaves_out_what_it_does_not_apply_to():
+    made = registry.create(
+        [{"type": "combined", "params": {"rewards": [a_if_given], "normalization": "minmax"}}, b_if_given]
+    )
+    inputs = [RewardInput("", metadata={"a": a, "b": 1}) for a in (2, None, 4)]
+    assert scores(made, inputs) == [1.0, 1.0, 2.0]
+
+
+def test_a_recorded_part_that_fails_does_not_make_a_score_of_nothing():
+    made = registry.create([a_if_given, registry.create("given", weight=0, field="c")])
+    (result,) = results(made, [RewardInput("", metadata={"a": None})])
+    assert (result.score, result.outcome) == (None, "raised")
+    assert "a_if_given: returned None (not applicable)" in result.detail
+    assert "given: KeyError" in result.detail
 
 
 def test_zero_stays_zero_and_missing_stays_missing_under_sum():
