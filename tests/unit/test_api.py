@@ -16,9 +16,13 @@ from bench.page_history import GROUP_SIZE
 from bench.page_history import write_run as write_groups
 from tests.tiny_model import write_tiny_model
 from tests.unit.launch.written_run import write_run
+from treadle.config.env import EnvConfig
 from treadle.config.load import dotted_keys, save_run
+from treadle.envs import Environment, Item
+from treadle.envs.catalogue import load_environment
 from treadle.envs.rewards import LengthReward, registry
 from treadle.errors import ConfigError
+from treadle.launch.inputs import Inputs
 from treadle.launch.job import Life
 
 ROWS = [{"prompt": f"What is {a} + 1?", "answer": a + 1, "level": a % 3} for a in range(20)]
@@ -99,6 +103,23 @@ def test_a_class_and_its_rewards_reach_the_environment_process(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "20 of 20 are right, worth 0.5" in done.stdout
+
+
+def test_a_copied_class_may_name_itself_in_super(tmp_path: Path) -> None:
+    class Selfish(Environment):
+        rewards = ("exact_match",)
+
+        def __init__(self, config: EnvConfig) -> None:
+            super(Selfish, self).__init__(config)  # noqa: UP008
+
+        def train_items(self) -> list[Item]:
+            return [Item.ask("What is 1 + 1?", answer="2")]
+
+        eval_items = train_items
+
+    copied = Inputs(tmp_path / "inputs").add_environment(Selfish)
+    made = load_environment(EnvConfig(name=copied))
+    assert (type(made).__name__, len(made.train_items())) == ("Selfish", 1)
 
 
 def test_splits_and_paths_are_data(started: Path, tmp_path: Path) -> None:

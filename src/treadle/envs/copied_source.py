@@ -5,7 +5,7 @@ The environment and the workers that score are processes of their own, and impor
 so its source is copied, with everything that it uses:
 
 modules, and what can be imported from them     as import statements
-functions and classes of the same session       copied in turn
+functions and classes of the same session       copied in turn, with their aliases
 numbers, texts, lists, dicts, compiled patterns by value
 anything else                                   refused with a ConfigError that names it
 """
@@ -21,7 +21,6 @@ import re
 import symtable
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -33,7 +32,7 @@ from treadle.errors import ConfigError
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN_FOLDER = str(Path(__file__).parents[2])  # of an editable install
-_FIX = "make it inside the function, or move all of this to a .py file beside your script and import it"
+_MOVE = "move all of this to a .py file beside your script and import it"
 
 
 class CopiedSource:
@@ -60,8 +59,7 @@ class CopiedSource:
 
     def add(self, thing: Any) -> str:
         """A function, a class, or a function with @reward above it; returns the name that it has in the file."""
-        target = thing.function if isinstance(thing, FunctionReward) else thing
-        name: str = target.__name__
+        name: str = _function_in(thing).__name__
         if name == "<lambda>":
             raise ConfigError("a reward cannot be a lambda: it needs a name", fix="write it with def")
         self._add(name, thing, needed_by="")
@@ -71,29 +69,42 @@ class CopiedSource:
         self._parts.append(part)
 
     def _add(self, name: str, value: Any, needed_by: str) -> None:
+        target = _function_in(value)
         if name in self._values:
-            if self._values[name] is not value and self._values[name] != value:
+            if self._values[name] is not target and self._values[name] != target:
                 raise ConfigError(f"two different things are called '{name}'", fix="rename one of them")
             return
-        self._values[name] = value
+        self._values[name] = target
         written = self._as_import(name, value) or _as_value(name, value)
         if not written:
-            target = value.function if isinstance(value, FunctionReward) else value
-            if not inspect.isroutine(target) and not inspect.isclass(target):
+            is_method = inspect.ismethod(target)
+            if is_method or not (inspect.isroutine(target) or inspect.isclass(target)):
+                kind = "method" if is_method else type(value).__qualname__
                 raise ConfigError(
-                    f"'{needed_by}' uses '{name}', a {type(value).__qualname__}, which cannot be copied to the process "
-                    "that scores",
-                    fix=_FIX,
+                    f"'{needed_by}' uses '{name}', a {kind}, which cannot be copied to the process that scores",
+                    fix=f"make it inside the function, or {_MOVE}",
                 )
-            written = self._copy(name, inspect.unwrap(target))
+            written = self._copy(name, value)
         self._parts.append(written)
 
-    def _copy(self, name: str, target: Any) -> str:
+    def _copy(self, name: str, value: Any) -> str:
         """The source of a function or class, after that of everything that it uses."""
-        text = source_text(target)
-        scope = _scope_of(target)
+        target = _function_in(value)
+        if target.__name__ == "<lambda>":
+            raise ConfigError(f"'{name}' is a lambda, which cannot be copied", fix="write it with def")
+        if name != target.__name__:
+            self._add(target.__name__, value, needed_by=name)
+            return f"{name} = {target.__name__}"
+        inner = inspect.unwrap(target)
+        text = source_text(inner)
+        if _num_wrappers(target) > _num_decorators(text):
+            raise ConfigError(
+                f"'{name}' has a decorator that is not above its def, so the copy would not have it",
+                fix=f"write @decorator above the def, or {_MOVE}",
+            )
+        scope = _scope_of(inner)
         for used in _names_read(text):
-            if used in scope and used != name:
+            if used in scope:
                 self._add(used, scope[used], needed_by=name)
         return text
 
@@ -101,7 +112,7 @@ class CopiedSource:
         """How another process imports it; "" where it cannot."""
         if isinstance(value, ModuleType):
             return f"import {value.__name__} as {name}" if self._can_import(value.__name__) else ""
-        target = value.function if isinstance(value, FunctionReward) else value
+        target = _function_in(value)
         module, path = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(path, str) or not self._can_import(module):
             return ""
@@ -121,11 +132,15 @@ class CopiedSource:
             return False
         top = sys.modules.get(module.partition(".")[0])
         file = getattr(top, "__file__", None)
-        if file is None:
-            return True  # built in, or a namespace
+        if file is None:  # built in, or a namespace package, which has a folder in several places
+            for place in getattr(top, "__path__", ()):
+                self._use_folder(Path(place).resolve().parent)
+            return True
         folder = Path(file).resolve().parent
-        if Path(file).name == "__init__.py":
-            folder = folder.parent
+        return self._use_folder(folder.parent if Path(file).name == "__init__.py" else folder)
+
+    def _use_folder(self, folder: Path) -> bool:
+        """Let the copy import from a folder too; False: it is not on sys.path."""
         is_by_name = str(folder) in {str(Path(place or ".").resolve()) for place in sys.path}
         if is_by_name and not str(folder).startswith((*_INSTALLED, _OWN_FOLDER)):
             self._folders[str(folder)] = None
@@ -133,7 +148,7 @@ class CopiedSource:
 
 
 def source_text(target: Any) -> str:
-    """The source of a function or class, with its decorators, as it would stand at the top of a file."""
+    """The source of a function or class, with its decorators, as it can stand at the top of a file."""
     wanted = ast.ClassDef if inspect.isclass(target) else ast.FunctionDef | ast.AsyncFunctionDef
     for file, line in _places_of(target):
         lines = linecache.getlines(file)
@@ -141,11 +156,31 @@ def source_text(target: Any) -> str:
             if isinstance(node, wanted) and node.name == target.__name__:
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if line is None or first <= line <= (node.end_lineno or first):
-                    return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
+                    text = "".join(lines[first - 1 : node.end_lineno]).rstrip()
+                    # Indented lines stay as they are: those inside of strings must not change.
+                    return f"if True:\n{text}" if text[0].isspace() else text
     raise ConfigError(
         f"the source of '{target.__name__}' cannot be found, so it cannot be copied to the process that scores",
         fix="define it in a notebook cell or in a .py file",
     )
+
+
+def _function_in(value: Any) -> Any:
+    return value.function if isinstance(value, FunctionReward) else value
+
+
+def _num_wrappers(target: Any) -> int:
+    """How often it was wrapped with functools.wraps."""
+    num = 0
+    while (target := getattr(target, "__wrapped__", None)) is not None:
+        num += 1
+    return num
+
+
+def _num_decorators(text: str) -> int:
+    """Above the outermost function or class of this source."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return next(len(node.decorator_list) for node in _nodes_of(text) if isinstance(node, kinds))
 
 
 def _nodes_of(text: str) -> list[ast.AST]:

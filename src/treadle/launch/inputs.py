@@ -43,7 +43,9 @@ class Inputs:
         label = f"{name}-{_hash_of(source.text)}"
         source.append(
             "from treadle.envs import environment as _environment\n\n\n"
-            f"@_environment({label!r})\nclass {cls}({cls}):\n    pass"
+            # Not under the name of the class, which its methods may use: super(Name, self).
+            f"@_environment({label!r})\nclass _RegisteredByTreadle({cls}):\n    pass\n\n\n"
+            f"_RegisteredByTreadle.__name__ = {cls!r}"
         )
         return f"{self._write(f'{name}.py', source.text)}:{label}"
 

@@ -43,6 +43,7 @@ def copy(thing: Any, folder: Path) -> Any:
     """What another process finds."""
     source = CopiedSource()
     name = source.add(thing)
+    folder.mkdir(exist_ok=True)
     (folder / "copied.py").write_text(source.text)
     return find(f"{folder / 'copied.py'}:{name}")
 
@@ -117,6 +118,107 @@ def test_modules_beside_a_script_are_found_from_elsewhere(tmp_path: Path, monkey
     assert f"sys.path.append({str(tmp_path)!r})" in source.text
 
 
+def test_a_namespace_package_beside_a_script_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_as_namespace").mkdir()
+    (tmp_path / "beside_as_namespace" / "inner.py").write_text("def score(completions, **kwargs):\n    return [0.5]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from beside_as_namespace import inner
+
+    source = CopiedSource()
+    source.add(inner.score)
+    assert "from beside_as_namespace.inner import score" in source.text
+    assert f"sys.path.append({str(tmp_path)!r})" in source.text
+
+
+def test_an_alias_of_a_function_or_class_comes_along(cell: Cell, tmp_path: Path) -> None:
+    space = cell("""
+        def compute(text):
+            return len(text) if text else score("ab")
+        score = compute
+        def make_checker(divisor):
+            def is_divisible(number):
+                return number % divisor == 0
+            return is_divisible
+        is_even = make_checker(2)
+        class Scale:
+            factor = 3
+        Factor = Scale
+        def judge(completions, **kwargs):
+            return [Factor.factor * is_even(score(text)) for text in completions]
+    """)
+    assert copy(space["judge"], tmp_path)(completions=["", "abc"]) == [3, 0]
+
+
+def test_two_closures_of_one_function_are_refused(cell: Cell) -> None:
+    space = cell("""
+        def make_checker(divisor):
+            def is_divisible(number):
+                return number % divisor == 0
+            return is_divisible
+        is_even, is_third = make_checker(2), make_checker(3)
+        def judge(completions, **kwargs):
+            return [is_even(len(text)) + is_third(len(text)) for text in completions]
+    """)
+    with pytest.raises(ConfigError, match=r"two different things are called '(is_divisible|divisor)'"):
+        CopiedSource().add(space["judge"])
+
+
+def test_a_decorator_that_is_not_above_the_def_is_refused(cell: Cell, tmp_path: Path) -> None:
+    space = cell("""
+        import functools
+        def doubled(function):
+            @functools.wraps(function)
+            def wrapper(text):
+                return 2 * function(text)
+            return wrapper
+        def raw(text):
+            return len(text)
+        raw = doubled(raw)
+        @doubled
+        def marked(text):
+            return len(text)
+        def uses_raw(completions, **kwargs):
+            return [raw(text) for text in completions]
+        def uses_marked(completions, **kwargs):
+            return [marked(text) for text in completions]
+    """)
+    assert copy(space["uses_marked"], tmp_path)(completions=["abc"]) == [6]
+    with pytest.raises(ConfigError, match="'raw' has a decorator that is not above its def") as refused:
+        CopiedSource().add(space["uses_raw"])
+    assert "write @decorator above the def" in refused.value.fix
+
+
+def test_a_bound_method_is_refused(cell: Cell) -> None:
+    space = cell("""
+        class Checker:
+            def check(self, text):
+                return 1.0
+        check = Checker().check
+        def judge(completions, **kwargs):
+            return [check(text) for text in completions]
+    """)
+    with pytest.raises(ConfigError, match="'judge' uses 'check', a method, which cannot be copied"):
+        CopiedSource().add(space["judge"])
+
+
+def test_a_string_of_several_lines_in_a_local_function_stays_as_it_is(tmp_path: Path) -> None:
+    def indented(completions, **kwargs):
+        return """
+        a
+            b
+        """
+
+    def at_the_margin(completions, **kwargs):
+        return """
+c
+"""
+
+    for function in (indented, at_the_margin):
+        assert copy(function, tmp_path / function.__name__)([]) == function([])
+
+
 def test_a_value_that_cannot_be_copied_is_named_with_what_to_do(cell: Cell) -> None:
     cell("import socket\nconnection = socket.socket()\nconnection.close()\n")
     space = cell("def helper():\n    return connection\ndef score(completions, **kwargs):\n    return [helper()]\n")
@@ -130,5 +232,9 @@ def test_code_without_a_source_or_a_name_is_refused(cell: Cell) -> None:
     exec("def typed(completions, **kwargs):\n    return []\n", space)  # noqa: S102  # as `python -c` does
     with pytest.raises(ConfigError, match="the source of 'typed' cannot be found"):
         CopiedSource().add(space["typed"])
+    space = cell("double = lambda x: 2 * x\ndef score(completions, **kwargs):\n    return [double(1)]\n")
+    with pytest.raises(ConfigError, match="'double' is a lambda") as refused:
+        CopiedSource().add(space["score"])
+    assert refused.value.fix == "write it with def"
     with pytest.raises(ConfigError, match="cannot be a lambda"):
         CopiedSource().add(lambda completions, **kwargs: [])
