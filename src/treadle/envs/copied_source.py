@@ -7,7 +7,7 @@ so its source is copied, with everything that it uses:
 modules, and what can be imported from them     as import statements
 functions and classes of the same session       copied in turn, with their aliases
 numbers, texts, lists, dicts, compiled patterns by value
-anything else                                   refused with a ConfigError that names it
+secrets, and anything else                      refused with a ConfigError that names it
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import builtins
 import inspect
 import linecache
 import math
+import os
 import re
 import symtable
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.envs.rewards.base import FunctionReward
 from treadle.envs.rewards.source import COPIED
 from treadle.errors import ConfigError
@@ -33,6 +35,7 @@ from treadle.errors import ConfigError
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN_FOLDER = str(Path(__file__).parents[2])  # of an editable install
 _MOVE = "move all of this to a .py file beside your script and import it"
+_MIN_SECRET_CHARS = 8  # a shorter value of an environment variable such as X_TOKEN is in many texts by chance
 
 
 class CopiedSource:
@@ -75,7 +78,12 @@ class CopiedSource:
                 raise ConfigError(f"two different things are called '{name}'", fix="rename one of them")
             return
         self._values[name] = target
-        written = self._as_import(name, value) or _as_value(name, value)
+        written = self._as_import(name, value)
+        if not written and (written := _as_value(name, value)) and _has_secret(name, value):
+            raise ConfigError(
+                f"'{needed_by}' uses '{name}', which looks like a secret, and would be written to a file",
+                fix="read it from os.environ inside the function; if it is none, rename it",
+            )
         if not written:
             is_method = inspect.ismethod(target)
             if is_method or not (inspect.isroutine(target) or inspect.isclass(target)):
@@ -255,3 +263,17 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
     return type(value) in (list, tuple, set, frozenset) and all(map(_is_plain, value))
+
+
+def _has_secret(name: str, value: Any) -> bool:
+    """By its name, by the name of a key in it, or because a variable such as OPENAI_API_KEY has the same value."""
+    if isinstance(value, int | float):
+        return False
+    if NOT_STORED in str(without_secrets({name: value})):
+        return True
+    secrets = [
+        text
+        for variable, text in os.environ.items()
+        if len(text) >= _MIN_SECRET_CHARS and NOT_STORED in without_secrets({variable: f"{variable}={text}"})[variable]
+    ]
+    return any(text in str(value) for text in secrets)

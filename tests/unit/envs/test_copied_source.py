@@ -219,6 +219,35 @@ c
         assert copy(function, tmp_path / function.__name__)([]) == function([])
 
 
+@pytest.mark.parametrize(
+    ("assigned", "name"),
+    [
+        ("import os\nMY = os.environ['JUDGE_SERVICE_KEY']", "MY"),
+        ("import os\nMY = {'headers': ['Bearer ' + os.environ['JUDGE_SERVICE_KEY']]}", "MY"),
+        ("OPENAI_API_KEY = 'sk-1'", "OPENAI_API_KEY"),
+        ("MY = {'api_key': 'sk-1'}", "MY"),
+    ],
+)
+def test_a_secret_is_refused_and_not_copied(
+    assigned: str, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_SERVICE_KEY", "abcdefgh1234")
+    cell(assigned)
+    space = cell(f"def judge(completions, **kwargs):\n    return [{name}]\n")
+    source = CopiedSource()
+    with pytest.raises(ConfigError, match=f"'judge' uses '{name}', which looks like a secret") as refused:
+        source.add(space["judge"])
+    assert "abcdefgh" not in source.text + str(refused.value)
+    assert "os.environ inside the function" in refused.value.fix
+
+
+def test_a_value_of_a_common_kind_is_no_secret(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "1")  # too short to be one
+    cell("LIMITS = {'max_tokens': 11, 'api_key': 'none'}\nnum_tokens = (1, 2)\nis_secret = True\n")
+    space = cell("def judge(completions, **kwargs):\n    return [LIMITS['max_tokens'], num_tokens[0], is_secret]\n")
+    assert copy(space["judge"], tmp_path)([]) == [11, 1, True]
+
+
 def test_a_value_that_cannot_be_copied_is_named_with_what_to_do(cell: Cell) -> None:
     cell("import socket\nconnection = socket.socket()\nconnection.close()\n")
     space = cell("def helper():\n    return connection\ndef score(completions, **kwargs):\n    return [helper()]\n")
