@@ -82,6 +82,14 @@ def train(
     overrides = dotted_keys(given)
     # Mistakes are refused before files are written.
     asked = load_run(file, overrides, with_derived=False, source=SOURCE)
+    is_given = {"env": inspect.isclass(env) or "env.name" in overrides, "rewards": bool(rewards)}
+    is_given |= {"data": data is not None, "eval_data": eval_data is not None}
+    for_one = [f"{name}=" for name in is_given if is_given[name]]
+    if asked.envs and for_one:
+        raise ConfigError(
+            f"{for_one[0]} is for one environment, and {file.name if file else 'envs='} has {len(asked.envs)}",
+            fix="set it in the [[env]] tables",
+        )
     from treadle.launch.inputs import Inputs
 
     inputs = Inputs(asked.output.expanduser() / "inputs")

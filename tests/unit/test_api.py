@@ -163,6 +163,19 @@ def test_mistakes_are_refused_before_a_run_folder_exists(started: Path, argument
 
 
 @pytest.mark.parametrize(
+    ("argument", "value"),
+    [("env", "gsm8k"), ("env", Environment), ("env", {"name": "gsm8k"}), ("data", ROWS), ("eval_data", ROWS),
+     ("rewards", [is_right])],
+)  # fmt: skip
+def test_what_is_for_one_environment_is_refused_with_several(started: Path, argument: str, value) -> None:
+    Path("two.toml").write_text('[[env]]\nname = "arithmetic"\n[[env]]\nname = "svamp"\n')
+    with pytest.raises(ConfigError, match=f"{argument}= is for one environment, and two.toml has 2") as refused:
+        treadle.train(started, config="two.toml", **{argument: value})
+    assert "[[env]]" in refused.value.fix
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
     ("before", "said"),
     [("pass", "WARNING env row_skipped place=rows.jsonl:1"), ("logging.basicConfig()", "WARNING:treadle")],
 )
