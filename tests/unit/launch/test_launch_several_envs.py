@@ -148,5 +148,5 @@ def test_a_run_is_measured_when_all_its_environments_are(tmp_path: Path) -> None
 def test_the_page_knows_the_accuracy_of_each_environment(tmp_path: Path) -> None:
     write_mixed_run(tmp_path / "run")
     run = RunFolder(tmp_path / "run")
-    assert result_in_words(run.held_out()).startswith("held-out accuracy 20.0 % -> 70.0 %")
-    assert result_in_words(run.held_out_by_env()["echo"]).startswith("held-out accuracy 30.0 % -> 50.0 %")
+    assert result_in_words(run.held_out()).startswith("held-out accuracy 20.0 % → 70.0 %")
+    assert result_in_words(run.held_out_by_env()["echo"]).startswith("held-out accuracy 30.0 % → 50.0 %")
