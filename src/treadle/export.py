@@ -38,6 +38,7 @@ def export_gguf(source: Path, target: Path) -> None:
     """Write the model of `source` as the new GGUF file `target`."""
     from treadle.gguf_file import read_model, write_gguf
 
+    source = source.resolve()  # the name of ".." is that of the folder
     if target.exists():
         raise ConfigError(f"{target} exists", fix="name another file with --gguf, or delete it")
     result = _result(source)
@@ -69,7 +70,7 @@ def push(source: Path, name: str) -> str:
             api.upload_folder(
                 repo_id=repo_id,
                 folder_path=model,
-                allow_patterns=[*FULL.copied, "*.safetensors", "*.safetensors.index.json"],
+                allow_patterns=[file.name for file in _model_files(model)],  # a pattern would match in subfolders too
                 commit_message=f"Upload the result of {source.resolve().name}",
             )
         except TransportError as error:
@@ -143,8 +144,12 @@ def _copied(model: Path) -> Callable[[Path], None]:
     """Copy the model's files only; other files, such as the trainer's state in a checkpoint, are left out."""
 
     def fill(folder: Path) -> None:
-        for file in model.iterdir():
-            if file.name in FULL.copied or ".safetensors" in file.suffixes:
-                shutil.copyfile(file, folder / file.name)
+        for file in _model_files(model):
+            shutil.copyfile(file, folder / file.name)
 
     return fill
+
+
+def _model_files(model: Path) -> list[Path]:
+    weights = (".safetensors", ".safetensors.index.json")
+    return [file for file in model.iterdir() if file.name in FULL.copied or file.name.endswith(weights)]

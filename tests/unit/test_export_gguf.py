@@ -121,10 +121,11 @@ def test_llama_3_rotary_positions_are_written_as_factors(tmp_path: Path) -> None
     torch.testing.assert_close(plain / torch.tensor(tensors["rope_freqs.weight"]), wanted)
 
 
-def test_an_adapter_is_merged_into_the_gguf_file(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model", LlamaConfig(**SIZES), "gpt-2", torch.float32)
-    write_result(model, tmp_path / "run", "final_adapter")
-    assert export(tmp_path / "run", "--gguf", str(tmp_path / "out" / "m.gguf")) == 0
+    monkeypatch.chdir(write_result(model, tmp_path / "run", "final_adapter").parent)
+    assert export(Path(".."), "--gguf", str(tmp_path / "out" / "m.gguf")) == 0
+    assert GGUFReader(tmp_path / "out" / "m.gguf").fields["general.name"].contents() == "run"
     assert export(tmp_path / "run", "--merged", str(tmp_path / "merged")) == 0
     merged = logits(tmp_path / "merged")
     assert torch.equal(logits(tmp_path / "out", gguf_file="m.gguf"), merged)

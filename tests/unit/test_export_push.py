@@ -150,7 +150,9 @@ def test_a_trained_model_is_pushed_without_what_else_lies_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    write_result(model, tmp_path / "run", "final_model")
+    result = write_result(model, tmp_path / "run", "final_model")
+    (result / "older").mkdir()
+    (result / "older" / "model.safetensors").write_bytes(b"other weights")
     assert push(tmp_path / "run", "lab/mine") == 0
     assert set(hub.repos["lab/mine"]) == {file.name for file in model.iterdir()}
 
