@@ -90,6 +90,8 @@ class Start:
             train = {"max_age": str(run.env.max_age)} | train
         if mode in LORA_MODES:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
+            if job.base_quantization != "none":
+                engine = {"quantization": job.base_quantization} | engine
         if job.engine_gpus == 0:
             engine = {"device": "cuda:0"} | engine
             if mode == "shared_vllm" or job.mode == "single-copy":
