@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     parser.add_argument(
         "--fit", dest="_fit", action="store_true",
-        help="apply the first remedy of treadle plan; only if the run would not fit into memory",
+        help="apply the first remedy of treadle plan, if the run would not fit into memory or only tightly",
     )  # fmt: skip
     _add_run_flags(parser)
     values = parser.parse_args(words)

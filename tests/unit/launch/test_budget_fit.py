@@ -9,8 +9,9 @@ import pytest
 from test_launch_replay import lives, treadle  # noqa: F401
 
 from treadle import processor
-from treadle.config import RunConfig
+from treadle.config import RunConfig, load_run
 from treadle.launch.budget import request
+from treadle.launch.budget.command import _value_before
 from treadle.launch.folder import newest_run
 from treadle.launch.plan import Plan
 
@@ -56,6 +57,28 @@ def test_the_first_remedy_of_the_plan_is_applied_flag_by_flag(machine, started: 
         flag, value = change.split()
         section, _, key = flag.removeprefix("--").replace("-", "_").partition(".")
         assert str(getattr(getattr(started[0], section), key)).lower() == value
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"), [(4, ()), (6, ()), (4, ("--env", "arithmetic,echo")), (4, ("--env.group-size", "2"))]
+)
+def test_a_small_batch_has_remedies_too(batch: int, words: tuple[str, ...], machine, started, capsys) -> None:
+    machine(4)
+    assert treadle(*BASE, "--fit", "--train.device", "cpu", "--train.batch-size", str(batch), *words) == 0
+    assert "--fit sets --" in capsys.readouterr().out
+    assert len(started) == 1
+
+
+def test_what_treadle_run_refuses_is_no_remedy() -> None:
+    run = load_run(None, {"train.batch_size": 6, "env.group_size": 4})
+    assert not request.accepts(run, ())
+    assert request.accepts(run, ("--env.group-size 3",))
+
+
+def test_a_change_shows_the_values_of_all_environments() -> None:
+    run = load_run(None, {"env": "arithmetic,echo", "envs.0.max_token_length": 64, "envs.1.max_token_length": 512})
+    assert _value_before(run, "--env.max-token-length 32") == "64, 512"
+    assert _value_before(run, "--train.lora true") == "false"
 
 
 def test_nothing_is_started_when_nothing_fits(machine, started: list[RunConfig], capsys) -> None:

@@ -17,7 +17,7 @@ from treadle.launch.budget.levers import largest_micro_tokens, suggest, take_les
 from treadle.launch.budget.request import accepts, add_plan_flags, read_request, settings_of
 from treadle.launch.budget.result import Budget
 from treadle.launch.budget.start import Start
-from treadle.launch.plan import explicit_keys, value_of
+from treadle.launch.plan import explicit_keys, keys_in, value_of
 from treadle.launch.wording import gigabytes
 
 LESS = 0.75  # of what was planned, for a run that ended for want of memory
@@ -65,8 +65,7 @@ def fit_run(
         if after.verdict == "does not fit":
             continue
         for flag in offer.flags:
-            key = flag.split()[0].removeprefix("--").replace("-", "_")
-            say(f"--fit sets {flag} (was {_as_given(value_of(run, key))})")
+            say(f"--fit sets {flag} (was {_value_before(run, flag)})")
         say(f"--fit: {_peaks(after)}")
         return changed
     if budget.verdict == "tight":
@@ -88,8 +87,10 @@ def _peaks(budget: Budget) -> str:
     return f"{', '.join(sizes)}: {budget.verdict}"
 
 
-def _as_given(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _value_before(run: RunConfig, flag: str) -> str:
+    """The value that a flag replaces; a flag of several environments may replace a different one in each: "16, 512"."""
+    values = [value_of(run, key) for name in settings_of([flag]) for key in sorted(keys_in(run, [name]))]
+    return ", ".join(dict.fromkeys(str(value).lower() if isinstance(value, bool) else str(value) for value in values))
 
 
 def _plan_flags() -> argparse.Namespace:

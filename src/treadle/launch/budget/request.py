@@ -17,6 +17,7 @@ from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memo
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.launch.plan import explicit_keys, keys_in, longest_sequence, with_values
+from treadle.launch.settings import with_fitting_groups
 from treadle.processor import fast_dtype
 
 
@@ -88,8 +89,10 @@ def _with_largest_environment(run: RunConfig) -> RunConfig:
 def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
     """Whether `treadle run` takes the settings of `run` with these flags over them."""
     trainers = next((flag.split()[1] for flag in flags if flag.startswith("--train-gpus ")), run.train.world_size)
+    given = {key: value for name, value in settings_of(flags).items() for key in keys_in(run, [name])}
     try:
-        with_values(run, {**settings_of(flags), "train.world_size": trainers}).check_together()
+        changed = with_values(run, {**given, "train.world_size": trainers})
+        with_fitting_groups(changed, explicit_keys(run) | given.keys()).check_together()
     except ConfigError:
         return False
     return True
