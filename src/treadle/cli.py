@@ -229,7 +229,7 @@ def _env(words: list[str]) -> int:
         values._action, rest = (rest[0], rest[1:]) if rest and rest[0] in ENV_ACTIONS else ("serve", rest)
     parser.refuse(rest)
     flags = {key: value for key, value in given(values).items() if key != "env.name"}
-    run = _load_process(values._config, {**flags, "env": values._name}, "env", "openai")
+    run = _load_process(values._config, {**flags, "env": [values._name]}, "env", "openai")
     _log_to_stderr()
     from treadle import envs
 

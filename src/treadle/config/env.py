@@ -251,18 +251,29 @@ def labels_of(environments: Sequence[EnvConfig]) -> list[str]:
     for env in environments:
         with_task = times[env.own_name] > 1 and bool(env.task)
         labels.append(env.wandb_name or (f"{env.own_name}-{env.task}" if with_task else env.own_name))
-    twice = next((label for label, count in Counter(map(process_of, labels)).items() if count > 1), None)
+    unreadable = next((label for label in labels if "," in label or _name_and_weight(label)[1]), None)
+    if unreadable is not None:
+        raise ConfigError(
+            f"an environment of this run is called '{unreadable}', which --env reads as several names or as a weight",
+            fix="give its [[env]] table a wandb_name without a comma and without a colon and a number at the end",
+        )
+    twice = next((label for label, count in Counter(map(folder_of, labels)).items() if count > 1), None)
     if twice is not None:
         raise ConfigError(
-            f"two environments of this run are called '{twice.removeprefix('env-')}'",
-            fix="give each [[env]] table a wandb_name of its own",
+            f"two environments of this run are called '{twice}'", fix="give each [[env]] table a wandb_name of its own"
         )
     return labels
 
 
+def folder_of(label: str) -> str:
+    """The name of an environment's files and folders among several: `folder_of("verifiers:wordle")` is
+    "verifiers-wordle"."""
+    return re.sub(r"[^\w.+-]", "-", label)
+
+
 def process_of(label: str) -> str:
     """The process, and the log, of one environment among several: `process_of("gsm8k") == "env-gsm8k"`."""
-    return "env-" + re.sub(r"[^\w.+-]", "-", label)
+    return f"env-{folder_of(label)}"
 
 
 def parse_environments(text: str) -> list[tuple[str, str]]:
@@ -271,14 +282,16 @@ def parse_environments(text: str) -> list[tuple[str, str]]:
     >>> parse_environments("gsm8k:0.7,./my_env.py:mine:0.3,verifiers:wordle")
     [('gsm8k', '0.7'), ('./my_env.py:mine', '0.3'), ('verifiers:wordle', '')]
     """
-    found = []
-    for entry in text.split(","):
-        name, _, last = entry.strip().rpartition(":")
-        has_weight = bool(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", last) is not None
-        found.append((name, last) if has_weight else (entry.strip(), ""))
+    found = [_name_and_weight(entry.strip()) for entry in text.split(",")]
     if not all(name for name, _ in found):
         raise ConfigError(f"--env '{text}' names no environment in one place", fix="--env gsm8k:0.7,arithmetic:0.3")
     return found
+
+
+def _name_and_weight(entry: str) -> tuple[str, str]:
+    name, _, last = entry.rpartition(":")
+    has_weight = bool(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", last) is not None
+    return (name, last) if has_weight else (entry, "")
 
 
 # Flags of Atropos' environments that decide nothing here, and why.

@@ -34,7 +34,8 @@ def load_run(
 ) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
 
-    The override "env" names the environments ("gsm8k:0.7,arithmetic:0.3"); with several, "env.X" is set in all of them.
+    The override "env" names the environments ("gsm8k:0.7,arithmetic:0.3", or a list of names without weights); with
+    several, "env.X" is set in all of them, and "envs.1.X" in the second.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
     `source`: where the overrides come from, in words.
@@ -53,10 +54,10 @@ def load_run(
     overrides = dict(overrides or {})
     _make_room_for_names(values, overrides)
     if "env" in overrides:
-        _choose_environments(values, str(overrides.pop("env")), overrides)
-    for dotted, value in overrides.items():
-        *sections, key = dotted.split(".")
-        if sections == ["env"] and "envs" in values:
+        _choose_environments(values, overrides.pop("env"), overrides)
+    for dotted, value in sorted(overrides.items(), key=lambda item: item[0].startswith("envs.")):  # after those of all
+        section, _, key = dotted.rpartition(".")
+        if section == "env" and "envs" in values:
             values["envs"] = [{**table, key: value} for table in values["envs"]]
             continue
         place = values
@@ -98,8 +99,8 @@ def _field_of(section: type[BaseModel], name: str) -> str:
     return names_in(section).get(name.replace("-", "_"), name)
 
 
-def _choose_environments(values: dict[str, Any], named: str, overrides: Mapping[str, Any]) -> None:
-    """Make the environment tables of `--env gsm8k:0.7,arithmetic:0.3`.
+def _choose_environments(values: dict[str, Any], named: str | list[str], overrides: Mapping[str, Any]) -> None:
+    """Make the environment tables of `--env gsm8k:0.7,arithmetic:0.3`, or of a list of names, which are not split.
 
     A name of an [[env]] table of the file keeps that table; the settings of a single [env] table go to all.
     """
@@ -111,7 +112,7 @@ def _choose_environments(values: dict[str, Any], named: str, overrides: Mapping[
     known = {config.name: table for config, table in zip(configs, tables, strict=True) if times[config.name] == 1}
     known |= dict(zip(labels_of(configs), tables, strict=True))
     chosen = []
-    for name, weight in parse_environments(named):
+    for name, weight in parse_environments(named) if isinstance(named, str) else [(name, "") for name in named]:
         table = dict(known[name]) if name in known else {**common, "name": name}
         chosen.append(table | ({"inference_weight": weight} if weight else {}))
     values |= {"envs": chosen} if len(chosen) > 1 else {"env": chosen[0]}

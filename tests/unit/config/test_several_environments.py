@@ -8,7 +8,7 @@ import pytest
 
 from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
-from treadle.config.env import labels_of
+from treadle.config.env import EnvConfig, labels_of
 from treadle.config.secret_settings import require_secrets, secret_variable
 from treadle.errors import ConfigError
 
@@ -87,6 +87,10 @@ def test_the_command_line_chooses_among_the_tables_of_a_file(tmp_path: Path) -> 
         ("[[env]]\nname='echo'\npace='waves'\n[[env]]\n", "echo: pace waves fills whole batches", "--env.pace stream"),
         ("[[env]]\nname='echo'\nminimum=0.7\n[[env]]\nminimum=0.5\n",
          "the minimums of the environments are 1.2 of a batch together", "at most 1 together"),
+        ("[[env]]\nname='echo'\nwandb_name='adding, easy'\n[[env]]\n",
+         "called 'adding, easy', which --env reads as several names", "a wandb_name without a comma"),
+        ("[[env]]\nname='echo'\nwandb_name='adding:2'\n[[env]]\n",
+         "called 'adding:2', which --env reads as several names or as a weight", "a wandb_name without a comma"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_table_is_named_with_its_remedy(tmp_path: Path, text: str, says: str, fix: str) -> None:
@@ -124,10 +128,25 @@ def test_a_secret_of_one_environment_is_not_stored(tmp_path: Path, monkeypatch: 
     assert load_run(tmp_path / "config.json").environments[1].args == {"api_key": "sk-123456"}
 
 
-def test_an_environment_process_takes_its_table_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EnvConfig]]:
+    """The actions of `treadle env`, with the settings of the environment; nothing is done."""
+    found: list[tuple[str, EnvConfig]] = []
+    monkeypatch.setattr("treadle.envs.act", lambda action, env, *_, **__: found.append((action, env)) or 0)
+    return found
+
+
+def test_an_environment_process_takes_its_table_by_name(tmp_path: Path, given: list[tuple[str, EnvConfig]]) -> None:
     (tmp_path / "run.toml").write_text(TABLES)
     given = []
     monkeypatch.setattr("treadle.envs.act", lambda action, env, *_, **__: given.append((action, env)) or 0)
     with pytest.raises(SystemExit):
         cli.main(["env", "arithmetic-comparison", "validate", "--config", str(tmp_path / "run.toml")])
     assert [(action, env.task, env.group_size) for action, env in given] == [("validate", "comparison", 4)]
+
+
+@pytest.mark.parametrize("name", ["/data/a,b/my_env.py", "verifiers:2"])
+def test_the_name_of_an_environment_process_is_not_split(name: str, given: list[tuple[str, EnvConfig]]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["env", name, "serve"])
+    assert [(env.name, env.inference_weight) for _, env in given] == [(name, 1.0)]
