@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from treadle.config.env import labels_of
+from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
 from treadle.track.health_log import HealthLine, HealthLog
 from treadle.track.jsonl import read_steps
@@ -173,7 +173,7 @@ def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     """Reads the files in the run's folder, which may have moved; else where the settings say."""
     metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
     by_env = {
-        label: evals / label if (evals / label).exists() else env.data_dir_to_save_evals or evals / label
+        label: own if (own := evals / folder_of(label)).exists() else env.data_dir_to_save_evals or own
         for label, env in zip(labels_of(config.envs), config.envs, strict=True)
         if env.num_eval
     }

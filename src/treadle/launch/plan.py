@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from treadle.config.advice import as_flags_of
-from treadle.config.env import labels_of, process_of
+from treadle.config.env import folder_of, labels_of, process_of
 from treadle.config.load import parse
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
@@ -186,7 +186,7 @@ def _of_environments(config: RunConfig, run_folder: Path) -> dict[str, Any]:
     for place, (label, share) in enumerate(zip(labels, shares, strict=True)):
         values |= {
             f"envs.{place}.wandb_name": label,
-            f"envs.{place}.data_dir_to_save_evals": run_folder / "evals" / process_of(label).removeprefix("env-"),
+            f"envs.{place}.data_dir_to_save_evals": run_folder / "evals" / folder_of(label),
             f"envs.{place}.num_environments": len(labels),
             f"envs.{place}.min_batch_allocation": share,
         }

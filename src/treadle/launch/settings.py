@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.env import EnvConfig, labels_of, process_of
+from treadle.config.env import EnvConfig, folder_of, labels_of
 from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig
 from treadle.envs.base import prepare_task
@@ -114,7 +114,7 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
 def run_label(config: RunConfig) -> str:
     """ "arithmetic-addition", "gsm8k", "my_env", "gsm8k+my_env": the last part of a run folder's name."""
     if config.envs:
-        joined = "+".join(process_of(label).removeprefix("env-") for label in labels_of(config.envs))
+        joined = "+".join(map(folder_of, labels_of(config.envs)))
         return joined if len(joined) <= LONGEST_LABEL else f"{len(config.envs)}-environments"
     return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
 
