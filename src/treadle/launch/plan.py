@@ -144,7 +144,7 @@ def build_plan(
         "engine.max_model_len": longest,
         "train.seq_len": longest,
         **({} if config.engine_url else engine_of_mode(config.train, run_folder, facts, explicit)),
-        **_of_environments(config, run_folder),
+        **_of_environments(config, run_folder, explicit),
         "train.seed": config.seed,
         "train.threads": threads,
         "train.max_age": leased_ahead,
@@ -168,13 +168,14 @@ def build_plan(
     of_this_run = (derived.keys() - explicit) | (settled.keys() - (explicit & {"hub.port", "engine.port"}) - {"steps"})
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
+    resolved.check_mix()
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
     return Plan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
-def _of_environments(config: RunConfig, run_folder: Path) -> dict[str, Any]:
+def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[str]) -> dict[str, Any]:
     """The settings of each environment that follow from the run."""
     values: dict[str, Any] = {
         **dict.fromkeys(config.keys_of_envs("seed"), config.seed),
@@ -182,7 +183,7 @@ def _of_environments(config: RunConfig, run_folder: Path) -> dict[str, Any]:
     }
     if not config.envs:
         return values | {"env.data_dir_to_save_evals": run_folder / "evals"}
-    labels, shares = labels_of(config.envs), shares_of(config)
+    labels, shares = labels_of(config.envs), shares_of(config, explicit)
     for place, (label, share) in enumerate(zip(labels, shares, strict=True)):
         values |= {
             f"envs.{place}.wandb_name": label,
@@ -193,15 +194,26 @@ def _of_environments(config: RunConfig, run_folder: Path) -> dict[str, Any]:
     return values
 
 
-def shares_of(config: RunConfig) -> list[float]:
-    """The share of a batch that waits for each of several environments: the whole groups in its share by weight.
+def shares_of(config: RunConfig, explicit: frozenset[str]) -> list[float]:
+    """The share of a batch that waits for each of several environments: the minimum that the user gave, else the whole
+    groups in its share by weight, and together no more than the given minimums leave.
 
     What is left of a batch is filled by weight with what is there. Weights 0.7 and 0.3, groups of 4, batches of 16:
     [0.5, 0.25].
     """
     batch, total = config.train.sequences_per_step, sum(env.inference_weight for env in config.envs)
-    num_groups = [int(batch * env.inference_weight / total / env.group_size + 1e-9) for env in config.envs]
-    return [num * env.group_size / batch for num, env in zip(num_groups, config.envs, strict=True)]
+    keys = config.keys_of_envs("min_batch_allocation")
+    given = [env.min_batch_allocation if key in explicit else None for key, env in zip(keys, config.envs, strict=True)]
+    left = 1 - sum(minimum or 0.0 for minimum in given)
+    total_open = sum(env.inference_weight for env, own in zip(config.envs, given, strict=True) if own is None)
+    shares = []
+    for env, minimum in zip(config.envs, given, strict=True):
+        if minimum is not None:
+            shares.append(minimum)
+            continue
+        share = env.inference_weight * min(1 / total, left / total_open)
+        shares.append(int(batch * share / env.group_size + 1e-9) * env.group_size / batch)
+    return shares
 
 
 def choose_by_processor(
