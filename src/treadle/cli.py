@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -103,7 +104,7 @@ def _run(words: list[str]) -> int:
         "--fit", dest="_fit", action="store_true",
         help="apply the first remedy of treadle plan, if the run would not fit into memory or only tightly",
     )  # fmt: skip
-    _add_run_flags(parser)
+    _add_run_flags(parser, words)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch import resume, start
@@ -120,9 +121,8 @@ def _run(words: list[str]) -> int:
     if values._fit:
         raise ConfigError("a run keeps its settings; --resume cannot be with --fit", fix="start a new run with --fit")
     if values._resume is _NEWEST:
-        output = load({}).output
-        flags.pop("output", None)
-        return resume(newest_run(output), flags, **how)
+        named = {"output": flags.pop("output")} if "output" in flags else {}
+        return resume(newest_run(load_run(values._config, named, with_derived=False).output), flags, **how)
     return resume(values._resume, flags, **how)
 
 
@@ -137,15 +137,19 @@ def _matrix(words: list[str]) -> int:
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue this matrix")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
-    _add_run_flags(parser)
+    _add_run_flags(parser, words)
     parser.add_argument(
         "--engine", dest="engine.engine", default=argparse.SUPPRESS, metavar="NAME", help="the same as --engine.engine"
     )
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
+    from treadle.launch.folder import REQUEST_FILE
     from treadle.launch.matrix import load_settings, parse_modes, resume_matrix, start_matrix
 
-    config = load_settings(values._config, given(values))
+    file = values._config
+    if file is None and values._resume is not None:  # flags such as --envs.1.args need its environments
+        file = next(iter(values._resume.expanduser().glob(REQUEST_FILE)), None)
+    config = load_settings(file, given(values))
     modes = None if values._modes is None else parse_modes(values._modes)
     if values._resume is not None:
         return resume_matrix(values._resume, config, modes, plain=values._plain)
@@ -162,7 +166,7 @@ def _plan(words: list[str]) -> int:
     parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_plan_flags(parser)
-    _add_run_flags(parser)
+    _add_run_flags(parser, words)
     values = parser.parse_args(words)
     return plan_memory(load_run(values._config, given(values), with_derived=False), values)
 
@@ -292,7 +296,7 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--json", dest="_json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--verbose", dest="_verbose", action="store_true", help="list what is ok too")
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
-    _add_run_flags(parser)
+    _add_run_flags(parser, words)
     values = parser.parse_args(words)
     from treadle.launch.doctor.command import Patient, examine
 
@@ -365,19 +369,27 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
 }  # fmt: skip
 
 
-def _add_run_flags(parser: FlagParser) -> None:
-    """The flags of a whole run: plain ones for its own settings, dotted ones for those of its processes."""
+def _add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
+    """The flags of a whole run: plain ones for its own settings, dotted ones for those of its processes.
+
+    Flags of one of several environments (`--envs.1.args`) are added for the numbers that occur in `words`.
+    """
     from treadle.config import RunConfig, Section
+    from treadle.config.env import EnvConfig
     from treadle.config.flags import add_flags
 
     add_flags(parser, RunConfig)
     parser.add_argument(
         "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
-        help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.* flags are then for all",
+        help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.X is then for all of them, "
+        "--envs.0.X for the first",
     )  # fmt: skip
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.default, Section):
             add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
+    places = {found[1] for word in words if (found := re.match(r"--envs\.(\d+)\.", word))}
+    for place in sorted(places, key=int):
+        add_flags(parser, EnvConfig, prefix=f"envs.{place}.", dotted=True)
 
 
 def _one_section(name: str, words: list[str]) -> Any:

@@ -17,6 +17,7 @@ from treadle.config.env import EnvConfig, labels_of, parse_environments
 from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import restore_secrets, without_secrets
+from treadle.config.section import set_value
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
@@ -59,12 +60,26 @@ def load_run(
         section, _, key = dotted.rpartition(".")
         if section == "env" and "envs" in values:
             values["envs"] = [{**table, key: value} for table in values["envs"]]
-            continue
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
+        else:
+            _check_place(dotted, len(values.get("envs", ())))
+            set_value(values, dotted, value)
     return parse(RunConfig, values, source=str(path) if path else source)
+
+
+def _check_place(dotted: str, num_environments: int) -> None:
+    """Refuse a setting of an environment that the run does not have: "envs.2.args" of two."""
+    section, _, key = dotted.rpartition(".")
+    name, _, place = section.partition(".")
+    if name != "envs" or (place.isdecimal() and int(place) < num_environments):
+        return
+    flag = "--" + dotted.replace("_", "-")
+    setting = key.replace("_", "-")
+    if num_environments == 0:
+        raise ConfigError(f"{flag} is for one of several environments, and this run has one", fix=f"--env.{setting}")
+    raise ConfigError(
+        f"{flag} is of no environment: this run has {num_environments}, counted from 0",
+        fix=f"--envs.{num_environments - 1}.{setting} is that of the last one",
+    )
 
 
 def dotted_keys(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from treadle.config.section import set_value
 from treadle.errors import ConfigError
 from treadle.wire.bridge import TOKEN_VARIABLE
 
@@ -60,19 +61,14 @@ def restore_secrets(values: dict[str, Any], environment: Mapping[str, str]) -> N
         known.setdefault(API_KEY, environment[TOKEN_VARIABLE])
     for dotted in _missing(values):
         if dotted in known:
-            *sections, key = dotted.split(".")
-            place: Any = values
-            for section in sections:  # "env", or "envs" and a number
-                place = place[int(section) if isinstance(place, list) else section]
-            place[key] = known[dotted]
+            set_value(values, dotted, known[dotted])
 
 
 def require_secrets(values: Mapping[str, Any], *sections: str) -> None:
     """Refuse settings of these sections (of all, where none is named) that still lack a secret."""
     missing = [key for key in _missing(values) if not sections or key.partition(".")[0] in sections]
     if missing:
-        named = dict.fromkeys(re.sub(r"^envs\.\d+\.", "env.", key) for key in missing)  # a flag is for all of several
-        flags = ", ".join("--" + key.replace("_", "-") for key in named)
+        flags = ", ".join("--" + key.replace("_", "-") for key in missing)
         other_way = f", or set {TOKEN_VARIABLE}" if missing == [API_KEY] else ""
         raise ConfigError(
             f"{flags} held a secret when this run began, and secrets are not stored",

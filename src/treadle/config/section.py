@@ -37,6 +37,15 @@ def spellings_of(name: str, field: FieldInfo) -> list[str]:
     return [name, *map(str, further)]  # type: ignore[arg-type]
 
 
+def set_value(values: Any, dotted: str, value: Any) -> None:
+    """Set one of nested settings: "train.lr", or "envs.1.args" in a list of tables."""
+    *sections, key = dotted.split(".")
+    place = values
+    for section in sections:
+        place = place[int(section)] if isinstance(place, list | tuple) else place.setdefault(section, {})
+    place[key] = value
+
+
 class Section(BaseModel):
     """Unknown keys are errors: a misspelt key must never be ignored in silence."""
 

@@ -5,6 +5,7 @@ check -> prepare the model -> run folder -> plan -> supervise (with a view) -> s
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -97,8 +98,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     """As `start_run`, from where the run in `run_folder` ended."""
     folder = run_folder.expanduser().resolve()
     run_folders.check_is_run(folder)
-    for key in _FIXED_FOR_LIFE:
-        if key in overrides:
+    for key in overrides:
+        if re.sub(r"^envs\.\d+\.", "env.", key) in _FIXED_FOR_LIFE:
             raise ConfigError(f"a run keeps its {key}; --resume cannot change it", fix="start a new run")
     steps = overrides.get("steps", overrides.get("train.steps"))
     if steps is not None:

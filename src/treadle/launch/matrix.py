@@ -22,6 +22,7 @@ from typing import Any
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
+from treadle.config.section import set_value
 from treadle.errors import ConfigError, MissingExtra, Problems, TreadleError, as_path_error, as_user_error
 from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
@@ -165,10 +166,9 @@ def refusal(config: RunConfig, mode: str) -> ConfigError | None:
 
 def with_settled_paths(config: RunConfig) -> RunConfig:
     """The same settings, and no more, with absolute paths: a matrix can be resumed from another folder."""
-    settled, values = settle_paths(config), dict[str, Any]()
+    settled, values = settle_paths(config), config.model_dump(exclude_unset=True)
     for key in explicit_keys(config):
-        section, _, name = key.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[name] = value_of(settled, key)
+        set_value(values, key, value_of(settled, key))
     return parse(RunConfig, values, source="the command line")
 
 

@@ -22,6 +22,7 @@ from treadle.config.load import parse
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
+from treadle.config.section import set_value
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
@@ -167,8 +168,8 @@ def build_plan(
     # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
     of_this_run = (derived.keys() - explicit) | (settled.keys() - (explicit & {"hub.port", "engine.port"}) - {"steps"})
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
-    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
     resolved.check_mix()
+    specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
@@ -311,11 +312,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """A copy with `values` ({"hub.port": 8100}) laid over it, checked again as a whole."""
     merged = config.model_dump()
     for dotted, value in values.items():
-        *sections, key = dotted.split(".")
-        place: Any = merged
-        for section in sections:
-            place = place[int(section) if isinstance(place, list | tuple) else section]
-        place[key] = value
+        set_value(merged, dotted, value)
     return parse(RunConfig, merged, source="the command line")
 
 

@@ -102,7 +102,12 @@ def test_what_is_wrong_in_a_table_is_named_with_its_remedy(tmp_path: Path, text:
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [({"env": "gsm8k,,echo"}, "names no environment"), ({"env": "gsm8k", "env.name": "echo"}, "are both given")],
+    [
+        ({"env": "gsm8k,,echo"}, "names no environment"),
+        ({"env": "gsm8k", "env.name": "echo"}, "are both given"),
+        ({"env": "gsm8k,echo", "envs.2.task": "x"}, r"--envs\.2\.task is of no environment: this run has 2, counted"),
+        ({"env": "gsm8k", "envs.0.task": "x"}, r"--envs\.0\.task is for one of several environments"),
+    ],
 )
 def test_what_is_wrong_on_the_command_line_is_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -121,8 +126,11 @@ def test_a_secret_of_one_environment_is_not_stored(tmp_path: Path, monkeypatch: 
     run = load(tmp_path, TABLES + 'args = {api_key = "sk-123456"}\n')
     save_run(run, tmp_path / "config.json")
     assert "sk-123456" not in (tmp_path / "config.json").read_text()
-    with pytest.raises(ConfigError, match=r"--env\.args held a secret"):
+    with pytest.raises(ConfigError, match=r"--envs\.1\.args held a secret") as refused:
         require_secrets(load_run(tmp_path / "config.json").model_dump(mode="json"))
+    assert refused.value.fix == "give --envs.1.args again"
+    again = load_run(tmp_path / "config.json", {"envs.1.args": '{"api_key": "sk-2"}', "env.args": '{"low": 2}'})
+    assert [env.args for env in again.environments] == [{"low": 2}, {"api_key": "sk-2"}]
     for variable, value in secret_variable(run.model_dump(mode="json"), "envs").items():
         monkeypatch.setenv(variable, value)
     assert load_run(tmp_path / "config.json").environments[1].args == {"api_key": "sk-123456"}
@@ -138,8 +146,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EnvConfig]]:
 
 def test_an_environment_process_takes_its_table_by_name(tmp_path: Path, given: list[tuple[str, EnvConfig]]) -> None:
     (tmp_path / "run.toml").write_text(TABLES)
-    given = []
-    monkeypatch.setattr("treadle.envs.act", lambda action, env, *_, **__: given.append((action, env)) or 0)
     with pytest.raises(SystemExit):
         cli.main(["env", "arithmetic-comparison", "validate", "--config", str(tmp_path / "run.toml")])
     assert [(action, env.task, env.group_size) for action, env in given] == [("validate", "comparison", 4)]

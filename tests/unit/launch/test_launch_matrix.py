@@ -15,8 +15,10 @@ import pytest
 from written_run import evaluation
 
 from tests.doc_pages import ROOT
+from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError
+from treadle.launch import STOPPED_BY_USER
 from treadle.launch.folder import save_request
 from treadle.launch.matrix import (
     MATRIX_FILE,
@@ -279,3 +281,29 @@ def test_the_page_loads_nothing_and_shows_errors_as_text(tmp_path: Path) -> None
     assert [attrs["href"] for tag, attrs in tags if tag == "a"] == ["run/report.html"]
     assert "{{ 7 * 7 }}" in page
     assert "default-src 'none'" in page
+
+
+def test_a_resumed_matrix_gets_the_secret_of_one_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {"env": "arithmetic,echo", "envs.1.args": '{"api_key": "sk-1"}', "output": str(tmp_path / "runs")}
+    monkeypatch.setattr("treadle.launch.matrix.start", lambda config, **_: save_life(config) or STOPPED_BY_USER)
+    assert start_matrix(load_settings(None, flags), ("reload",), plain=True) == STOPPED_BY_USER
+    (matrix,) = (tmp_path / "runs").iterdir()
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("treadle.launch.matrix.resume", lambda _, secrets, **__: given.append(secrets) or 0)
+    resume = ["matrix", "--resume", str(matrix), "--plain"]
+    with pytest.raises(SystemExit):
+        cli.main(resume)
+    assert "give --envs.1.args again" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*resume, "--envs.1.args", '{"api_key": "sk-1"}'])
+    (run,) = (matrix / "reload").iterdir()
+    assert load_run(run / "config.json", given[0]).envs[1].args == {"api_key": "sk-1"}
+
+
+def save_life(config: RunConfig) -> None:
+    """What is there of a run that was stopped at once."""
+    folder = config.output / "20260102-030405-arithmetic+echo"
+    folder.mkdir(parents=True)
+    save_run(config, folder / "config.json")

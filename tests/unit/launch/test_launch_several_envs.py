@@ -51,8 +51,8 @@ def test_each_environment_is_a_process_with_its_name_log_and_token() -> None:
 
 def test_a_batch_waits_for_the_whole_groups_of_each_share() -> None:
     assert [env.min_batch_allocation for env in plan_for(MIX).config.envs] == [0.75, 0.25]
-    assert shares_of(load_run(None, MIX | {"env": "arithmetic:0.7,echo:0.3"})) == [0.5, 0.25]
-    assert shares_of(load_run(None, MIX | {"env": "arithmetic:0.9,echo:0.1"})) == [0.75, 0.0]
+    assert shares_of(load_run(None, MIX | {"env": "arithmetic:0.7,echo:0.3"}), frozenset()) == [0.5, 0.25]
+    assert shares_of(load_run(None, MIX | {"env": "arithmetic:0.9,echo:0.1"}), frozenset()) == [0.75, 0.0]
     chosen = plan_for(MIX | {"env.min_batch_allocation": 0.1}).config.envs
     assert [env.min_batch_allocation for env in chosen] == [0.1, 0.1]
 
@@ -71,6 +71,42 @@ def test_a_saved_run_with_several_environments_starts_again(lives: list[Plan], c
     capsys.readouterr()
     assert treadle("run", "--resume", str(first), "--env", "gsm8k,echo", "--plain") == 2
     assert "a run keeps its env" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("minimum", "shares"), [(0.5, [0.5, 0.5]), (0.1, [0.5, 0.1]), (1.0, [0.0, 1.0])])
+def test_a_minimum_above_a_share_by_weight_survives_a_resume(
+    minimum: float,
+    shares: list[float],
+    lives: list[Plan],  # noqa: F811
+) -> None:
+    first = begin(**MIX | {"env": "arithmetic:0.7,echo:0.3", "envs.1.min_batch_allocation": minimum})
+    assert treadle("run", "--resume", str(first), "--steps", "30", "--plain") == 130
+    assert [[env.min_batch_allocation for env in plan.config.envs] for plan in lives] == [shares, shares]
+
+
+def test_a_resumed_run_asks_one_environment_for_its_secret(lives: list[Plan], capsys) -> None:  # noqa: F811
+    first = begin(**MIX, **{"envs.1.args": '{"api_key": "sk-1"}'})
+    resume = ("run", "--plain", "--resume", str(first))
+    assert treadle(*resume) == 2
+    assert "give --envs.1.args again" in capsys.readouterr().err
+    assert treadle(*resume, "--envs.1.args", '{"api_key": "sk-2"}') == 130
+    assert treadle("run", "--plain", "--output", "runs", "--envs.1.args", '{"api_key": "sk-3"}', "--resume") == 130
+    assert [[env.args for env in plan.config.envs] for plan in lives] == [
+        [{}, {"api_key": key}] for key in ("sk-1", "sk-2", "sk-3")
+    ]
+    assert treadle(*resume, "--envs.1.task", "x") == 2
+    assert "a run keeps its envs.1.task" in capsys.readouterr().err
+
+
+def test_evaluations_are_read_where_the_plan_puts_them(tmp_path: Path) -> None:
+    config = load_run(None, {**MIX, "envs.1.wandb_name": "easy one/two"})
+    plan = build_plan(config, FACTS, run_folder=tmp_path / "old", model_folder="/m", is_model_local=True)
+    folder = plan.config.envs[1].data_dir_to_save_evals
+    assert folder is not None
+    folder.mkdir(parents=True)
+    (tmp_path / "old").rename(tmp_path / "new")
+    found = reader_of(plan.config, tmp_path / "new").folders_by_env
+    assert found["easy one/two"] == tmp_path / "new" / folder.relative_to(tmp_path / "old")
 
 
 def test_mistakes_in_all_environments_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
