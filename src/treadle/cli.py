@@ -102,7 +102,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
     parser.add_argument(
         "--fit", dest="_fit", action="store_true",
-        help="apply the first remedy of treadle plan, if the run would not fit into memory or only tightly",
+        help="apply the first remedy of treadle plan if needed",
     )  # fmt: skip
     _add_run_flags(parser, words)
     values = parser.parse_args(words)

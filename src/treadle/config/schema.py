@@ -132,7 +132,7 @@ class RunConfig(Section):
 
     model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
     steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
-    seed: int = option(0, "the same seed gives the same curve")
+    seed: int = option(0, "same seed, same curve")
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
     hub_url: str = option(
         "", "URL of a hub that runs already and has an empty queue; empty: the run starts one", flags=("atropos-url",)

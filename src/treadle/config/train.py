@@ -345,8 +345,8 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     def _check_quantization(self) -> None:
         if not self.lora or self.weight_bridge_mode not in (*LORA_MODES, "offline"):
             raise ValueError(
-                f"base_quantization {self.base_quantization} is for adapters on a frozen model: set weight_bridge_mode "
-                "lora_only"
+                f"base_quantization {self.base_quantization} needs weight_bridge_mode lora_only, which trains adapters "
+                "on a frozen model"
             )
         if self.single_copy or self.merge_final:
             given = "single_copy" if self.single_copy else "merge_final"

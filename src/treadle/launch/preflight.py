@@ -31,6 +31,7 @@ from treadle.launch.settings import (
     with_environments,
     with_fitting_groups,
 )
+from treadle.store.file import refuse_locked
 from treadle.sync.model_identity import find_model
 from treadle.train.requirements import check_trainer
 
@@ -87,6 +88,9 @@ def checked_resume(config: RunConfig) -> RunConfig:
     config = with_environments(config, environments)
     with problems.collected():
         _check_engine(config)
+    with problems.collected():
+        if not config.hub_url:
+            refuse_locked(config.hub.database)
     with problems.collected():
         prepared = Path(config.engine.model)
         check_trainer(config.train, os.environ, prepared if prepared.is_dir() else None)

@@ -117,7 +117,7 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
         logs=str(run_folder / "logs"),
         health=[str(line) for line in history.health],
         alarms=list(outcome.alarms),
-        findings=list(outcome.findings),
+        findings=[*outcome.findings, *_nothing_learned(history)],
         last_words=outcome.last_words,
         ended_before=None if history.before is None else history.before.ended,
         ended_after=None if history.after is None else history.after.ended,
@@ -186,6 +186,14 @@ def title_of(summary: Summary) -> str:
     return f"{summary.task}, {model_name(summary.model)}"
 
 
+def _nothing_learned(history: History) -> list[str]:
+    shares = history.values("frac_reward_zero_std")
+    if not shares or min(shares) < 1:
+        return []
+    remedy = "try an easier task, a higher --env.temperature or a larger --env.group-size"
+    return [f"no group had different scores, so the weights did not change: {remedy}"]
+
+
 def print_report(summary: Summary, console: Console) -> None:
     def row(name: str, value: str) -> None:
         console.print(f"  [dim]{name:<30}[/dim]  ", end="", highlight=False)
@@ -216,7 +224,7 @@ def print_report(summary: Summary, console: Console) -> None:
     row("metrics", near(summary.metrics))
     row("reward plot", near(summary.plot) if Path(summary.plot).exists() else "none")
     row("logs", near(summary.logs))
-    row("as a page", f"{program()} report {near(summary.run)}")
+    row("as one HTML file", f"{program()} report {near(summary.run)}")
     row("talk to it", f"{program()} chat {near(summary.run)}")
 
 
@@ -224,8 +232,10 @@ def _print_examples(summary: Summary, console: Console) -> None:
     examples = summary.examples
     num_became_right = sum(e["after_is_right"] and not e["before_is_right"] for e in examples)
     if examples:  # say how they were chosen: these are not a sample
-        kind = "that became right" if num_became_right == len(examples) else "(those that became right first)"
-        console.print(f"\n  [dim]{len(examples)} held-out prompts {kind}; all are in evals/[/dim]", highlight=False)
+        kinds = {len(examples): " that became right", 0: ""}
+        kind = kinds.get(num_became_right, " (those that became right first)")
+        shown = f"{counted(len(examples), 'held-out prompt')}{kind}; all are in evals/"
+        console.print(f"\n  [dim]{shown}[/dim]", highlight=False)
     for example in examples:
         prompt = one_line(str(example["prompt"]), LONGEST_TEXT)
         console.print(f"\n  {prompt}", highlight=False, markup=False, soft_wrap=True)

@@ -233,10 +233,31 @@ def _lock(path: Path, fd: int) -> None:
             _set_lock(fd, fcntl.F_WRLCK, _HUB_LOCK_AT, os.getpid())
             return
         except BlockingIOError:
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _HUB_LOCK_AT, 1, 0)
-            kind, _, _, pid, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
-            if kind != fcntl.F_UNLCK:  # else it was released meanwhile
+            if pid := _holder(fd):  # else it was released meanwhile
                 raise _in_use(path, pid) from None
+
+
+def refuse_locked(path: Path) -> None:
+    """Raise ConfigError when another process has the queue open; nothing where there is no queue."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        if pid := _holder(fd):
+            raise ConfigError(
+                f"the queue {path} is open in process {pid}: a hub, or the page of this run (treadle dash)",
+                fix=f"end that process (kill {pid}), then try again",
+            )
+    finally:
+        os.close(fd)
+
+
+def _holder(fd: int) -> int:
+    """The process that has the lock, 0: none."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _HUB_LOCK_AT, 1, 0)
+    kind, _, _, pid, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else pid
 
 
 def _set_lock(fd: int, kind: int, start: int, num_bytes: int) -> None:

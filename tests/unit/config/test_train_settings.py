@@ -129,7 +129,7 @@ def test_an_old_command_line_gets_as_far_as_the_trainer():
         ),
         ({"train.single_copy": "true", "train.weight_bridge_mode": "reload"}, "leave one of them out"),
         ({"train.weight_bridge_mode": "lora_only", "train.lora": "false"}, "publishes adapters, and lora is off"),
-        ({"train.base_quantization": "nf4"}, "is for adapters on a frozen model: set weight_bridge_mode lora_only"),
+        ({"train.base_quantization": "nf4"}, "needs weight_bridge_mode lora_only"),
         (
             {"train.weight_bridge_mode": "lora_only", "train.base_quantization": "nf4", "train.single_copy": "true"},
             "single_copy cannot be with base_quantization nf4",

@@ -91,6 +91,7 @@ def test_every_verb_lists_all_its_flags(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_every_named_flag_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some verb, with or without its section; those of other programs are listed above."""
     flags = known_flags(monkeypatch)
+    flags |= {flag.replace("--env.", "--envs.1.", 1) for flag in flags}  # of one of several environments
     known = flags | {f"--{flag.removeprefix('--').rpartition('.')[2]}" for flag in flags} | FOREIGN_FLAGS
     unknown = []
     for page in PAGES:
@@ -108,7 +109,9 @@ def test_settings_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pyt
     """The YAML of an environment, the TOML of rewards, the JSON of rows for the environment `code`."""
     places(tmp_path, monkeypatch)
     shown = {block.language: block.text for block in BLOCKS if block.language in ("yaml", "json")}
-    tables, rewards_table = sorted(block.text for block in BLOCKS if block.language == "toml")
+    rewards_table, tables = sorted(
+        (block.text for block in BLOCKS if block.language == "toml"), key=lambda text: "[[env.rewards]]" not in text
+    )
     (tmp_path / "run.toml").write_text(tables)
     assert [env.own_name for env in load_run(tmp_path / "run.toml").environments] == ["gsm8k", "my_env"]
     (tmp_path / "env.yaml").write_text(shown["yaml"])
@@ -116,7 +119,7 @@ def test_settings_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "my_rewards.py").write_text(
         "from treadle.envs.rewards import reward\n\n@reward\ndef is_polite_here(completion):\n    return 1.0\n"
     )
-    rewards = tomllib.loads(rewards_table.replace("is_polite", "is_polite_here", 1))["rewards"]
+    rewards = tomllib.loads(rewards_table.replace("is_polite", "is_polite_here", 1))["env"]["rewards"]
     assert len(registry.create(rewards).rewards) == 3
     (tmp_path / "code.jsonl").write_text(shown["json"] * 2)
     prepare_task(load_environment(EnvConfig(name="code", data="code.jsonl")))

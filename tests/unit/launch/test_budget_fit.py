@@ -85,7 +85,7 @@ def test_nothing_is_started_when_nothing_fits(machine, started: list[RunConfig],
     machine(0.5)
     assert treadle(*BASE, "--fit", "--train.device", "cpu") == 2
     said = capsys.readouterr().err
-    assert "nothing that treadle can set makes it fit" in said
+    assert "no setting that the plan tries makes it fit" in said
     assert "does not fit on this machine's CPU, and --fit found no settings with which it does" in said
     assert started == []
 

@@ -69,6 +69,14 @@ def test_a_summary_of_one_step_uses_the_singular(tmp_path: Path) -> None:
     assert "\n1 step in 5 s\n" in printed(summary)
 
 
+@pytest.mark.parametrize(("equal", "is_said"), [((1.0, 1.0), True), ((1.0, 0.9), False), ((), False)])
+def test_a_run_in_which_nothing_was_learned_says_so(equal: tuple[float, ...], is_said: bool, tmp_path: Path) -> None:
+    config = write_run(tmp_path, num_steps=2, is_evaluated=False)
+    steps = tuple({"step": n + 1, "frac_reward_zero_std": share} for n, share in enumerate(equal))
+    summary = summarize(config, tmp_path, History(steps), Outcome(True, 5.0))
+    assert ("so the weights did not change" in printed(summary)) == is_said
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [

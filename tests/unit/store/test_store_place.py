@@ -16,6 +16,7 @@ import pytest
 
 from treadle.errors import ConfigError
 from treadle.store import Limits, NewGroup, Post, StorageFailed, Store, set_aside
+from treadle.store.file import refuse_locked
 
 LIMITS = Limits(99)
 GROUP = NewGroup(payload=b"{}", size=1, num_tokens=1)
@@ -63,6 +64,15 @@ def test_no_other_name_of_the_file_lets_a_second_hub_in(path: Path, holder: int)
             Store.open(name)
         with pytest.raises(ConfigError, match=rf"process {holder}\b"):
             set_aside(name)
+        with pytest.raises(ConfigError, match=rf"is open in process {holder}\b") as caught:
+            refuse_locked(name)
+        assert f"kill {holder}" in str(caught.value.fix)
+
+
+def test_a_queue_that_nobody_has_open_is_not_called_locked(tmp_path: Path):
+    refuse_locked(tmp_path / "nowhere.sqlite")
+    Store.open(tmp_path / "q.sqlite").close()
+    refuse_locked(tmp_path / "q.sqlite")
 
 
 def test_a_file_is_free_when_its_process_was_killed(path: Path):

@@ -36,7 +36,12 @@ def draw(
         if offers:
             lines += [Text(title, style="bold"), _offers(offers), Text()]
     if not suggestions and budget.verdict == "does not fit":
-        lines.append(Text("nothing that treadle can set makes it fit: take a smaller model or larger GPUs", "red"))
+        lines.append(
+            Text(
+                "no setting that the plan tries makes it fit: take a smaller model, or a machine with more memory",
+                "red",
+            )
+        )
     while isinstance(lines[-1], Text) and not lines[-1].plain:
         lines.pop()
     return Group(*lines)
