@@ -101,6 +101,7 @@ class CopiedSource:
         if target.__name__ == "<lambda>":
             raise ConfigError(f"'{name}' is a lambda, which cannot be copied", fix="write it with def")
         if name != target.__name__:
+            _check_is_whole(value)
             self._add(target.__name__, value, needed_by=name)
             return f"{name} = {target.__name__}"
         inner = inspect.unwrap(target)
@@ -189,6 +190,19 @@ def _num_decorators(text: str) -> int:
     """Above the outermost function or class of this source."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return next(len(node.decorator_list) for node in _nodes_of(text) if isinstance(node, kinds))
+
+
+def _check_is_whole(value: Any) -> None:
+    """Refuse the inner function of a decorator without functools.wraps: its source has that decorator."""
+    if not inspect.isfunction(value):
+        return
+    inner = inspect.unwrap(value)
+    is_by_name = _function_in(_scope_of(inner).get(value.__name__)) is value
+    if not is_by_name and _num_decorators(source_text(inner)) > _num_wrappers(value):
+        raise ConfigError(
+            f"'{value.__name__}' has a decorator without functools.wraps, and cannot be copied",
+            fix=f"use functools.wraps in the decorator, or {_MOVE}",
+        )
 
 
 def _nodes_of(text: str) -> list[ast.AST]:

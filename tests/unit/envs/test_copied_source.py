@@ -190,6 +190,23 @@ def test_a_decorator_that_is_not_above_the_def_is_refused(cell: Cell, tmp_path: 
     assert "write @decorator above the def" in refused.value.fix
 
 
+def test_a_decorator_without_wraps_is_refused(cell: Cell) -> None:
+    space = cell("""
+        def doubled(function):
+            def wrapper(completions, **kwargs):
+                return [2 * score for score in function(completions)]
+            return wrapper
+        @doubled
+        def ones(completions, **kwargs):
+            return [1 for _ in completions]
+        def judge(completions, **kwargs):
+            return ones(completions)
+    """)
+    for name in ("ones", "judge"):
+        with pytest.raises(ConfigError, match=r"'ones' has a decorator without functools\.wraps"):
+            CopiedSource().add(space[name])
+
+
 def test_a_bound_method_is_refused(cell: Cell) -> None:
     space = cell("""
         class Checker:
