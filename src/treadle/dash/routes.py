@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from treadle.dash.processes import EngineWatch, ProcessTable, ProcessView
 from treadle.dash.query import Handler, Unanswerable, as_json, real, telling, whole
 from treadle.dash.queue_history import QueueHistory
 from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_group, view_rollouts
-from treadle.dash.run_folder import HeldOut, RunFolder, Runs
+from treadle.dash.run_folder import HeldOut, RunFolder, Runs, env_tables, task_of
 from treadle.dash.search import search
 from treadle.dash.static import INDEX, StaticFiles
 from treadle.dash.words import (
@@ -140,7 +140,7 @@ class Routes:
             {
                 "name": own.name if own is not None else "",
                 "model": str(config.get("model") or ""),
-                "env": " + ".join(_name_of(table) for table in _env_tables(config)),
+                "env": task_of(config),
                 "steps": config.get("steps"),
                 "charts": CHARTS,
                 "meanings": {name: entry.meaning for name, entry in METRICS.items()},
@@ -231,11 +231,14 @@ class Routes:
             tiles = tiles_of(columns, held_out, now, num_warnings)
             last = held_out[-1] if held_out and held_out[-1].step else None
             training = [] if last is None else columns.known("rollout/accuracy", TRAINING_STEPS, last.step)
-        return tiles, "" if last is None else sampling_note(last, training, self._config.get("env") or {})
+        tables = env_tables(self._config)
+        if last is None or len(tables) > 1:  # several environments may sample each in its own way
+            return tiles, ""
+        return tiles, sampling_note(last, training, tables[0] if tables else {})
 
     def _is_measured(self, held_out: Sequence[HeldOut], steps: int | None) -> bool:
         """Whether no evaluation is to come after the last step."""
-        tables = _env_tables(self._config)
+        tables = env_tables(self._config)
         evaluates = not tables or any(table.get("num_eval") != 0 for table in tables)
         return not evaluates or (steps is not None and any(one.step >= steps for one in held_out))
 
@@ -332,16 +335,6 @@ class Routes:
         if own is None or summary.step is None or summary.state not in ("leased", "trained"):
             return None
         return own.tokens.of_group(summary.step, fingerprint(group))
-
-
-def _env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings of the environments, of which there may be several."""
-    tables = config.get("envs") or [config.get("env")]
-    return [table for table in tables if isinstance(table, dict)]
-
-
-def _name_of(table: Mapping[str, Any]) -> str:
-    return "/".join(str(table[key]) for key in ("name", "task") if table.get(key))
 
 
 def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:

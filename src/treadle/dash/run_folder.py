@@ -153,6 +153,18 @@ class Runs:
         return self._others[name]
 
 
+def env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings of the environments, of which there may be several."""
+    tables = config.get("envs") or [config.get("env")]
+    return [table for table in tables if isinstance(table, dict)]
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """`"gsm8k + arithmetic/addition"`; "" where no environment is named."""
+    names = ("/".join(str(table[key]) for key in ("name", "task") if table.get(key)) for table in env_tables(config))
+    return " + ".join(filter(None, names))
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())

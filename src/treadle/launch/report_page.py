@@ -211,12 +211,12 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
 def _sampling_note(facts: Facts) -> list[str]:
     """Why the accuracy in training is another one, where it is."""
     _, last = _first_and_last(facts.history.evaluations)
-    if last is None:
+    if last is None or len(facts.config.environments) > 1:  # several may sample each in its own way
         return []
     steps = [step for step in facts.history.steps if int(step["step"]) <= last.step][-TRAINING_STEPS:]
     training = History(tuple(steps)).values("rollout/accuracy")
     held_out = HeldOut(last.step, last.accuracy, last.low, last.high)
-    return list(filter(None, [sampling_note(held_out, training, facts.config.env.model_dump())]))
+    return list(filter(None, [sampling_note(held_out, training, facts.config.environments[0].model_dump())]))
 
 
 def settings_of(config: RunConfig, asked_for: frozenset[str]) -> list[Setting]:

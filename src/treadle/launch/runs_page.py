@@ -29,7 +29,7 @@ from starlette.routing import Route
 from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.query import Unanswerable, as_json, telling
-from treadle.dash.run_folder import RunFolder
+from treadle.dash.run_folder import RunFolder, task_of
 from treadle.dash.static import StaticFiles
 from treadle.errors import ConfigError
 from treadle.launch.folder import is_going, is_run
@@ -81,7 +81,6 @@ class RunList:
 
     def _row(self, run: RunFolder) -> RunRow:
         config, summary, held_out = run.config(), load_summary(run.path), run.held_out()
-        env = config.get("env") or {}
         steps = config.get("steps")
         with run.metrics.columns() as columns:
             steps_taken = columns.steps[-1] if columns.steps else 0
@@ -94,7 +93,7 @@ class RunList:
         ends = [*held_out[:1], *held_out[1:][-1:]]
         return RunRow(
             name=run.name,
-            task="/".join(str(env[key]) for key in ("name", "task") if env.get(key)),
+            task=task_of(config),
             model=str(config.get("model") or ""),
             state=state,
             error=run.last_words() if state == "failed" else "",

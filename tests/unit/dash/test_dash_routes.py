@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from bench.page_history import GROUP_SIZE, write_run
+from bench.page_history import GROUP_SIZE, write_config, write_metrics, write_run
 from treadle.dash import open_pages
 from treadle.dash.static import HEADERS
 from treadle.store import Store
@@ -165,6 +166,22 @@ def test_now_is_told_in_words_and_the_processes_are_listed(client: TestClient):
     assert client.get("/dash/api/logs/..%2fconfig").status_code == 404
     syncs = client.get("/dash/api/syncs").json()["syncs"]
     assert [sync["version"] for sync in syncs] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("envs", "has_note"),
+    [([{"name": "arithmetic"}], True), ([{"name": "arithmetic", "eval_temperature": 1}], False), ([{}, {}], False)],
+)
+def test_the_sampling_note_is_of_the_only_environment(tmp_path: Path, envs: list[dict], has_note: bool):
+    write_config(tmp_path, NUM_STEPS)
+    write_metrics(tmp_path, NUM_STEPS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"envs": envs}))
+    far = {"step": NUM_STEPS, "accuracy": 0.1, "interval_95": [0.05, 0.15]}
+    (tmp_path / "evals" / f"step-{NUM_STEPS:06d}.json").write_text(json.dumps(far))
+    with Store.open(tmp_path / "hub.sqlite") as store:
+        for client in client_of(store, tmp_path):
+            assert bool(client.get("/dash/api/now").json()["sampling_note"]) == has_note
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from written_run import write_run
 
 from tests.e2e.processes import free_port
 from treadle.clock import awake_s
-from treadle.config import RunConfig, save_run
+from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
@@ -89,6 +89,14 @@ def test_the_runs_of_a_folder_are_listed_with_their_state(tmp_path: Path) -> Non
     assert (live.task, live.steps_taken, live.steps) == ("arithmetic", 50, 50)
     assert live.held_out.startswith("1.6 %")
     assert live.started_at - stopped.started_at == 86400
+
+
+def test_the_task_of_several_environments_is_listed(tmp_path: Path) -> None:
+    config = load_run(None, {"env": "arithmetic:3,echo:1"})
+    (tmp_path / "20260101-000000-a").mkdir()
+    save_run(config, tmp_path / "20260101-000000-a" / "config.json")
+    (row,) = RunList(tmp_path).rows(["20260101-000000-a"])
+    assert row.task == "arithmetic + echo"
 
 
 def test_the_start_page_asks_for_the_token_of_the_environment(tmp_path: Path) -> None:

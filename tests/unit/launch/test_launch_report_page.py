@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -77,6 +78,19 @@ def test_a_finished_run_is_told_in_words_charts_and_tables(tmp_path: Path) -> No
     assert "5.00 GB over all processes" in text
     titles = re.findall(r"<figcaption>([^<]+)", page)
     assert [title.strip() for title in titles] == ["reward", "tokens per second", "rollout staleness"]
+
+
+def test_the_sampling_note_is_left_out_with_several_environments(tmp_path: Path) -> None:
+    config = a_run(tmp_path)
+    assert "held-out answers are greedy" in text_of(render(gather(tmp_path)))
+    tables = [{**config.env.model_dump(), "name": name, "wandb_name": name} for name in ("arithmetic", "echo")]
+    for table in tables:
+        table["data_dir_to_save_evals"] = folder = tmp_path / "evals" / table["name"]
+        shutil.copytree(tmp_path / "evals", folder, ignore=lambda _, names: {"arithmetic", "echo"} & set(names))
+    save_run(RunConfig.model_validate({**config.model_dump(), "envs": tables}), tmp_path / "config.json")
+    text = text_of(render(gather(tmp_path)))
+    assert "73.0 %" in text
+    assert "held-out answers are" not in text
 
 
 def test_a_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
