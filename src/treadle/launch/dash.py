@@ -39,10 +39,9 @@ def show_page(run: Path | None, *, opens: bool) -> int:
     config = load_run(folder / CONFIG_FILE)
     if is_going(folder) or config.hub_url:
         return _show_served(config, opens=opens)
-    hub = recorded_hub(folder, config)
     with held_ports({"hub": (LOOPBACK, config.hub.port)}) as listeners:
         listener = listeners["hub"]
-        hub = hub.model_copy(update={"port": port_of(listener)})
+        hub = recorded_hub(folder, config, port_of(listener))
         os.environ[HANDED_FD] = str(listener.detach())  # `serve` listens there
     page = _page_at(url_to(LOOPBACK, hub.port), config)
     print(f"{page.announcement(opens=opens)}; Ctrl-C ends it", flush=True)

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.config.load import load_run
+from treadle.config.load import load_run, parse
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.query import Unanswerable, as_json, telling
 from treadle.dash.run_folder import RunFolder, task_of
@@ -105,7 +105,7 @@ class RunList:
         )
 
 
-def recorded_hub(folder: Path, config: RunConfig) -> HubConfig:
+def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
     """The settings of a hub that serves the recorded groups of a run, on this machine only."""
     moved = folder / config.hub.database.name
     database = moved if moved.is_file() else config.hub.database
@@ -114,8 +114,9 @@ def recorded_hub(folder: Path, config: RunConfig) -> HubConfig:
             f"the queue of this run is gone: {database}; its page cannot be served",
             fix=f"{program()} report {near(folder)} writes what is left into one file",
         )
-    values = {"host": LOOPBACK, "database": database, "run_folder": folder, "fresh": False, "door_workers": 1}
-    return config.hub.model_copy(update=values)
+    own = {"host": LOOPBACK, "port": port, "database": database, "run_folder": folder, "fresh": False}
+    values = config.hub.model_dump() | own | {"validation_workers": 1}
+    return parse(HubConfig, values, source=str(folder / CONFIG_FILE))
 
 
 class RunHubs:
@@ -129,7 +130,7 @@ class RunHubs:
         if is_going(folder) or config.hub_url:
             self._end(folder)  # a resumed run has its own hub again
             return without_token(config.train.atropos_url)
-        recorded_hub(folder, config)  # raises where the child could not serve it
+        recorded_hub(folder, config, config.hub.port)  # raises where the child could not serve it
         known = self._children.get(folder)
         if known is not None and known[0].poll() is None:
             return known[1]

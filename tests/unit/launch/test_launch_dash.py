@@ -14,12 +14,13 @@ from written_run import write_run
 from tests.e2e.processes import free_port
 from treadle.clock import awake_s
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
 from treadle.launch.plan import with_values
 from treadle.launch.probe import answers_ok, get
-from treadle.launch.runs_page import RunList
+from treadle.launch.runs_page import RunList, recorded_hub
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.store import Store
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
@@ -52,6 +53,13 @@ def test_the_page_of_a_run_that_is_over_is_served_with_its_figures(run: RunConfi
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+def test_the_hub_of_a_run_that_is_over_has_one_validation_worker(run: RunConfig, tmp_path: Path) -> None:
+    run.hub.database.touch()
+    hub = recorded_hub(tmp_path, with_values(run, {"hub.host": "0.0.0.0", "hub.fresh": True}), 8001)
+    assert (hub.host, hub.port, hub.validation_workers, hub.fresh) == ("127.0.0.1", 8001, 1, False)
+    assert not set(vars(hub)) - set(HubConfig.model_fields), "no setting is misspelt"
 
 
 def test_a_run_whose_queue_is_gone_has_no_page(run: RunConfig, tmp_path: Path) -> None:
