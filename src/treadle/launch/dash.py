@@ -19,7 +19,8 @@ from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import held_ports, port_of
 from treadle.launch.probe import answers_ok
-from treadle.launch.runs_page import LOOPBACK, observer_token, open_start_page, recorded_hub
+from treadle.launch.run_hubs import LOOPBACK, observer_token, recorded_hub
+from treadle.launch.runs_page import open_start_page
 from treadle.launch.top import find_run, watch_url
 from treadle.wire.guard import Access, AccessRules, Guard
 from treadle.wire.listening import HANDED_FD

@@ -4,17 +4,15 @@
 /api/runs               the runs, the newest first
 /runs/NAME/dash/        the page of a run, from its hub: the hub of a run that is live, else one that is started here
 
-Requests for a run are forwarded to its hub, so that one port is enough, also through an SSH tunnel.
+Requests for a run are forwarded to its hub on this machine, so that one port is enough, also through an SSH tunnel.
+Where the hub is elsewhere, the list shows its address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,35 +23,33 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from treadle.config.load import load_run, parse
-from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.query import Unanswerable, as_json, telling
 from treadle.dash.run_folder import RunFolder, task_of
-from treadle.dash.static import StaticFiles
+from treadle.dash.static import HEADERS, INDEX, StaticFiles
 from treadle.errors import ConfigError
 from treadle.launch.folder import is_going, is_run
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.ports import port_of
 from treadle.launch.report import load_summary
-from treadle.launch.wording import near, percent, program
-from treadle.wire.listening import HANDED_FD, take_port
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers, role_token
-from treadle.wire.urls import url_to, without_token
+from treadle.launch.run_hubs import IDLE_S, RunHubs, is_on_loopback, origin_of
+from treadle.launch.wording import percent
+from treadle.wire.tokens import bearer_headers
 
-LOOPBACK = "127.0.0.1"
 START = "start.html"
 MAX_RUNS = 200
-MAX_HUBS = 4  # that are open for runs that are over; the one opened first gives way
 # What the page of a run asks for, behind a token or not. Other routes of a hub have effects, and the hub could not tell
 # that a browser asks: its headers are not forwarded.
 READABLE = re.compile(r"(?:t/[^/]+/)?(?:dash/(?!.*\.\.).*|v1/(?:status|processes|events))")
-FORWARDED = ("accept", "if-none-match", "last-event-id")
-NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
+FORWARDED = ("accept", "last-event-id")
+# A browser gets only data from a hub, and all code from here: a hub cannot run anything in the pages of other runs.
+FILE = re.compile(r"(?:t/[^/]+/)?dash/(?P<name>[^/]*)")
+DATA_TYPES = ("application/json", "text/event-stream")
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
+    address: str = ""  # of the hub that has its page, "http://gpu7:8000", where that is not forwarded
     task: str
     model: str
     state: str  # "live", "complete", "failed" or "stopped"
@@ -84,7 +80,10 @@ class RunList:
         steps = config.get("steps")
         with run.metrics.columns() as columns:
             steps_taken = columns.steps[-1] if columns.steps else 0
-        if is_going(run.path):
+        is_live = is_going(run.path)
+        origin = origin_of(str((config.get("train") or {}).get("atropos_url") or ""))
+        is_elsewhere = not is_on_loopback(origin) if is_live else bool(config.get("hub_url"))
+        if is_live:
             state = "live"
         elif summary is not None and summary.is_complete:
             state = "complete"
@@ -93,6 +92,7 @@ class RunList:
         ends = [*held_out[:1], *held_out[1:][-1:]]
         return RunRow(
             name=run.name,
+            address=origin if is_elsewhere else "",
             task=task_of(config),
             model=str(config.get("model") or ""),
             state=state,
@@ -105,67 +105,26 @@ class RunList:
         )
 
 
-def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
-    """The settings of a hub that serves the recorded groups of a run, on this machine only."""
-    moved = folder / config.hub.database.name
-    database = moved if moved.is_file() else config.hub.database
-    if not database.is_file():
-        raise ConfigError(
-            f"the queue of this run is gone: {database}; its page cannot be served",
-            fix=f"{program()} report {near(folder)} writes what is left into one file",
-        )
-    own = {"host": LOOPBACK, "port": port, "database": database, "run_folder": folder, "fresh": False}
-    values = config.hub.model_dump() | own | {"validation_workers": 1}
-    return parse(HubConfig, values, source=str(folder / CONFIG_FILE))
-
-
-class RunHubs:
-    """The address of each run's hub; for a run that is over, `treadle dash RUN` is started as a child process."""
-
-    def __init__(self) -> None:
-        self._children: dict[Path, tuple[subprocess.Popen[bytes], str]] = {}
-
-    def url_of(self, folder: Path) -> str:
-        config = load_run(folder / CONFIG_FILE)
-        if is_going(folder) or config.hub_url:
-            self._end(folder)  # a resumed run has its own hub again
-            return without_token(config.train.atropos_url)
-        recorded_hub(folder, config, config.hub.port)  # raises where the child could not serve it
-        known = self._children.get(folder)
-        if known is not None and known[0].poll() is None:
-            return known[1]
-        for oldest in list(self._children)[: len(self._children) - MAX_HUBS + 1]:
-            self._end(oldest)
-        with contextlib.closing(take_port(LOOPBACK, 0)) as listener:  # requests wait there until the child answers
-            os.set_inheritable(listener.fileno(), True)
-            child = subprocess.Popen(
-                [sys.executable, "-m", "treadle", "dash", str(folder), "--no-open"],
-                env=os.environ | {HANDED_FD: str(listener.fileno())},
-                pass_fds=[listener.fileno()],
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which ends its children
-            )
-            self._children[folder] = child, url_to(LOOPBACK, port_of(listener))
-        return self._children[folder][1]
-
-    def _end(self, folder: Path) -> None:
-        known = self._children.pop(folder, None)
-        if known is not None:
-            known[0].terminate()
-            known[0].wait()
-
-    def close(self) -> None:
-        for folder in list(self._children):
-            self._end(folder)
-
-
 @contextlib.contextmanager
-def open_start_page(folder: Path) -> Iterator[Starlette]:
-    hubs = RunHubs()
+def open_start_page(folder: Path, idle_s: float = IDLE_S) -> Iterator[Starlette]:
+    hubs = RunHubs(idle_s)
     try:
         yield StartPage(RunList(folder), hubs).app()
     finally:
         hubs.close()
+
+
+class ForwardedData(StreamingResponse):
+    """An answer of a hub: its status and its data, with headers of ours. What it occupies is released at its end."""
+
+    def __init__(self, answer: httpx.Response, media_type: str, opened: contextlib.AsyncExitStack) -> None:
+        headers = HEADERS | {"Cache-Control": "no-store", "Content-Type": media_type}
+        super().__init__(answer.aiter_raw(), answer.status_code, headers)
+        self._opened = opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._opened:
+            await super().__call__(scope, receive, send)
 
 
 class StartPage:
@@ -185,8 +144,10 @@ class StartPage:
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            watch = asyncio.create_task(self._hubs.watch())
             async with self._client:
                 yield
+            watch.cancel()
 
         return Starlette(
             routes=[Route(path, telling(handler), methods=["GET"]) for path, handler in routes.items()],
@@ -223,26 +184,29 @@ class StartPage:
         path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
         if READABLE.fullmatch(path) is None:
             raise Unanswerable(404, "only the page of a run is served here")
-        try:
-            url = self._hubs.url_of(self._runs.folder / name)
-        except ConfigError as error:
-            raise Unanswerable(404, str(error)) from None
         query = f"?{request.url.query}" if request.url.query else ""
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
-        headers |= bearer_headers(observer_token())  # the guard in front has asked the browser for it
-        try:
-            asked = self._client.build_request("GET", f"{url}/{path}{query}", headers=headers)
-            answer = await self._client.send(asked, stream=True)
-        except httpx.TransportError as error:
-            raise Unanswerable(502, f"the hub of {name} does not answer: {error!r}") from None
-        kept = {key: value for key, value in answer.headers.items() if key not in NOT_RETURNED}
-        return StreamingResponse(_body(answer), answer.status_code, kept)
-
-
-def observer_token() -> str:
-    """For reading only, from the token in the environment; "" where there is none."""
-    secret = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
-    return role_token(secret, "observer") if secret else ""
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                hub = await opened.enter_async_context(self._hubs.use(self._runs.folder / name))
+                # The guard in front has asked the browser for the token.
+                headers |= bearer_headers(hub.token) | {"accept-encoding": "identity"}
+                asked = self._client.build_request("GET", f"{hub.url}/{path}{query}", headers=headers)
+                answer = await self._client.send(asked, stream=True)
+            except ConfigError as error:
+                raise Unanswerable(404, str(error)) from None
+            except httpx.TransportError as error:
+                raise Unanswerable(502, f"the hub of {name} does not answer: {error!r}") from None
+            opened.push_async_callback(answer.aclose)
+            file = FILE.fullmatch(path)
+            if file is not None and answer.is_success:
+                response = self._file(request, file["name"] or INDEX)
+            else:
+                media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if media_type not in DATA_TYPES:
+                    raise Unanswerable(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
+                response = ForwardedData(answer, media_type, opened.pop_all())
+        return response
 
 
 def _started_at(folder: Path) -> float:
@@ -251,11 +215,3 @@ def _started_at(folder: Path) -> float:
         return time.mktime(time.strptime(folder.name[:15], "%Y%m%d-%H%M%S"))
     except ValueError:
         return (folder / CONFIG_FILE).stat().st_mtime
-
-
-async def _body(answer: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for part in answer.aiter_raw():
-            yield part
-    finally:
-        await answer.aclose()

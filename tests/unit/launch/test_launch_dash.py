@@ -20,7 +20,8 @@ from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
 from treadle.launch.plan import with_values
 from treadle.launch.probe import answers_ok, get
-from treadle.launch.runs_page import RunList, recorded_hub
+from treadle.launch.run_hubs import recorded_hub
+from treadle.launch.runs_page import RunList
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.store import Store
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token

@@ -5,11 +5,14 @@ const REFRESH_MS = 5000;
 const by = (id) => document.getElementById(id);
 
 function row(run) {
-  const href = `runs/${encodeURIComponent(run.name)}/dash/`;
+  const href = run.address ? `${run.address}/dash/` : `runs/${encodeURIComponent(run.name)}/dash/`;
   const steps = run.steps === null ? number(run.steps_taken) : `${number(run.steps_taken)} of ${number(run.steps)}`;
   const started = new Date(run.started_at * 1000).toLocaleString();
-  return element("tr", { onclick: () => { location.href = href; } },
-    element("td", {}, element("a", { href }, run.task || run.name)),
+  const task = run.task || run.name;
+  // A run whose hub is elsewhere leads there only by its address, which is shown.
+  const page = run.address ? [task, " at ", element("a", { href, rel: "noreferrer" }, run.address)] : [element("a", { href }, task)];
+  return element("tr", { onclick: run.address ? () => {} : () => { location.href = href; } },
+    element("td", {}, ...page),
     element("td", {}, element("span", { class: `badge ${run.state}`, title: run.error }, run.state)),
     element("td", { "data-label": "Held-out" }, element("span", {}, run.held_out || "–", element("span", { class: "quiet", title: "95 % interval" }, run.interval))),
     element("td", { "data-label": "Steps" }, steps),

@@ -1,0 +1,205 @@
+"""Find the hub that has the page of a run; for a run that is over, start one for as long as its page is open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from treadle.config.load import load_run, parse
+from treadle.config.schema import HubConfig, RunConfig
+from treadle.dash.query import Unanswerable
+from treadle.errors import ConfigError
+from treadle.launch.folder import is_going
+from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.ports import port_of
+from treadle.launch.wording import near, program
+from treadle.wire.listening import HANDED_FD, take_port
+from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.wire.urls import is_loopback_host, url_to
+
+LOOPBACK = "127.0.0.1"
+MAX_HUBS = 4  # that are open for runs that are over; the one that was used last the longest ago gives way
+IDLE_S = 30.0  # without a request and without an open page, after which the hub of a run that is over is ended
+WATCH_S = 0.5  # a run that is resumed needs longer until its hub opens the queue
+END_S = 2.0  # for a hub to end before it is killed; it has nothing to save
+
+
+def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
+    """The settings of a hub that serves the recorded groups of a run, on this machine only."""
+    moved = folder / config.hub.database.name
+    database = moved if moved.is_file() else config.hub.database
+    if not database.is_file():
+        raise ConfigError(
+            f"the queue of this run is gone: {database}; its page cannot be served",
+            fix=f"{program()} report {near(folder)} writes what is left into one file",
+        )
+    own = {"host": LOOPBACK, "port": port, "database": database, "run_folder": folder, "fresh": False}
+    values = config.hub.model_dump() | own | {"validation_workers": 1}
+    return parse(HubConfig, values, source=str(folder / CONFIG_FILE))
+
+
+@dataclass
+class RunHub:
+    """Where the requests for a run are forwarded to."""
+
+    url: str
+    token: str  # sent to it, "" for none
+
+
+@dataclass
+class ChildHub(RunHub):
+    """The hub of a run that is over, started here."""
+
+    process: subprocess.Popen[bytes]
+    num_requests: int = 0  # that are being answered; an open page always has one, its events
+    used_at: float = field(default_factory=time.monotonic)
+    is_ending: bool = False
+
+    def is_running(self) -> bool:
+        return not self.is_ending and self.process.poll() is None
+
+
+class RunHubs:
+    """Finds the hub of each run; for a run that is over, starts `treadle dash RUN` as a child process.
+
+    A child locks the queue of its run, so it is ended when the run is resumed, or when no page of it is open.
+    """
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._children: dict[Path, ChildHub] = {}
+        self._changing = asyncio.Lock()  # held while a child is started or ended
+
+    @contextlib.asynccontextmanager
+    async def use(self, folder: Path) -> AsyncIterator[RunHub]:
+        """The hub of the run, which is not ended for lack of use meanwhile."""
+        hub = await self._hub_of(folder)
+        if not isinstance(hub, ChildHub):
+            yield hub
+            return
+        hub.num_requests += 1
+        try:
+            yield hub
+        finally:
+            hub.num_requests -= 1
+            hub.used_at = time.monotonic()
+
+    async def watch(self) -> None:
+        """End the children whose run was resumed or that nobody uses, until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            async with self._changing:
+                for folder, child in list(self._children.items()):
+                    is_idle = not child.num_requests and time.monotonic() - child.used_at > self._idle_s
+                    if is_idle or not child.is_running() or is_going(folder):
+                        await self._end(folder)
+
+    def close(self) -> None:
+        for child in self._children.values():
+            child.process.terminate()
+        for child in self._children.values():
+            _end_process(child.process)
+
+    async def _hub_of(self, folder: Path) -> RunHub:
+        if is_going(folder):
+            return _live_hub(folder, await asyncio.to_thread(load_run, folder / CONFIG_FILE))
+        known = self._children.get(folder)
+        if known is not None and known.is_running():
+            return known
+        async with self._changing:
+            known = self._children.get(folder)
+            if known is not None and known.is_running():  # another request has started it
+                return known
+            return await self._start(folder)
+
+    async def _start(self, folder: Path) -> ChildHub:
+        config = await asyncio.to_thread(load_run, folder / CONFIG_FILE)
+        if config.hub_url:
+            raise _not_forwarded(config)
+        recorded_hub(folder, config, config.hub.port)  # raises where the child could not serve it
+        await self._end(folder)
+        while len(self._children) >= MAX_HUBS:
+            unused = [place for place, child in self._children.items() if not child.num_requests]
+            if not unused:
+                raise Unanswerable(
+                    503, f"the pages of {MAX_HUBS} finished runs are open: close a run, then reload this"
+                )
+            await self._end(min(unused, key=lambda place: self._children[place].used_at))
+        self._children[folder] = _start_child(folder)
+        return self._children[folder]
+
+    async def _end(self, folder: Path) -> None:
+        child = self._children.get(folder)
+        if child is not None:
+            child.is_ending = True
+            await asyncio.to_thread(_end_process, child.process)
+            del self._children[folder]
+
+
+def _start_child(folder: Path) -> ChildHub:
+    with contextlib.closing(take_port(LOOPBACK, 0)) as listener:  # requests wait there until the child answers
+        os.set_inheritable(listener.fileno(), True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "treadle", "dash", str(folder), "--no-open"],
+            env=os.environ | {HANDED_FD: str(listener.fileno())},
+            pass_fds=[listener.fileno()],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process, which ends its children
+        )
+        return ChildHub(url_to(LOOPBACK, port_of(listener)), observer_token(), process)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _live_hub(folder: Path, config: RunConfig) -> RunHub:
+    """The hub of a run that is live on this machine.
+
+    The folder of a run may come from elsewhere or belong to another user, and its config.json names any address. So
+    requests are forwarded to this machine only, and the token goes only where this user's own launcher wrote the file.
+    """
+    origin = origin_of(config.train.atropos_url)
+    if not is_on_loopback(origin):
+        raise _not_forwarded(config)
+    is_own = (folder / CONFIG_FILE).stat().st_uid == os.getuid()
+    return RunHub(origin, observer_token() if is_own else "")
+
+
+def _not_forwarded(config: RunConfig) -> Unanswerable:
+    origin = origin_of(config.train.atropos_url)
+    page = f"open {origin}/dash/ in your browser" if origin else "its address is not the URL of a hub"
+    return Unanswerable(403, f"this run has its page at its own hub, which is not forwarded here: {page}")
+
+
+def origin_of(url: str) -> str:
+    """`http://HOST:PORT` without path, token or user, as httpx understands it; "" for what is not an HTTP URL."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        return ""
+    return f"{parts.scheme}://{parts.netloc.decode()}" if parts.scheme in ("http", "https") and parts.host else ""
+
+
+def is_on_loopback(origin: str) -> bool:
+    return is_loopback_host(httpx.URL(origin).host)
+
+
+def observer_token() -> str:
+    """For reading only, from the token in the environment; "" where there is none."""
+    secret = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
+    return role_token(secret, "observer") if secret else ""
