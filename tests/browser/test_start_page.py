@@ -18,6 +18,7 @@ from tests.browser.conftest import FOREIGN_NAME, Visit
 from tests.e2e.processes import environment
 
 NEWEST, OLDEST = "20260103-091500-gsm8k", "20260102-030405-arithmetic"
+ELSEWHERE, FAR = "20260101-000000-echo", "http://gpu7.invalid:8000"  # its hub is on another machine
 NUM_STEPS = 4
 MODEL = "/home/ada/models/2026-01/qwen-tuned"
 
@@ -32,6 +33,10 @@ def url(tmp_path: Path) -> Iterator[str]:
             json.dumps(config | {"steps": planned, "model": MODEL, "hub": {"database": "hub.sqlite"}})
         )
         (folder / "request.json").write_text("{}")
+    (tmp_path / "runs" / ELSEWHERE).mkdir()
+    far = {"env": {"name": "echo"}, "hub_url": FAR, "train": {"atropos_url": f"{FAR}/t/secret"}}
+    (tmp_path / "runs" / ELSEWHERE / "config.json").write_text(json.dumps(far))
+    (tmp_path / "runs" / ELSEWHERE / "request.json").write_text("{}")
     (tmp_path / "runs" / "notes").mkdir()
     command = [sys.executable, "-m", "treadle", "dash", str(tmp_path / "runs"), "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -50,7 +55,11 @@ def test_the_start_page_lists_the_runs_and_a_click_opens_one(browser: Any, url: 
     page.goto(url)
     page.wait_for_selector("#runs tbody tr")
     rows = [row.locator("td").all_inner_texts() for row in page.locator("#runs tbody tr").all()]
-    assert [row[-1] for row in rows] == [NEWEST, OLDEST], "the newest first"
+    assert [row[-1] for row in rows] == [NEWEST, OLDEST, ELSEWHERE], "the newest first"
+    assert rows.pop()[0] == f"echo at {FAR}"
+    page.click(f"#runs tr:has-text('{ELSEWHERE}') .badge")
+    link = page.locator(f"#runs tr:has-text('{ELSEWHERE}') a")
+    assert link.get_attribute("href") == f"{FAR}/dash/", "only the link leads to another host, and not the row"
     assert [row[1] for row in rows] == ["stopped", "stopped"]
     assert rows[1][2].startswith("0.0 % → 80.0 %")
     assert [row[3] for row in rows] == [f"{NUM_STEPS} of 9", f"{NUM_STEPS} of {NUM_STEPS}"]

@@ -11,7 +11,8 @@ function row(run) {
   const task = run.task || run.name;
   // A run whose hub is elsewhere leads there only by its address, which is shown.
   const page = run.address ? [task, " at ", element("a", { href, rel: "noreferrer" }, run.address)] : [element("a", { href }, task)];
-  return element("tr", { onclick: run.address ? () => {} : () => { location.href = href; } },
+  const open = () => { if (!run.address) location.href = href; };
+  return element("tr", { class: run.address ? "elsewhere" : "", onclick: open },
     element("td", {}, ...page),
     element("td", {}, element("span", { class: `badge ${run.state}`, title: run.error }, run.state)),
     element("td", { "data-label": "Held-out" }, element("span", {}, run.held_out || "–", element("span", { class: "quiet", title: "95 % interval" }, run.interval))),
