@@ -96,7 +96,7 @@ def _parse_array(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
     try:
         elements = msgspec.json.decode(data, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}", fix="mend the file, or write one row a line") from None
+        raise ConfigError(f"{name} is not JSON: {error}", fix="correct the file, or write one row a line") from None
     place, line = 0, 1
     for element in map(bytes, elements):
         start = data.index(element, place)
@@ -116,7 +116,7 @@ def _parse_csv(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
             else:
                 yield Row(fields, place)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} is not CSV: {error}", fix="mend the file, or write it as JSONL") from None
+        raise ConfigError(f"{name} is not CSV: {error}", fix="correct the file, or write it as JSONL") from None
 
 
 def _parse_row(text: bytes, place: str) -> Row | BrokenRow:

@@ -93,7 +93,7 @@ def _cannot_be_loaded(path: Path, error: BaseException) -> ConfigError:
     place = place_of(error)
     if isinstance(error, SyntaxError):
         file = _shown(error.filename or str(path))
-        return ConfigError(f"{file} cannot be loaded: line {error.lineno}: {error.msg}", fix="mend that line")
+        return ConfigError(f"{file} cannot be loaded: line {error.lineno}: {error.msg}", fix="correct that line")
     if isinstance(error, ModuleNotFoundError) and error.name:
         file, _, line = (place or f"{path}:1").rpartition(":")
         neighbour = path.resolve().with_name(f"{error.name.partition('.')[0]}.py")
@@ -101,7 +101,7 @@ def _cannot_be_loaded(path: Path, error: BaseException) -> ConfigError:
         fix = f"put PYTHONPATH={neighbour.parent} before the command" if neighbour.is_file() else install
         return ConfigError(f"{file}, line {line}: {error}", fix=fix)
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return ConfigError(f"{path} cannot be loaded: {said}", fix=f"mend {place}" if place else "mend the file")
+    return ConfigError(f"{path} cannot be loaded: {said}", fix=f"mend {place}" if place else "correct the file")
 
 
 @functools.cache
