@@ -115,7 +115,7 @@ def open_start_page(folder: Path, idle_s: float = IDLE_S) -> Iterator[Starlette]
 
 
 class ForwardedData(StreamingResponse):
-    """An answer of a hub: its status and its data, with headers of ours. What it occupies is released at its end."""
+    """The status and data of a hub, with the headers of this server; releases the hub when all is sent."""
 
     def __init__(self, answer: httpx.Response, media_type: str, opened: contextlib.AsyncExitStack) -> None:
         headers = HEADERS | {"Cache-Control": "no-store", "Content-Type": media_type}
