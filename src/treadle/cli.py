@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -88,7 +87,7 @@ def run_api() -> None:
 
 
 def _run(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, given
+    from treadle.config.flags import FlagParser, add_run_flags, given
     from treadle.config.load import load_run
     from treadle.guides import GUIDES
 
@@ -104,7 +103,7 @@ def _run(words: list[str]) -> int:
         "--fit", dest="_fit", action="store_true",
         help="apply the first remedy of treadle plan if needed",
     )  # fmt: skip
-    _add_run_flags(parser, words)
+    add_run_flags(parser, words)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch import resume, start
@@ -127,7 +126,7 @@ def _run(words: list[str]) -> int:
 
 
 def _matrix(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, given
+    from treadle.config.flags import FlagParser, add_run_flags, given
     from treadle.guides import GUIDES
 
     parser = FlagParser(prog="treadle matrix", guide=GUIDES["matrix"])
@@ -137,7 +136,7 @@ def _matrix(words: list[str]) -> int:
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue this matrix")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
-    _add_run_flags(parser, words)
+    add_run_flags(parser, words)
     parser.add_argument(
         "--engine", dest="engine.engine", default=argparse.SUPPRESS, metavar="NAME", help="the same as --engine.engine"
     )
@@ -157,7 +156,7 @@ def _matrix(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, given
+    from treadle.config.flags import FlagParser, add_run_flags, given
     from treadle.config.load import load_run
     from treadle.guides import GUIDES
     from treadle.launch.budget.command import plan_memory
@@ -166,7 +165,7 @@ def _plan(words: list[str]) -> int:
     parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_plan_flags(parser)
-    _add_run_flags(parser, words)
+    add_run_flags(parser, words)
     values = parser.parse_args(words)
     return plan_memory(load_run(values._config, given(values), with_derived=False), values)
 
@@ -216,6 +215,7 @@ def _train(words: list[str]) -> int:
 def _env(words: list[str]) -> int:
     from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
     from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
+    from treadle.config.load import load_process
     from treadle.guides import GUIDES
 
     words, notes = drop_without_effect(words, WITHOUT_EFFECT)
@@ -233,7 +233,7 @@ def _env(words: list[str]) -> int:
         values._action, rest = (rest[0], rest[1:]) if rest and rest[0] in ENV_ACTIONS else ("serve", rest)
     parser.refuse(rest)
     flags = {key: value for key, value in given(values).items() if key != "env.name"}
-    run = _load_process(values._config, {**flags, "env": [values._name]}, "env", "openai")
+    run = load_process(values._config, {**flags, "env": [values._name]}, "env", "openai")
     _log_to_stderr()
     from treadle import envs
 
@@ -285,7 +285,7 @@ def _chat(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, given
+    from treadle.config.flags import FlagParser, add_run_flags, given
     from treadle.config.load import load_run
     from treadle.guides import GUIDES
 
@@ -296,7 +296,7 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--json", dest="_json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--verbose", dest="_verbose", action="store_true", help="list what is ok too")
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
-    _add_run_flags(parser, words)
+    add_run_flags(parser, words)
     values = parser.parse_args(words)
     from treadle.launch.doctor.command import Patient, examine
 
@@ -369,29 +369,6 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
 }  # fmt: skip
 
 
-def _add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
-    """The flags of a whole run: plain ones for its own settings, dotted ones for those of its processes.
-
-    Flags of one of several environments (`--envs.1.args`) are added for the numbers that occur in `words`.
-    """
-    from treadle.config import RunConfig, Section
-    from treadle.config.env import EnvConfig
-    from treadle.config.flags import add_flags
-
-    add_flags(parser, RunConfig)
-    parser.add_argument(
-        "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
-        help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.X is then for all of them, "
-        "--envs.0.X for the first",
-    )  # fmt: skip
-    for name, field in RunConfig.model_fields.items():
-        if isinstance(field.default, Section):
-            add_flags(parser, type(field.default), prefix=f"{name}.", dotted=True)
-    places = {found[1] for word in words if (found := re.match(r"--envs\.(\d+)\.", word))}
-    for place in sorted(places, key=int):
-        add_flags(parser, EnvConfig, prefix=f"envs.{place}.", dotted=True)
-
-
 def _one_section(name: str, words: list[str]) -> Any:
     """The configuration of one process, from its plain flags; `--config` may name a file that holds a whole run."""
     return _load_section(name, _section_parser(name).parse_args(words))
@@ -410,20 +387,10 @@ def _section_parser(name: str) -> FlagParser:
 
 def _load_section(name: str, values: Any) -> Any:
     from treadle.config.flags import given
+    from treadle.config.load import load_process
 
     _log_to_stderr()
-    return _load_process(values._config, given(values), name)
-
-
-def _load_process(file: Path | None, flags: dict[str, Any], *sections: str) -> RunConfig:
-    """The configuration of a process that reads these sections."""
-    from treadle.config.load import load_run
-    from treadle.config.secret_settings import VARIABLE, require_secrets
-
-    run = load_run(file, flags)
-    require_secrets(run.model_dump(mode="json"), *sections)
-    os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it
-    return run
+    return load_process(values._config, given(values), name)
 
 
 def _log_to_stderr(level: str = "INFO") -> None:

@@ -8,6 +8,7 @@ takes plain flags. Dashes and underscores are the same; a boolean alone means tr
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from treadle.config.files import SECTIONS
 from treadle.config.guide import Guide
 from treadle.config.load import suggest
+from treadle.config.schema import RunConfig
 from treadle.config.section import spellings_of
 
 
@@ -222,3 +225,21 @@ def _is_section(field: FieldInfo) -> bool:
     """Also of several sections, which files have and flags do not."""
     kind = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else field.annotation
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def add_run_flags(parser: FlagParser, words: Sequence[str]) -> None:
+    """Add the flags of a whole run: plain ones for its own settings, dotted ones for those of its processes.
+
+    Flags of one of several environments (`--envs.1.args`) are added for the numbers that occur in `words`.
+    """
+    add_flags(parser, RunConfig)
+    parser.add_argument(
+        "--env", dest="env", default=argparse.SUPPRESS, metavar="NAMES",
+        help="the environment, or several by weight: gsm8k:0.7,arithmetic:0.3; --env.X is then for all of them, "
+        "--envs.0.X for the first",
+    )  # fmt: skip
+    for name, section in SECTIONS.items():
+        add_flags(parser, section, prefix=f"{name}.", dotted=True)
+    places = {found[1] for word in words if (found := re.match(r"--envs\.(\d+)\.", word))}
+    for place in sorted(places, key=int):
+        add_flags(parser, SECTIONS["env"], prefix=f"envs.{place}.", dotted=True)

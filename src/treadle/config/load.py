@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from treadle.config.env import EnvConfig, labels_of, parse_environments
 from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
 from treadle.config.schema import RunConfig
-from treadle.config.secret_settings import restore_secrets, without_secrets
+from treadle.config.secret_settings import VARIABLE, require_secrets, restore_secrets, without_secrets
 from treadle.config.section import set_value
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
@@ -80,6 +80,14 @@ def _check_place(dotted: str, num_environments: int) -> None:
         f"{flag} is of no environment: this run has {num_environments}, counted from 0",
         fix=f"--envs.{num_environments - 1}.{setting} is that of the last one",
     )
+
+
+def load_process(path: Path | None, overrides: Mapping[str, Any], *sections: str) -> RunConfig:
+    """Load the configuration of a process that reads these sections, with their secrets."""
+    run = load_run(path, overrides)
+    require_secrets(run.model_dump(mode="json"), *sections)
+    os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it
+    return run
 
 
 def dotted_keys(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,13 +40,13 @@ def band_of(healthy: str) -> Band | None:
     """
     number = r"(-?\d+(?:\.\d+)?)"
     alarm = re.search(rf"alarm above {number}", healthy)
-    told = re.split("[;,]", healthy, maxsplit=1)[0].strip()
+    text = re.split("[;,]", healthy, maxsplit=1)[0].strip()
     limit = float(alarm[1]) if alarm else None
-    if found := re.fullmatch(rf"{number} to {number}", told):
+    if found := re.fullmatch(rf"{number} to {number}", text):
         return Band(float(found[1]), float(found[2]), limit)
-    if found := re.match(rf"below {number}(?! %)", told):
+    if found := re.match(rf"below {number}(?! %)", text):
         return Band(None, float(found[1]), limit)
-    if found := re.match(rf"(?:above|at least) {number}", told):
+    if found := re.match(rf"(?:above|at least) {number}", text):
         return Band(float(found[1]), None, limit)
     return None
 

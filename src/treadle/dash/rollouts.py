@@ -41,7 +41,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     differences: list[float | None] | None  # trainer's logprob minus engine's; None: it carried no loss, or not kept
     trained_advantages: list[float] | None  # what it was trained with
     messages: list[dict[str, Any]] | None  # where there are no pieces
-    told: dict[str, Any]  # what its environment told of it: outcome, parts, finish_reason, ...
+    details: dict[str, Any]  # from its environment: outcome, parts, finish_reason, ...
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +130,10 @@ def _view(
 ) -> RolloutView:
     ids = group.tokens[row][shown]
     pieces = lexicon.pieces(ids)
-    told = dict(group.overrides[row]) if group.overrides else {}
+    details = dict(group.overrides[row]) if group.overrides else {}
     logprobs = _at(group.inference_logprobs, row)
     own = _at(group.advantages, row)
-    teaches = not told.get("set_advantage_to_zero")
+    teaches = not details.get("set_advantage_to_zero")
     differences, trained_advantages = _as_trained(recorded, row, len(ids))
     return RolloutView(
         score=group.scores[row],
@@ -147,7 +147,7 @@ def _view(
         differences=differences,
         trained_advantages=trained_advantages,
         messages=_at(group.messages, row) if pieces is None else None,
-        told=told,
+        details=details,
     )
 
 

@@ -119,16 +119,10 @@ class Routes:
         return RedirectResponse("/dash/")
 
     async def index(self, request: Request) -> Response:
-        return self._file(request, INDEX)
+        return self._files.answer(request, INDEX)
 
     async def file(self, request: Request) -> Response:
-        return self._file(request, request.path_params["name"])
-
-    def _file(self, request: Request, name: str) -> Response:
-        answer = self._files.answer(request, name)
-        if answer is None:
-            raise Unanswerable(404, "there is no such file")
-        return answer
+        return self._files.answer(request, request.path_params["name"])
 
     # ---- the run
 
@@ -243,21 +237,21 @@ class Routes:
         return not evaluates or (steps is not None and any(one.step >= steps for one in held_out))
 
     def _process(self, view: ProcessView, step: int, engine: EngineState | None, stands: Standing) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
+        row: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
         if view.name == "hub":
-            told["heard_s"] = 0.0  # it answers just now
+            row["heard_s"] = 0.0  # it answers just now
         elif view.name == "trainer":
-            told["version"] = step
+            row["version"] = step
         elif view.name == "engine" and engine is not None:
-            told["version"] = engine.version
-            told["heard_s"] = 0.0 if engine.answers else view.heard_s
+            row["version"] = engine.version
+            row["heard_s"] = 0.0 if engine.answers else view.heard_s
             if not engine.answers and stands != "complete":
-                told["detail"] = "does not answer"
+                row["detail"] = "does not answer"
             elif engine.paused_s is not None:
-                told["detail"] = "loading new weights"
+                row["detail"] = "loading new weights"
         if stands == "complete" and view.state != "running":
-            told["state"] = "finished"
-        return told
+            row["state"] = "finished"
+        return row
 
     async def log(self, request: Request) -> Response:
         own = self._runs.own

@@ -9,6 +9,8 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
+from treadle.dash.query import Unanswerable
+
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -47,11 +49,10 @@ class StaticFiles:
             if entry.name.rpartition(".")[2] in TYPES
         }
 
-    def answer(self, request: Request, name: str) -> Response | None:
-        """None: there is no such file."""
+    def answer(self, request: Request, name: str) -> Response:
         found = self._files.get(name)
         if found is None:
-            return None
+            raise Unanswerable(404, "there is no such file")
         headers = {**HEADERS, "ETag": found.etag}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)

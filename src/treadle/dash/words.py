@@ -63,16 +63,16 @@ def in_words(situation: Situation) -> list[str]:
         planned = "" if situation.planned_steps is None else f" of {situation.planned_steps}"
         reason = situation.last_words if stands == "failed" else "no process of this run reports to the hub"
         return [f"{stands} after step {situation.step}{planned}: {reason}"]
-    told = [_trainer(situation)]
+    sentences = [_trainer(situation)]
     if stands == "complete" and situation.result:
-        told.append(situation.result)
+        sentences.append(situation.result)
     engine = situation.engine
     if engine is not None and not _is_complete(situation):
         if not engine.answers:
-            told.append("engine 0 does not answer")
+            sentences.append("engine 0 does not answer")
         elif engine.paused_s is not None and engine.version is not None:
-            told.append(f"engine 0 has been loading version {engine.version + 1} for {seconds(engine.paused_s)}")
-    return told
+            sentences.append(f"engine 0 has been loading version {engine.version + 1} for {seconds(engine.paused_s)}")
+    return sentences
 
 
 def _trainer(now: Situation) -> str:

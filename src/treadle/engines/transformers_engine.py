@@ -38,7 +38,7 @@ from treadle.errors import ModelError, is_out_of_memory
 from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
-from treadle.sync.quantization import loading_options
+from treadle.sync.loading import loading_options
 from treadle.sync.weights_file import share_parameters
 from treadle.wire.groups import common_prefix
 

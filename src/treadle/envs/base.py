@@ -195,5 +195,5 @@ def prepare_task(environment: Environment) -> None:
         name = environment.config.name
         raise known or ConfigError(
             f"prepare() of the environment '{name}' raised {describe(error)}",
-            fix=f"mend it; treadle env {name} validate",
+            fix=f"correct it; treadle env {name} validate",
         ) from error

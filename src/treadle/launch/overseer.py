@@ -1,6 +1,6 @@
 """The whole run, looked at from outside once a second: who waits for whom, who is silent, and whether anything moves.
 
-late wait          one line; whoever waits and whose turn it is write their stacks (watch/watchdog.py, hub/state.py)
+late wait          one line; the waiting and the awaited process write their stacks (watch/watchdog.py, hub/state.py)
 silent process     one line; a signal makes it write its stacks, even when it is stuck inside a library
 nothing moves      the run is stopped, with what everybody waits for
 """

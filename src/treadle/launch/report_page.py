@@ -169,24 +169,26 @@ def in_words(facts: Facts) -> list[str]:
     summary, history = facts.summary, facts.history
     took = f" in {duration(summary.total_s)}" if summary.total_s else ""
     steps = f"{summary.steps_taken} of {counted(summary.steps, 'step')}"
-    told = [f"{model_name(summary.model)} was trained on {_task(summary)}: {steps}{took}."]
-    told += _accuracy_in_words(*_first_and_last(history.evaluations))
+    sentences = [f"{model_name(summary.model)} was trained on {_task(summary)}: {steps}{took}."]
+    sentences += _accuracy_in_words(*_first_and_last(history.evaluations))
     for label, evaluations in history.by_env.items():
-        told += [f"{label}: {sentence}" for sentence in _accuracy_in_words(*_first_and_last(evaluations))]
-    told += _sampling_note(facts)
+        sentences += [f"{label}: {sentence}" for sentence in _accuracy_in_words(*_first_and_last(evaluations))]
+    sentences += _sampling_note(facts)
     rewards = history.values("reward")
     if len(rewards) >= 2 * _PREFIX_STEPS:
         first, last = _mean(rewards[:_PREFIX_STEPS]), _mean(rewards[-_PREFIX_STEPS:])
-        told.append(f"The mean reward was {first:.2f} in the first {_PREFIX_STEPS} steps and {last:.2f} in the last.")
+        sentences.append(
+            f"The mean reward was {first:.2f} in the first {_PREFIX_STEPS} steps and {last:.2f} in the last."
+        )
     num = len(history.health)
-    told.append(
+    sentences.append(
         f"The trainer gave {counted(num, 'health warning')}." if num else "The trainer gave no health warnings."
     )
-    told += [f"It ended with an error: {facts.summary.last_words}"] if facts.summary.last_words else []
-    told += facts.summary.findings
+    sentences += [f"It ended with an error: {facts.summary.last_words}"] if facts.summary.last_words else []
+    sentences += facts.summary.findings
     if facts.alarms:
-        told.append(f"The watchdog reported {counted(len(facts.alarms), 'wait')} that took too long.")
-    return told
+        sentences.append(f"The watchdog reported {counted(len(facts.alarms), 'wait')} that took too long.")
+    return sentences
 
 
 def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> list[str]:
@@ -197,15 +199,15 @@ def _accuracy_in_words(before: Evaluation | None, after: Evaluation | None) -> l
     if after is None:
         return [f"Held-out accuracy was {start} {where}; it has not been measured since."]
     end = f"{percent(after.accuracy)} ({100 * after.low:.1f} to {100 * after.high:.1f})"
-    told = [
+    sentences = [
         f"Held-out accuracy was {start} {where} and {end} at step {after.step}, on {after.num_prompts} prompts; in "
         "brackets, 95 % intervals."
     ]
     if before.mean_score is not None and after.mean_score is not None:
-        told.append(f"The mean score of these answers was {before.mean_score:.3f} and {after.mean_score:.3f}.")
+        sentences.append(f"The mean score of these answers was {before.mean_score:.3f} and {after.mean_score:.3f}.")
     if before.low <= after.high and after.low <= before.high:
-        told.append("The intervals overlap: the difference may be chance.")
-    return told
+        sentences.append("The intervals overlap: the difference may be chance.")
+    return sentences
 
 
 def _sampling_note(facts: Facts) -> list[str]:
@@ -317,9 +319,9 @@ def _cut_off_in_words(evaluation: Evaluation | None) -> str:
 
 def _versions(facts: Facts) -> list[tuple[str, str]]:
     recorded = dict(facts.versions)
-    told = [(name, recorded.pop(name, "not recorded")) for name in ("treadle", "python", "torch", "transformers")]
-    told.append(("engine", ", then ".join(facts.engines) or "not recorded"))
-    return [*told, *sorted(recorded.items())]
+    versions = [(name, recorded.pop(name, "not recorded")) for name in ("treadle", "python", "torch", "transformers")]
+    versions.append(("engine", ", then ".join(facts.engines) or "not recorded"))
+    return [*versions, *sorted(recorded.items())]
 
 
 def _alarms(process: str, log: str) -> list[str]:

@@ -155,16 +155,10 @@ class StartPage:
         )
 
     async def index(self, request: Request) -> Response:
-        return self._file(request, START)
+        return self._files.answer(request, START)
 
     async def file(self, request: Request) -> Response:
-        return self._file(request, request.path_params["name"])
-
-    def _file(self, request: Request, name: str) -> Response:
-        answer = self._files.answer(request, name)
-        if answer is None:
-            raise Unanswerable(404, "there is no such file")
-        return answer
+        return self._files.answer(request, request.path_params["name"])
 
     async def list_runs(self, _: Request) -> Response:
         names = self._runs.names()
@@ -200,7 +194,7 @@ class StartPage:
             opened.push_async_callback(answer.aclose)
             file = FILE.fullmatch(path)
             if file is not None and answer.is_success:
-                response = self._file(request, file["name"] or INDEX)
+                response = self._files.answer(request, file["name"] or INDEX)
             else:
                 media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if media_type not in DATA_TYPES:

@@ -26,7 +26,7 @@ from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
 from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
-from treadle.sync.quantization import loading_options, num_weights
+from treadle.sync.loading import loading_options, num_weights
 from treadle.sync.receipt import Attached, TokenScores
 from treadle.sync.weights_file import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in

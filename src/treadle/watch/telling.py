@@ -93,11 +93,11 @@ def tell_work(work: WorkReport) -> str:
 def tell_process(standing: ProcessStanding, *, with_fixes: bool = False) -> list[str]:
     """What is wrong with a process, the worst first; nothing while all is well. `with_fixes`: of its waits too."""
     report = standing.report
-    told = []
+    problems = []
     if standing.heard_s > SILENT_AFTER_S:
-        told.append(f"{report.name} has not reported for {standing.heard_s:.0f} s (pid {report.pid})")
+        problems.append(f"{report.name} has not reported for {standing.heard_s:.0f} s (pid {report.pid})")
     for wait in [wait for wait in report.waits if is_long(wait)][:3]:
-        told.append(tell_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
+        problems.append(tell_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
     if report.problem:
-        told.append(f"{report.name} {report.problem}" + (f" ({report.fix})" if report.fix else ""))
-    return told
+        problems.append(f"{report.name} {report.problem}" + (f" ({report.fix})" if report.fix else ""))
+    return problems

@@ -120,7 +120,7 @@ def test_a_group_has_its_tokens_as_text_with_logprobs_advantages_and_parts(clien
         assert "The sum is " in text[view["prompt_tokens"] :]
         assert rollout["logprobs"][0] is None
         assert rollout["logprobs"][-1] <= 0
-        assert rollout["told"]["parts"]["correct"] == rollout["score"]
+        assert rollout["details"]["parts"]["correct"] == rollout["score"]
     assert (view["older"], view["newer"]) == (mixed["id"] - 1, mixed["id"] + 1)
     whole = client.get(f"/dash/api/groups/{mixed['id']}", params={"form": "whole"}).json()
     assert whole["scores"] == [rollout["score"] for rollout in view["rollouts"]]

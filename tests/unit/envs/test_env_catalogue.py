@@ -82,7 +82,7 @@ def test_a_module_beside_the_file_is_not_to_be_installed(tmp_path):
 def test_whatever_else_fails_is_told_with_the_users_own_line(tmp_path, text, said, line):
     error = refusal(tmp_path / "bad.py", text)
     assert error.message.startswith(f"{tmp_path}/bad.py cannot be loaded: {said}")
-    assert error.fix == f"mend {tmp_path}/bad.py:{line}"
+    assert error.fix == f"correct {tmp_path}/bad.py:{line}"
 
 
 def test_a_suffix_that_was_forgotten_is_suggested(tmp_path, monkeypatch):

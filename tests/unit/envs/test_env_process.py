@@ -1,39 +1,21 @@
 """The entry points, over real sockets and in a real process."""
 
-import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-import uvicorn
 from env_doubles import EngineDouble, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tests.served_app import listening
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.errors import ConfigError, DiskFull
 from treadle.launch.settings import settle_environment
-
-
-@contextlib.contextmanager
-def listening(app):
-    """Serve `app` on a free port; gives its URL."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
 
 
 def add(prompt, request):
@@ -192,7 +174,7 @@ def test_what_prepare_raises_is_told_with_its_line_before_anything_is_asked(tmp_
     with pytest.raises(ConfigError) as told:
         envs.act(action, EnvConfig(name=str(path)), ServerConfig(base_url="http://127.0.0.1:9"))
     assert told.value.message == f"prepare() of the environment '{path}' raised KeyError: 'rows', at {path}:8"
-    assert told.value.fix == f"mend it; treadle env {path} validate"
+    assert told.value.fix == f"correct it; treadle env {path} validate"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import pytest
 from env_doubles import EngineDouble, FlakyNetwork, save_tokenizer
-from test_env_process import add, listening
+from test_env_process import add
 
+from tests.served_app import listening
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
+from tests.served_app import listening
 from treadle.clock import awake_s
 from treadle.config import load_run, save_run
 from treadle.dash.query import Unanswerable
@@ -26,7 +25,6 @@ from treadle.launch import run_hubs
 from treadle.launch.run_hubs import ChildHub, RunHubs, is_on_loopback, origin_of
 from treadle.launch.runs_page import RunList, open_start_page
 from treadle.store import Store
-from treadle.wire.listening import take_port
 from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 
 SECRET = "a-token-of-more-than-sixteen"  # noqa: S105
@@ -216,23 +214,10 @@ def test_the_run_that_was_used_longest_ago_gives_way(tmp_path: Path, monkeypatch
         hubs.close()
 
 
-@contextlib.contextmanager
-def served(output: Path) -> Iterator[str]:
-    with take_port("127.0.0.1", 0) as listener, open_start_page(output) as app:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
-
-
 def test_a_page_keeps_its_hub_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_hubs, "MAX_HUBS", 1)
     first, second = (write_run(tmp_path, f"20260101-00000{number}-a").name for number in range(2))
-    with served(tmp_path) as url:
+    with open_start_page(tmp_path) as app, listening(app) as url:
         with httpx.stream("GET", f"{url}/runs/{first}/v1/events", timeout=30) as events:
             assert events.headers["content-type"].startswith("text/event-stream")
             refused = httpx.get(f"{url}/runs/{second}/dash/", timeout=30)

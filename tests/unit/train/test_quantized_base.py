@@ -12,7 +12,7 @@ from treadle.config import TrainConfig
 from treadle.engines.transformers_engine import load_model
 from treadle.errors import ConfigError
 from treadle.sync.attaching import refuse_other_quantization
-from treadle.sync.quantization import loading_options
+from treadle.sync.loading import loading_options
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import load_policy
 

@@ -106,12 +106,12 @@ export class GroupPane {
   }
 
   card(rollout, place, isBest) {
-    const told = rollout.told, summary = this.view.summary;
-    const outcome = told.outcome ?? (told.finish_reason === "length" ? "cut off at the length limit" : "");
+    const details = rollout.details, summary = this.view.summary;
+    const outcome = details.outcome ?? (details.finish_reason === "length" ? "cut off at the length limit" : "");
     const numTrained = rollout.is_trained.reduce((sum, one) => sum + one, 0);
     const under = element("div", { class: "under" });
-    const version = Array.isArray(told.policy_versions) ? `versions ${told.policy_versions.join(", ")}` : summary.policy_version === null ? "policy version unknown" : `policy version ${summary.policy_version}`;
-    const resting = [version, summary.step !== null ? `step ${summary.step}` : "", told.temperature ? `temperature ${told.temperature}` : ""].filter(Boolean).join(", ");
+    const version = Array.isArray(details.policy_versions) ? `versions ${details.policy_versions.join(", ")}` : summary.policy_version === null ? "policy version unknown" : `policy version ${summary.policy_version}`;
+    const resting = [version, summary.step !== null ? `step ${summary.step}` : "", details.temperature ? `temperature ${details.temperature}` : ""].filter(Boolean).join(", ");
     under.textContent = resting;
     const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": `Tokens of rollout ${place + 1}` });
     const pieces = rollout.pieces ?? rollout.ids.map((id) => `${id} `);
@@ -143,11 +143,11 @@ export class GroupPane {
       here?.scrollIntoView({ block: "nearest", inline: "nearest" });
       if (here) under.textContent = this.describe(rollout, Number(here.dataset.row), version);
     });
-    const parts = Object.entries(told.parts ?? {}).map(([name, worth]) => `${name} ${plain(worth)}`).join(", ");
+    const parts = Object.entries(details.parts ?? {}).map(([name, worth]) => `${name} ${plain(worth)}`).join(", ");
     return element("article", { class: `rollout${isBest ? " best" : ""}`, tabindex: "-1" },
       element("h3", {}, element("span", {}, `${place + 1}`), element("span", {}, `score ${number(rollout.score)}`),
         element("span", {}, this.advantageInShort(rollout)), element("span", { class: "quiet" }, `${number(numTrained)} tokens`)),
-      element("p", { class: "quiet" }, [outcome && `outcome: ${plain(outcome)}`, told.error && plain(told.error), parts && `parts: ${parts}`].filter(Boolean).join("; ")),
+      element("p", { class: "quiet" }, [outcome && `outcome: ${plain(outcome)}`, details.error && plain(details.error), parts && `parts: ${parts}`].filter(Boolean).join("; ")),
       tokens, under);
   }
 

@@ -50,11 +50,11 @@ export class Processes {
   }
 
   row(one, standing, hasLog) {
-    const told = standing === null ? null : doing(standing);
+    const activity = standing === null ? null : doing(standing);
     const heard = standing === null ? one.heard_s : standing.heard_s;
     return element("tr", {},
       element("td", {}, one.name), element("td", { class: `state-${one.state}` }, one.detail ? `${one.state}, ${one.detail}` : one.state),
-      element("td", told?.isLate ? { class: "state-late" } : {}, told?.text ?? ""), element("td", {}, one.version === null ? "–" : String(one.version)),
+      element("td", activity?.isLate ? { class: "state-late" } : {}, activity?.text ?? ""), element("td", {}, one.version === null ? "–" : String(one.version)),
       element("td", {}, ago(heard)), element("td", {}, one.memory_bytes === null ? "–" : `${(one.memory_bytes / 1e9).toFixed(2)} GB`), element("td", {}, one.pid === null ? "–" : String(one.pid)),
       element("td", {}, hasLog ? element("button", { type: "button", onclick: () => { this.select.value = one.name; this.showLog(); this.text.scrollIntoView(); } }, "Log") : ""));
   }

@@ -93,7 +93,7 @@ export class Rollouts {
     this.stopButton.hidden = false;
     const hits = [];
     let before = this.before, numSearched = 0, numSilent = 0;
-    const told = (end) => `${number(hits.length)} found among ${number(numSearched)} groups searched${numSilent ? ` (${number(numSilent)} of them without text)` : ""}${end}`;
+    const progress = (end) => `${number(hits.length)} found among ${number(numSearched)} groups searched${numSilent ? ` (${number(numSilent)} of them without text)` : ""}${end}`;
     try {
       this.show([]);
       for (;;) {
@@ -103,13 +103,13 @@ export class Rollouts {
         numSilent += answer.num_without_text;
         before = answer.go_on_before;
         this.show(hits.map((hit) => ({ ...hit.group, prompt: `… ${hit.excerpt} …` })));
-        this.found.textContent = told(before === null ? ": all of them" : "; still searching");
+        this.found.textContent = progress(before === null ? ": all of them" : "; still searching");
         if (before === null || hits.length >= 50) break;
       }
-      this.found.textContent = told(before === null ? ": all of them" : "; Older continues the search");
+      this.found.textContent = progress(before === null ? ": all of them" : "; Older continues the search");
     } catch (error) {
       if (error.name !== "AbortError") throw error;
-      this.found.textContent = told("; stopped");
+      this.found.textContent = progress("; stopped");
     } finally {
       this.goOn = before;
       document.getElementById("older").disabled = before === null;

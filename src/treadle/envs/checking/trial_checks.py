@@ -113,7 +113,7 @@ def _check_failures(trials: Sequence[Trial]) -> Finding:
 def where_it_failed(error: str) -> str:
     """The remedy for a slip of the code itself; the error ends with its place, where that is known."""
     place = _PLACE.search(error)
-    return f"its code failed at {place.group(1)}" if place else "its code failed: mend it"
+    return f"its code failed at {place.group(1)}" if place else "its code failed: correct it"
 
 
 def _check_time(trials: Sequence[Trial], limit_s: float) -> Finding:

@@ -129,7 +129,7 @@ def _check_rows(environment: DataEnvironment) -> Finding:
         return Finding("rows", "ok", f"all can be used{apart}")
     examples = "; ".join(map(str, data.broken[:3]))
     found = f"{len(data.broken):,} cannot be used: {examples}{apart}"
-    return Finding("rows", "warning", found, "mend them, or leave them out of the file")
+    return Finding("rows", "warning", found, "correct them, or leave them out of the file")
 
 
 def _check_prompts(items: Sequence[Item]) -> Finding:

@@ -47,7 +47,9 @@ class RegexReward(Reward):
         try:
             self._compiled  # noqa: B018  # compiled once, and here
         except re.error as error:
-            raise ConfigError(f"reward '{self.name}': {self.pattern!r} is no pattern: {error}", fix="mend it") from None
+            raise ConfigError(
+                f"reward '{self.name}': {self.pattern!r} is no pattern: {error}", fix="correct it"
+            ) from None
 
     def score(self, completion: RewardInput) -> float:
         text = answer_text(completion.text)
@@ -102,7 +104,7 @@ def _make_validator(schema: Any, name: str) -> Any:
     try:
         return jsonschema_rs.validator_for(schema)
     except ValueError as error:
-        raise ConfigError(f"reward '{name}': this is no JSON schema: {error}", fix="mend the schema") from None
+        raise ConfigError(f"reward '{name}': this is no JSON schema: {error}", fix="correct the schema") from None
 
 
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL | re.IGNORECASE)

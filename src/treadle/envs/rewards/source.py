@@ -101,7 +101,7 @@ def _cannot_be_loaded(path: Path, error: BaseException) -> ConfigError:
         fix = f"put PYTHONPATH={neighbour.parent} before the command" if neighbour.is_file() else install
         return ConfigError(f"{file}, line {line}: {error}", fix=fix)
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return ConfigError(f"{path} cannot be loaded: {said}", fix=f"mend {place}" if place else "correct the file")
+    return ConfigError(f"{path} cannot be loaded: {said}", fix=f"correct {place}" if place else "correct the file")
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def _load(order: Load, rewards: dict[int, Reward]) -> Loaded:
     except TreadleError as error:
         return Loaded(problem=error.message, fix=error.fix)
     except BaseException as error:  # it is the reward's file that fails, not this process
-        return Loaded(problem=describe(error), fix="mend the reward, or install what it imports")
+        return Loaded(problem=describe(error), fix="correct the reward, or install what it imports")
     rewards[order.key] = reward
     return Loaded()
 
