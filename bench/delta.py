@@ -28,6 +28,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.engines.models import resolve_model
 from treadle.launch.machine import SHARED_MEMORY
+from treadle.net.server import take_port
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.modes import choose_sync
 from treadle.sync.receipt import Receipt
@@ -37,7 +38,6 @@ from treadle.train.policy import build_policy
 from treadle.train.step import accumulate_gradients
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
-from treadle.wire.listening import take_port
 
 START_S = 400.0
 PROMPT_TOKENS = 64

@@ -344,7 +344,7 @@ def _export(words: list[str]) -> int:
 
 def _token(words: list[str]) -> int:
     from treadle.config.flags import FlagParser
-    from treadle.wire.tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
+    from treadle.net.tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
 
     parser = FlagParser(prog="treadle token", description="Print the token of a role, for clients of a hub or engine.")
     parser.add_argument("role", choices=CLIENT_ROLES, help=", ".join(CLIENT_ROLES))

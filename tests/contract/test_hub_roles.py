@@ -14,8 +14,8 @@ import pytest
 
 from tests.contract.atropos_calls import ENV, TRAINER, group
 from tests.hub_process import HubProcess
+from treadle.net.tokens import CLIENT_ROLES, role_token
 from treadle.wire.hub import ProcessReport
-from treadle.wire.tokens import CLIENT_ROLES, role_token
 
 TOKEN, ADMIN = "main-token-of-a-test-0123", "admin-token-of-a-test-0123"
 REGISTRATION = TRAINER | {"batch_size": 2}

@@ -25,8 +25,8 @@ from tests.e2e.atropos.parts import (
 from tests.e2e.processes import end_of, environment, last_lines
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
+from treadle.net.tokens import role_token
 from treadle.wire.groups import ATROPOS_KEYS
-from treadle.wire.tokens import role_token
 
 pytestmark = pytest.mark.slow
 BATCH_SIZE, GROUP_SIZE, GROUPS_PER_BATCH = 8, 4, 2

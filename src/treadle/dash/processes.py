@@ -18,9 +18,9 @@ import msgspec
 from treadle.config.env import process_of
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.words import EngineState
+from treadle.net.tokens import bearer_headers
+from treadle.net.urls import connection_to
 from treadle.wire.bridge import TOKEN_VARIABLE
-from treadle.wire.tokens import bearer_headers
-from treadle.wire.urls import connection_to
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]

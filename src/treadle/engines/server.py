@@ -24,14 +24,13 @@ from treadle.engines.port import Engine
 from treadle.engines.surface.app import access_of, app_of
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger
+from treadle.net.access import Access
+from treadle.net.connections import HttpLimits
+from treadle.net.server import serve_until_stopped, take_port
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import claimed
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import Watchdog
-from treadle.wire.guard import Access
-from treadle.wire.http_limits import HttpLimits
-from treadle.wire.listening import take_port
-from treadle.wire.serving import serve_until_stopped
 
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
 LOOK_S = 2.0

@@ -14,11 +14,11 @@ import msgspec
 from treadle.config.env import ServerConfig
 from treadle.envs.transport import Patience, Peer
 from treadle.errors import ConfigError, EngineError
+from treadle.net.client import HttpClient
+from treadle.net.urls import shown_url
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
-from treadle.wire.http_client import HttpClient
-from treadle.wire.urls import shown_url
 
 _NOT_FOUND = 404
 

@@ -12,14 +12,14 @@ import msgspec
 from treadle.envs.transport import Patience, Peer, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
+from treadle.net.client import HttpClient
+from treadle.net.server import is_loopback
+from treadle.net.tokens import HUB_TOKEN_VARIABLE
+from treadle.net.urls import shown_url
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
-from treadle.wire.http_client import HttpClient
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
-from treadle.wire.serving import is_loopback
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE
-from treadle.wire.urls import shown_url
 
 log = get_logger("env")
 

@@ -14,11 +14,11 @@ import msgspec
 from treadle.clock import awake_s
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
+from treadle.net.client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
+from treadle.net.server import is_loopback
+from treadle.net.tokens import bearer_headers
+from treadle.net.urls import shown_url
 from treadle.watch.waits import Waits, Wanted
-from treadle.wire.http_client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
-from treadle.wire.serving import is_loopback
-from treadle.wire.tokens import bearer_headers
-from treadle.wire.urls import shown_url
 
 log = get_logger("env")
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from treadle.hub.batching import freshness
 from treadle.hub.endpoint import json_answer, raw_json
 from treadle.hub.state import HubState
 from treadle.log import get_logger
+from treadle.net.http_protocol import FLUSHED
 from treadle.store import Batch, DamagedGroups, Format, StoredGroup
 from treadle.wire import binary
 from treadle.wire.groups import ATROPOS_KEYS
-from treadle.wire.http_protocol import FLUSHED
 from treadle.wire.hub import TakenBatch
 
 # ---- leases

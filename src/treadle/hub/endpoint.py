@@ -25,16 +25,16 @@ from treadle.errors import DiskFull
 from treadle.faults import reach
 from treadle.hub.messages import Refused, word
 from treadle.log import get_logger
+from treadle.net import access
+from treadle.net.access import Access, AccessRules, why_refused
+from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
 from treadle.store import BatchPruned, HeldByAnother, KeyReused, QueueFull, StaleToken, StorageFailed
-from treadle.wire import guard
-from treadle.wire.guard import Access, AccessRules, why_refused
-from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
 
 # ---- roles
 
 # The roles that may use a route.
-OBSERVER = guard.EVERYBODY  # every token may read
-ADMIN = guard.ADMIN
+OBSERVER = access.EVERYBODY  # every token may read
+ADMIN = access.ADMIN
 ENVIRONMENT: frozenset[Role] = frozenset({"environment"})
 TRAINER: frozenset[Role] = frozenset({"trainer"})
 ENGINE: frozenset[Role] = frozenset({"engine"})

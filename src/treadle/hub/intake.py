@@ -1,6 +1,6 @@
 """Read request bodies within size limits; validate, store and then acknowledge posted groups.
 
-How slowly a body may arrive is the server's rule (wire/http_limits.py).
+How slowly a body may arrive is the server's rule (net/connections.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from treadle.net.exposition import Family, Histogram, Page
 from treadle.store import Batch, Figures, Tally
-from treadle.wire.exposition import Family, Histogram, Page
 
 if TYPE_CHECKING:
     from treadle.hub.endpoint import Endpoint

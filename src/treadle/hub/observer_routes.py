@@ -31,11 +31,11 @@ from treadle.hub.endpoint import (
 from treadle.hub.intake import read_message
 from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
 from treadle.hub.state import BatchSignal, HubState
+from treadle.net import exposition
+from treadle.net.access import why_refused
 from treadle.store import Event, Store
 from treadle.watch.stacks import write_stacks
 from treadle.watch.watchdog import About, report_of
-from treadle.wire import exposition
-from treadle.wire.guard import why_refused
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
 # ---- event stream

@@ -27,13 +27,12 @@ from treadle.hub.own_routes import OwnRoutes
 from treadle.hub.state import Clock, HubState
 from treadle.hub.status import explain
 from treadle.log import get_logger
+from treadle.net.access import Access, Guard
+from treadle.net.connections import HttpLimits
+from treadle.net.server import serve_until_stopped, take_port
 from treadle.store import StorageFailed, Store, set_aside
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
-from treadle.wire.guard import Access, Guard
-from treadle.wire.http_limits import HttpLimits
-from treadle.wire.listening import take_port
-from treadle.wire.serving import serve_until_stopped
 
 # ---- application
 

@@ -24,7 +24,7 @@ from treadle.clock import awake_s
 from treadle.hub.admission import Admitted, ValidationRequest, admit
 from treadle.hub.messages import Refused
 from treadle.log import get_logger
-from treadle.wire.frames import LENGTH, read_exactly, read_length
+from treadle.net.frames import LENGTH, read_exactly, read_length
 
 # ---- in the worker
 

@@ -25,13 +25,13 @@ from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.doctor.live import Answer, Server
 from treadle.launch.plan import RunTokens, value_of, with_values
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.net.urls import is_loopback_host, shown_url, without_token
 from treadle.sync.live_folder import LiveFolder
 from treadle.sync.model_identity import is_same_model
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import HubStatus
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.wire.urls import is_loopback_host, shown_url, without_token
 
 # All settings that name the hub or the engine: those of the run, and those of processes that are started one by one.
 HUB_KEYS = ("hub_url", "train.atropos_url")  # and rollout_server_url of the environments

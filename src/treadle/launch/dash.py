@@ -22,11 +22,10 @@ from treadle.launch.probe import answers_ok
 from treadle.launch.run_hubs import LOOPBACK, observer_token, recorded_hub
 from treadle.launch.runs_page import open_start_page
 from treadle.launch.top import find_run, watch_url
-from treadle.wire.guard import Access, AccessRules, Guard
-from treadle.wire.listening import HANDED_FD
-from treadle.wire.serving import serve_until_stopped
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE
-from treadle.wire.urls import shown_url, url_to, without_token
+from treadle.net.access import Access, AccessRules, Guard
+from treadle.net.server import HANDED_FD, serve_until_stopped
+from treadle.net.tokens import HUB_TOKEN_VARIABLE
+from treadle.net.urls import shown_url, url_to, without_token
 
 DEFAULT_PORT = HubConfig().port
 OPEN_WITHIN_S = 10.0  # for the hub to answer, and for a browser to be started

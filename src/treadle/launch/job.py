@@ -61,8 +61,8 @@ from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
 from treadle.launch.wording import counted
+from treadle.net.urls import shown_url, without_token
 from treadle.train.requirements import check_layers
-from treadle.wire.urls import shown_url, without_token
 
 LAST_ANSWER_S = 10.0  # the hub is idle by then
 # What the numbering of waves and steps hangs on.

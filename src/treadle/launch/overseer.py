@@ -23,10 +23,10 @@ from treadle.config.advice import as_flags_of
 from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
 from treadle.launch.probe import get
+from treadle.net.urls import shown_url
 from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
 from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding
-from treadle.wire.urls import shown_url
 
 LOOK_EVERY_S = 1.0
 METER_S = 15.0  # window of the token rate: an engine counts tokens only when a completion ends

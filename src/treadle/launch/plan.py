@@ -27,9 +27,9 @@ from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
+from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
+from treadle.net.urls import is_loopback_host, url_to, without_token
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
-from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
-from treadle.wire.urls import is_loopback_host, url_to, without_token
 
 PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"

@@ -7,7 +7,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from treadle.wire.urls import connection_to
+from treadle.net.urls import connection_to
 
 
 def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:

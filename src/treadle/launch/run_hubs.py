@@ -22,9 +22,9 @@ from treadle.launch.folder import is_going
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import port_of
 from treadle.launch.wording import near, program
-from treadle.wire.listening import HANDED_FD, take_port
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
-from treadle.wire.urls import is_loopback_host, url_to
+from treadle.net.server import HANDED_FD, take_port
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.net.urls import is_loopback_host, url_to
 
 LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # that are open for runs that are over; the one that was used last the longest ago gives way

@@ -34,7 +34,7 @@ from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.report import load_summary
 from treadle.launch.run_hubs import IDLE_S, RunHubs, is_on_loopback, origin_of
 from treadle.launch.wording import percent
-from treadle.wire.tokens import bearer_headers
+from treadle.net.tokens import bearer_headers
 
 START = "start.html"
 MAX_RUNS = 200

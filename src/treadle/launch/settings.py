@@ -17,10 +17,10 @@ from treadle.envs.serving.course import fitting_group_size
 from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, Problems
 from treadle.launch.plan import RunTokens, value_of, with_values
+from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
+from treadle.net.urls import shown_url
 from treadle.store.file import real_path
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
-from treadle.wire.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
-from treadle.wire.urls import shown_url
 
 LONGEST_LABEL = 80  # characters of a folder's name
 

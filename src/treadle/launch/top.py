@@ -26,8 +26,8 @@ from treadle.launch.probe import get_json
 from treadle.launch.report import Summary, load_summary, result_in_words
 from treadle.launch.view import RunState, View, choose_view, current_phase
 from treadle.log import get_logger
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, client_token
-from treadle.wire.urls import shown_url, without_token
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
+from treadle.net.urls import shown_url, without_token
 
 log = get_logger("top")
 

@@ -13,10 +13,10 @@ import msgspec
 from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
+from treadle.net.server import is_loopback
+from treadle.net.tokens import bearer_headers
 from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
 from treadle.wire.bridge import TOKEN_VARIABLE
-from treadle.wire.serving import is_loopback
-from treadle.wire.tokens import bearer_headers
 
 LOADING_S = 900.0  # a large model from a cold disk
 LOOK_S = 5.0  # for questions that an engine answers at once

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from treadle.config import TrainConfig
+from treadle.net.urls import shown_url
 from treadle.sync.receipt import Attached, Publishable, Receipt, SyncMode
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
 from treadle.wire.hub import WorkReport
-from treadle.wire.urls import shown_url
 
 LONG_LOAD_S = 900.0
 # A publish ends in an error at its deadline; the stacks are wanted before, while everybody still stands where it hangs.

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from treadle.log import get_logger
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
+from treadle.net.urls import connection_to
 from treadle.wire.hub import ProcessReport, ReportTaken
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.wire.urls import connection_to
 
 log = get_logger("watchdog")
 

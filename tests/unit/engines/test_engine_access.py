@@ -15,8 +15,8 @@ from treadle.config.engine_choice import has_vllm
 from treadle.engines.surface.app import access_of, app_of
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError
-from treadle.wire.guard import CLIENTS
-from treadle.wire.tokens import role_token
+from treadle.net.access import CLIENTS
+from treadle.net.tokens import role_token
 
 TOKEN = "engine-token-0123456789"  # noqa: S105 - of a test
 

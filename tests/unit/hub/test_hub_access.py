@@ -17,10 +17,11 @@ from starlette.testclient import TestClient
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.hub.endpoint import access_of
-from treadle.wire import guard, tokens
-from treadle.wire.guard import ADMIN as ADMINS
-from treadle.wire.guard import CLIENTS, EVERYBODY, Guard, why_refused
-from treadle.wire.tokens import CLIENT_ROLES, role_token
+from treadle.net import access as net_access
+from treadle.net import tokens
+from treadle.net.access import ADMIN as ADMINS
+from treadle.net.access import CLIENTS, EVERYBODY, Guard, why_refused
+from treadle.net.tokens import CLIENT_ROLES, role_token
 
 TOKEN = "ordinary-token-0123456789"  # noqa: S105 - of a test
 ADMIN = "admin-token-0123456789-ab"
@@ -332,8 +333,8 @@ def test_a_hub_does_not_start_with_the_token_of_a_role():
 
 
 def test_own_names_the_bound_name_and_allowed_hosts(monkeypatch):
-    monkeypatch.setattr(guard.socket, "gethostname", lambda: "Node7")
-    monkeypatch.setattr(guard, "_full_name", lambda: "node7.cluster.example")
+    monkeypatch.setattr(net_access.socket, "gethostname", lambda: "Node7")
+    monkeypatch.setattr(net_access, "_full_name", lambda: "node7.cluster.example")
     hub = client(WITH_TOKENS, host="bound.example", allowed_hosts="hub.example.org, Other. ,")
     for host in ("node7", "NODE7.cluster.example:80", "bound.example", "hub.example.org", "other"):
         assert hub.get("/healthz", headers={"Host": host}).status_code == 200, host
@@ -366,8 +367,8 @@ def test_allowed_hosts_that_are_no_names(name):
 
 def test_a_name_server_that_does_not_answer_does_not_hold_up_the_start(monkeypatch):
     answered = threading.Event()
-    monkeypatch.setattr(guard, "_full_name", lambda: answered.wait(10) and "late.example")
-    monkeypatch.setattr(guard, "NAME_LOOKUP_S", 0.05)
+    monkeypatch.setattr(net_access, "_full_name", lambda: answered.wait(10) and "late.example")
+    monkeypatch.setattr(net_access, "NAME_LOOKUP_S", 0.05)
     began = time.monotonic()
     access = access_of(HubConfig(), {})
     assert time.monotonic() - began < 5.0

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from tests.unit.hub.conftest import LOCAL, Desk
 from treadle.hub import metrics
 from treadle.hub.process import build_app
+from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
 from treadle.store import Store
 from treadle.wire import binary
-from treadle.wire.exposition import CONTENT_TYPE, Histogram, Page
 from treadle.wire.groups import ScoredGroup
 
 PLACES = ("queue_groups", "leased_groups", "trained_groups_total", "dropped_groups_total", "dead_groups_total")

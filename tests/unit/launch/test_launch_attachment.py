@@ -30,9 +30,9 @@ from treadle.launch.job import Life, _starting, start_run
 from treadle.launch.overseer import SILENT_S, Overseer
 from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys, wished_addresses
 from treadle.launch.settings import read_tokens
+from treadle.net.tokens import role_token
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import RegisterTrainer
-from treadle.wire.tokens import role_token
 
 HUB, ENGINE = "http://127.0.0.1:8300", "http://127.0.0.1:9301"
 SECRET = "a-token-of-a-test-0123456789"  # noqa: S105

@@ -23,8 +23,8 @@ from treadle.launch.probe import answers_ok, get
 from treadle.launch.run_hubs import recorded_hub
 from treadle.launch.runs_page import RunList
 from treadle.launch.supervisor import StopRequest, Supervisor
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.store import Store
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from treadle.launch.doctor.looking import list_packages, survey_model
 from treadle.launch.doctor.sharing import Trial, try_sharing
 from treadle.launch.folder import locked
 from treadle.launch.plan import with_values
-from treadle.wire.tokens import role_token
+from treadle.net.tokens import role_token
 
 
 def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
 from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys
-from treadle.wire.tokens import CLIENT_ROLES, role_token
+from treadle.net.tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
 FACTS = MachineFacts(

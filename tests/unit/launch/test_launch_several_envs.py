@@ -22,7 +22,7 @@ from treadle.launch.report import Outcome, print_report, summarize
 from treadle.launch.report_page import gather, render
 from treadle.launch.settings import run_label
 from treadle.launch.view import PlainView, RunState, current_phase
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 
 MIX = {"env": "arithmetic:3,echo:1", "train.batch_size": 16, "env.group_size": 4}
 

@@ -24,8 +24,8 @@ from treadle.launch import folder as run_folders
 from treadle.launch import run_hubs
 from treadle.launch.run_hubs import ChildHub, RunHubs, is_on_loopback, origin_of
 from treadle.launch.runs_page import RunList, open_start_page
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.store import Store
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE, role_token
 
 SECRET = "a-token-of-more-than-sixteen"  # noqa: S105
 NAME = "20260101-000000-a"

@@ -14,10 +14,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from treadle.errors import RequestError
+from treadle.net.bodies import json_answer, read_json
 from treadle.wire import counting
 from treadle.wire.counting import TooMany, check_json, check_msgpack
 from treadle.wire.generate import GenerateRequest
-from treadle.wire.http_bodies import json_answer, read_json
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from treadle.engines.surface.http import NotHere, adapter_here, decode, route
 from treadle.engines.surface.served import Served
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
+from treadle.net.bodies import json_answer
 from treadle.wire.bridge import LoadAdapter, LoadedAdapter, UnloadAdapter
-from treadle.wire.http_bodies import json_answer
 
 log = get_logger("engine")
 MAX_NAME_CHARS = 200

@@ -23,9 +23,9 @@ from treadle.engines.surface.http import refusal, route
 from treadle.engines.surface.metrics import metrics_route
 from treadle.engines.surface.openai_routes import openai_routes
 from treadle.engines.surface.served import Served
+from treadle.net.access import Access, AccessRules, Guard
+from treadle.net.bodies import json_answer
 from treadle.wire.bridge import TOKEN_VARIABLE
-from treadle.wire.guard import Access, AccessRules, Guard
-from treadle.wire.http_bodies import json_answer
 
 
 def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> Guard:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from treadle.engines.surface.http import NotHere, adapter_here, decode, route, weights_here
 from treadle.engines.surface.served import Served
+from treadle.net.bodies import json_answer
 from treadle.wire.bridge import (
     Adopt,
     AskFingerprints,
@@ -28,7 +29,6 @@ from treadle.wire.bridge import (
     Resume,
     Updated,
 )
-from treadle.wire.http_bodies import json_answer
 
 NOT_SUPPORTED = {"status": "not_supported"}
 

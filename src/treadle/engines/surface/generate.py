@@ -19,8 +19,8 @@ from treadle.engines.surface.http import decode, nobody_reads, route
 from treadle.engines.surface.served import Served
 from treadle.engines.surface.side_by_side import generate_all
 from treadle.errors import EngineError, RequestError, TreadleError
+from treadle.net.bodies import json_answer, unless_gone
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateChunk, GenerateRequest, Prompt
-from treadle.wire.http_bodies import json_answer, unless_gone
 
 HEALTH_DEADLINE_S = 30.0
 

@@ -15,9 +15,9 @@ from starlette.routing import Route
 from treadle.engines.port import ADAPTER_FILES
 from treadle.engines.surface.served import Ledger
 from treadle.errors import RequestError, TreadleError, UserError
-from treadle.wire.guard import EVERYBODY, why_refused
-from treadle.wire.http_bodies import json_answer, read_json
-from treadle.wire.tokens import Role
+from treadle.net.access import EVERYBODY, why_refused
+from treadle.net.bodies import json_answer, read_json
+from treadle.net.tokens import Role
 
 MAX_BODY_BYTES = 16 << 20
 OPENAI_PREFIX = "/v1/"

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from treadle.engines.port import EngineState
 from treadle.engines.surface.http import route
 from treadle.engines.surface.served import Ledger, Served
-from treadle.wire.exposition import CONTENT_TYPE, Page
+from treadle.net.exposition import CONTENT_TYPE, Page
 
 
 def metrics_route(served: Served) -> Route:

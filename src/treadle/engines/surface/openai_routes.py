@@ -16,7 +16,7 @@ from treadle.engines.surface.openai_reply import ChatReply, CompletionReply, Rep
 from treadle.engines.surface.served import Served
 from treadle.engines.surface.side_by_side import generate_all, merged
 from treadle.errors import RequestError, TreadleError
-from treadle.wire.http_bodies import json_answer, unless_gone
+from treadle.net.bodies import json_answer, unless_gone
 from treadle.wire.openai import ChatRequest, CompletionRequest, ModelCard, ModelList, Sampling
 
 

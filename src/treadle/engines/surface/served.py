@@ -15,9 +15,9 @@ from treadle.engines.surface.publishing import Publishing
 from treadle.engines.text import Text
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
+from treadle.net.exposition import Histogram
 from treadle.sync.bridge_file import remove_bridge_file, write_bridge_file
 from treadle.sync.layout import Layout
-from treadle.wire.exposition import Histogram
 
 log = get_logger("engine")
 MIN_CHARS_ENCODED = 1 << 18  # this much is always encoded: a word that a tokenizer does not know may be one token

@@ -11,7 +11,7 @@ import msgspec
 from treadle.engines.vllm.completions import GENERATE, Answer, Order, decode_answer
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
-from treadle.wire.http_client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
+from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
 
 CALL_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 10.0

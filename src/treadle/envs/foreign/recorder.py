@@ -30,8 +30,8 @@ from treadle.envs.foreign.requests import AgentChat, AgentCompletion, Ask, chat_
 from treadle.envs.foreign.sessions import Full, GivenUp, Over, Session, Sessions
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
+from treadle.net.bodies import json_answer, read_json, unless_gone
 from treadle.wire.generate import Name
-from treadle.wire.http_bodies import json_answer, read_json, unless_gone
 
 MAX_BODY_BYTES = 64 << 20  # conversations with large tool results, sent again with every call
 MAX_PARTS = 200  # of a score: each becomes a metric of its group

@@ -9,12 +9,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from treadle.log import get_logger
-from treadle.wire.guard import Access, AccessRules, Guard
-from treadle.wire.http_connections import Connections
-from treadle.wire.http_limits import HttpLimits
-from treadle.wire.listening import take_port
-from treadle.wire.serving import SignalFreeServer, server_settings
-from treadle.wire.urls import url_to
+from treadle.net.access import Access, AccessRules, Guard
+from treadle.net.connections import Connections, HttpLimits
+from treadle.net.server import SignalFreeServer, server_settings, take_port
+from treadle.net.urls import url_to
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 MAX_CONNECTIONS = 4000  # an agent may hold several

@@ -9,7 +9,7 @@ import msgspec
 
 from treadle.envs.rewards.base import RewardInput
 from treadle.envs.rewards.outcome import CallResult
-from treadle.wire.frames import LENGTH
+from treadle.net.frames import LENGTH
 
 IN_WORKER = "TREADLE_REWARD_WORKER"  # set in the environment of a worker
 

@@ -24,7 +24,7 @@ from treadle.envs.rewards.messages import IN_WORKER, INPUTS, ORDERS, Answer, Loa
 from treadle.envs.rewards.outcome import CallResult
 from treadle.envs.rewards.registry import registry
 from treadle.errors import TreadleError
-from treadle.wire.frames import read_exactly, read_length
+from treadle.net.frames import read_exactly, read_length
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 IS_LINUX = sys.platform == "linux"

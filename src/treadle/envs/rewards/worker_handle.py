@@ -15,7 +15,7 @@ import msgspec
 from treadle.envs.rewards.messages import ANSWERS, Answer, Load, Loaded, Order, Setup, Work, frame
 from treadle.envs.rewards.outcome import CallResult, Outcome
 from treadle.errors import ConfigError, ProcessDied
-from treadle.wire.frames import LENGTH
+from treadle.net.frames import LENGTH
 
 GRACE_S = 0.1  # an answer that arrived while our own event loop was busy still counts
 START_LIMIT_S = 60.0

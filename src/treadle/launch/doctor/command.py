@@ -33,11 +33,11 @@ from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
 from treadle.launch.process import tail_of
 from treadle.launch.report import load_summary
+from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
+from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
+from treadle.net.urls import shown_url
 from treadle.processor import processor_flags
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
-from treadle.wire.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
-from treadle.wire.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
-from treadle.wire.urls import shown_url
 
 Tell = Callable[[str], None]
 TOKENS = ("HF_TOKEN", "WANDB_API_KEY", HUB_TOKEN, ENGINE_TOKEN)

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from treadle.launch.doctor.finding import Check
+from treadle.net.tokens import bearer_headers
+from treadle.net.urls import connection_to, shown_url
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import Processes, ProcessStanding
-from treadle.wire.tokens import bearer_headers
-from treadle.wire.urls import connection_to, shown_url
 
 TIMEOUT_S = 5.0
 TOKEN_TIMEOUT_S = 15.0

@@ -1,4 +1,4 @@
-"""Between HTTP and our own values: JSON bodies in, JSON answers out, and clients that leave before theirs is ready."""
+"""Read JSON bodies, write JSON responses, and cancel the work for clients that disconnect."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treadle.errors import ConfigError
-from treadle.wire.tokens import CLIENT_ROLES, Role, read_secret, role_token
-from treadle.wire.urls import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
+from treadle.net.tokens import CLIENT_ROLES, Role, read_secret, role_token
+from treadle.net.urls import Address, is_loopback_address, is_loopback_host, parse_address, plain_address
 
 NAME_LOOKUP_S = 0.3  # a name server that does not answer must not hold up the start
 CLIENTS: frozenset[Role] = frozenset(CLIENT_ROLES)
@@ -36,7 +36,7 @@ _PREFIX = b"/t/"
 _PROXY_HEADERS = frozenset(
     (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip", b"via")
 )
-_REFUSED_METHODS = frozenset(("HEAD", "TRACE", "CONNECT"))  # no GET of ours is free of effects without its answer
+_REFUSED_METHODS = frozenset(("HEAD", "TRACE", "CONNECT"))  # a HEAD would have the effects of its GET
 _HOST = re.compile(r"(?P<name>\[[0-9a-z:.%]+\]|[^:\[\]/@?#\s]+)(:\d{0,5})?", re.ASCII | re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _LOOPBACK_V6 = ipaddress.IPv6Address("::1")
@@ -98,7 +98,7 @@ class Access:
             admin = (rules.admin_token_file, "--admin-token-file", env, rules.admin_token_variable)
             admin_token = read_secret(process, *admin)
         if secret is not None and secret == admin_token:
-            fix = "let one of the two files be made anew: delete it and start again"
+            fix = "delete one of the two files and start again: it is then created"
             raise ConfigError(
                 f"the token and the admin token are the same: every client could reset the {process}", fix=fix
             )

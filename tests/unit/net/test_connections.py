@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from treadle.wire.http_limits import connections_that_fit
+from treadle.net.connections import connections_that_fit
 
 SERVER = """
 import asyncio, json, os, resource, sys
 from treadle.log import set_up_logging
-from treadle.wire.http_limits import HttpLimits
-from treadle.wire.listening import take_port
-from treadle.wire.serving import serve_until_stopped
+from treadle.net.connections import HttpLimits
+from treadle.net.server import take_port
+from treadle.net.server import serve_until_stopped
 
 gone = num_waiting = 0
 released = asyncio.Event()

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from treadle.clock import awake_s
 from treadle.log import get_logger
-from treadle.wire.http_connections import SMALL_BODY_BYTES, Connections, Refusal
+from treadle.net.connections import SMALL_BODY_BYTES, Connections, Refusal
 
 FLUSHED = "treadle.flushed"  # in a request's scope: `await scope[FLUSHED]()` after the answer was sent
 HELD_BYTES = "treadle.held_bytes"  # in a request's scope: how much of its body is counted in `Connections`

@@ -57,8 +57,8 @@ class Family:
         self._sample("_count", labels, up_to[-1][1])
 
     def _sample(self, suffix: str, labels: Labels, value: float) -> None:
-        told = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-        self._lines.append(f"{self._name}{suffix}{f'{{{told}}}' if told else ''} {_number(value)}")
+        listed = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
+        self._lines.append(f"{self._name}{suffix}{f'{{{listed}}}' if listed else ''} {_number(value)}")
 
     def lines(self) -> list[str]:
         return self._lines
