@@ -26,7 +26,8 @@ from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger
 from treadle.net.access import Access
 from treadle.net.connections import HttpLimits
-from treadle.net.server import serve_until_stopped, take_port
+from treadle.net.listening import take_port
+from treadle.net.server import serve_until_stopped
 from treadle.sync.bridge_file import is_switched_on, place_to_write
 from treadle.sync.weights_file import claimed
 from treadle.watch.waits import Waits, Wanted

@@ -15,9 +15,8 @@ from treadle.clock import awake_s
 from treadle.errors import ConfigError, DiskFull, TreadleError
 from treadle.log import get_logger
 from treadle.net.client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
-from treadle.net.server import is_loopback
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import shown_url
+from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Waits, Wanted
 
 log = get_logger("env")

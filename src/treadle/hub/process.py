@@ -29,7 +29,8 @@ from treadle.hub.status import explain
 from treadle.log import get_logger
 from treadle.net.access import Access, Guard
 from treadle.net.connections import HttpLimits
-from treadle.net.server import serve_until_stopped, take_port
+from treadle.net.listening import take_port
+from treadle.net.server import serve_until_stopped
 from treadle.store import StorageFailed, Store, set_aside
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog

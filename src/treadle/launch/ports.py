@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from treadle.errors import PortInUse
-from treadle.net.server import take_port
+from treadle.net.listening import take_port
 
 ANY_FREE = 0
 Listeners = Mapping[str, socket.socket]

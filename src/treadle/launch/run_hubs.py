@@ -22,7 +22,7 @@ from treadle.launch.folder import is_going
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import port_of
 from treadle.launch.wording import near, program
-from treadle.net.server import HANDED_FD, take_port
+from treadle.net.listening import HANDED_FD, take_port
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, url_to
 

@@ -35,6 +35,11 @@ def connection_to(url: str, timeout_s: float) -> HTTPConnection:
     return kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
 
 
+def is_loopback(url: str) -> bool:
+    """Whether a URL names this machine: a proxy meant for the internet must not swallow calls to it."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
 def is_loopback_host(host: str) -> bool:
     address = parse_address(host.strip("[]"))
     return host.lower() == "localhost" if address is None else is_loopback_address(address)

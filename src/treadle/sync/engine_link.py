@@ -13,8 +13,8 @@ import msgspec
 from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
-from treadle.net.server import is_loopback
 from treadle.net.tokens import bearer_headers
+from treadle.net.urls import is_loopback
 from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
 from treadle.wire.bridge import TOKEN_VARIABLE
 

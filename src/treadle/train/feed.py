@@ -15,9 +15,8 @@ import msgspec
 from treadle.clock import awake_s
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
-from treadle.net.server import is_loopback
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import shown_url
+from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch

@@ -13,14 +13,14 @@ from treadle.errors import PortInUse
 from treadle.launch.ports import ANY_FREE, held_ports, port_of
 from treadle.launch.probe import answers_ok
 from treadle.launch.supervisor import StopRequest, Supervisor
-from treadle.net.server import take_port
+from treadle.net.listening import take_port
 
 LOOPBACK = "127.0.0.1"
 # A server as ours are: it takes its port by take_port, and starts a child of its own first.
 SERVER = """
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from treadle.net.server import take_port
+from treadle.net.listening import take_port
 listener = take_port("127.0.0.1", {port})
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 class Handler(BaseHTTPRequestHandler):

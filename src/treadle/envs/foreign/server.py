@@ -11,7 +11,8 @@ from typing import Any
 from treadle.log import get_logger
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.connections import Connections, HttpLimits
-from treadle.net.server import SignalFreeServer, server_settings, take_port
+from treadle.net.listening import take_port
+from treadle.net.server import SignalFreeServer, server_settings
 from treadle.net.urls import url_to
 
 TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
