@@ -19,13 +19,14 @@ from tests.e2e.processes import environment, last_lines
 from tests.e2e.runs import TINY_RUN, command, ending, metrics_of, newest_run, resume, run_treadle
 from tests.tiny_model import write_tiny_model
 
-STEPS = 15
+STEPS = 12
 # What ends the lives of a run, one every three steps. One run has them all: a start takes longer than the steps.
-# Two names: both are killed at the same moment.
-CTRL_C, LAUNCHER = ("ctrl-c",), ("launcher",)
+# Several names: they are killed at the same moment.
+CTRL_C, LAUNCHER = ("ctrl-c",), "launcher"
 CHAINS = [
-    pytest.param((CTRL_C, ("train", "env"), ("hub", "engine"), LAUNCHER), id="each process"),
-    pytest.param((("hub",), ("engine",), ("env",), ("train",)), id="each process alone", marks=pytest.mark.full),
+    pytest.param((CTRL_C, ("train", "env"), ("hub", "engine", LAUNCHER)), id="each process"),
+    pytest.param((("hub",), ("engine",), ("env",)), id="each server alone", marks=pytest.mark.full),
+    pytest.param((("train",), (LAUNCHER,)), id="trainer and launcher alone", marks=pytest.mark.full),
 ]
 
 
@@ -102,8 +103,14 @@ class Life:
         assert any(f"{name} died (exit code -9" in output for name in names), last_lines(output)
         assert re.search(r"the end of its log:\n  \| 20\d\d-.* INFO ", output)
 
-    def kill(self) -> None:
-        """kill -9 of the launcher itself."""
+    def lose_launcher(self, victims: tuple[str, ...]) -> None:
+        """kill -9 of the launcher and of some of its processes: the others notice."""
+        children = self.children()
+        for victim in victims:
+            (self.process if victim == LAUNCHER else children[victim]).kill()
+        self.process.wait()
+
+    def end(self) -> None:
         self.process.kill()
         self.process.wait()
 
@@ -134,13 +141,13 @@ def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturb
             print(f"step {step}: {' and '.join(end)}")
             if end == CTRL_C:
                 life.interrupt()
-            elif end == LAUNCHER:
-                life.kill()
+            elif LAUNCHER in end:
+                life.lose_launcher(end)
             else:
                 life.lose(end)
-            assert_all_gone(children, 12 if end == LAUNCHER else 1)
+            assert_all_gone(children, 12 if LAUNCHER in end else 1)
         finally:
-            life.kill()
+            life.end()
         words = [*words[:4], "--resume", str(life.run), "--plain"]
     last = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=200, check=False)
     assert last.returncode == 0, ending(last, life.run)
