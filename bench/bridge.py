@@ -38,7 +38,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.sync.modes import choose_sync
-from treadle.sync.receipt import Receipt
+from treadle.sync.protocol import Receipt
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy

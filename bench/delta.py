@@ -31,7 +31,7 @@ from treadle.launch.machine import SHARED_MEMORY
 from treadle.net.listening import take_port
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.modes import choose_sync
-from treadle.sync.receipt import Receipt
+from treadle.sync.protocol import Receipt
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from treadle.background import in_background
 from treadle.errors import ModelError
-from treadle.sync.background import in_background
 
 MAX_S = 20.0  # tokenizers of known models take less than a second for the longest prompts
 _PANIC = "PanicException"  # pyo3_runtime's; it cannot be imported

@@ -32,8 +32,8 @@ from treadle.engines.text import Text
 from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
-from treadle.sync.gate import Gate, new_number
-from treadle.sync.group_link import GroupLink
+from treadle.sync.gate import PublishGate, new_publish_id
+from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30]
 LONG = 200  # tokens: enough that a test can do something in the middle
@@ -586,13 +586,13 @@ def test_a_version_is_taken_only_while_held(surface):
 
 def at_the_gate(surface, version, write, **changes):
     """A publish as a trainer makes it: the answer of /bridge/adopt; `write(gate, number)` while it stands still."""
-    gate = Gate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
-    number = new_number()
+    gate = PublishGate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
+    number = new_publish_id()
     order = {"policy_version": version, "number": number, "gate": gate.inode, "timeout_s": 60.0, **changes}
     with ThreadPoolExecutor(1) as pool:
         with gate.publishing():
             adopting = pool.submit(surface.post, "/bridge/adopt", **order)
-            if gate.wait_until_still(number, is_over=adopting.done):
+            if gate.wait_until_paused(number, is_over=adopting.done):
                 write(gate, number)
         return adopting.result(60)
 
@@ -607,7 +607,7 @@ def test_what_runs_stands_still_at_the_gate_and_goes_on_under_the_next_version(s
             tokens = surface.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0]
             time.sleep(0.3)
             assert surface.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0] == tokens
-            gate.go_on(number)
+            gate.mark_written(number)
 
         adopted = at_the_gate(surface, before + 1, write).json()
         assert adopted.pop("held_s") >= 0.3
@@ -629,7 +629,7 @@ def test_a_trainer_that_ends_while_it_writes_leaves_the_engine_held_until_one_fi
     refused = surface.post("/bridge/resume")
     assert refused.status_code == 503
     assert "came in part" in refused.json()["error"]
-    assert at_the_gate(surface, before + 1, Gate.go_on).status_code == 200
+    assert at_the_gate(surface, before + 1, PublishGate.mark_written).status_code == 200
     assert surface.get("/bridge/is_paused").json() == {"is_paused": False}
     assert surface.generate(max_tokens=2)["policy_version"] == before + 1
 
@@ -643,7 +643,7 @@ def test_nobody_lets_the_engine_go_while_a_trainer_writes(surface):
             asked = pool.submit(surface.post, "/bridge/resume")
             time.sleep(0.3)
             assert surface.get("/bridge/is_paused").json() == {"is_paused": True}
-            gate.go_on(number)
+            gate.mark_written(number)
             refused.append(asked.result(60).status_code)
 
     assert at_the_gate(surface, before + 1, write).status_code == 200
@@ -653,8 +653,8 @@ def test_nobody_lets_the_engine_go_while_a_trainer_writes(surface):
 
 def test_without_a_trainer_at_the_gate_nothing_is_adopted_and_generation_goes_on(surface):
     before = surface.version()
-    gate = Gate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
-    answer = surface.post("/bridge/adopt", policy_version=before + 1, number=new_number(), gate=gate.inode)
+    gate = PublishGate(Path(surface.get("/bridge/state_dict_info").json()["gate"]))
+    answer = surface.post("/bridge/adopt", policy_version=before + 1, number=new_publish_id(), gate=gate.inode)
     assert answer.status_code == 400
     assert "no trainer is at the gate" in answer.json()["error"]
     assert surface.generate(max_tokens=2)["policy_version"] == before
@@ -674,7 +674,7 @@ def test_without_a_trainer_at_the_gate_nothing_is_adopted_and_generation_goes_on
 )
 def test_an_order_that_is_wrong_is_refused_and_generation_goes_on(surface, changes, said):
     before = surface.version()
-    answer = at_the_gate(surface, before + 1, Gate.go_on, **changes)
+    answer = at_the_gate(surface, before + 1, PublishGate.mark_written, **changes)
     assert answer.status_code == 400
     assert said in answer.json()["error"]
     assert surface.generate(max_tokens=2)["policy_version"] == before
@@ -789,7 +789,7 @@ def weights_of(folder):
 
 
 def link_to(surface):
-    return GroupLink(EngineLink(surface.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
+    return WeightBroadcaster(EngineLink(surface.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
 
 
 def test_broadcast_weights_are_served_and_what_runs_goes_on_under_them(surface, other_weights, as_before):

@@ -14,7 +14,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import choose_sync
-from treadle.sync.receipt import Attached
+from treadle.sync.protocol import Attached
 from treadle.train.policy import build_policy
 
 MODES = {

@@ -79,7 +79,7 @@ def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
     assert "in reach" in log_of(folder, "engine"), "the stack shows the place"
 
 
-@pytest.mark.full  # tests/unit/sync/test_proof.py: a publish to an engine that is frozen
+@pytest.mark.full  # tests/unit/sync/test_verify.py: a publish to an engine that is frozen
 def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
     said, code, folder = run(tmp_path, model, "--train.publish-timeout-s", "8", fault="engine:release:3:sleep")
     print(said)

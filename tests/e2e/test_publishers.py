@@ -18,7 +18,7 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.e2e.publishing_trainer import MODES, NumberedPolicy, PublishingTrainer, publish_in_process
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.receipt import Attached
+from treadle.sync.protocol import Attached
 
 PROMPT = [20, 21, 22, 23, 30]
 TOLERANCE = 1e-3  # a mixture of two versions is 0.002 and more away from both at one token at least (measured)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from treadle.errors import SyncError
-from treadle.sync.cuda_ipc import find_device
 from treadle.sync.layout import Layout
-from treadle.sync.weights_file import map_weights
+from treadle.sync.shared_memory import find_device, map_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 OWNER = """
 import sys, msgspec, torch
-from treadle.sync.cuda_ipc import export_storage
+from treadle.sync.shared_memory import export_storage
 from treadle.sync.layout import Layout, Placement
 fused = torch.arange(24, dtype=torch.bfloat16, device="cuda").view(6, 4)
 layout = Layout(path="", model="m", dtype="bfloat16", num_bytes=fused.nbytes, storages=(export_storage(fused),),

@@ -25,9 +25,8 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
-from treadle.sync.broadcast import BroadcastSync
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.group_link import GroupLink
+from treadle.sync.shared_vllm import BroadcastSync, WeightBroadcaster
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
@@ -110,7 +109,7 @@ def joined(engine, timeout_s):
     """(A link to it, the weights that it serves, on the GPU.)"""
     tensors = load_file(engine.folder / "model.safetensors")
     weights = Weights({name: tensor.to("cuda", torch.bfloat16) for name, tensor in tensors.items()})
-    link = GroupLink(EngineLink(engine.url, timeout_s), "nccl", host="", timeout_s=timeout_s)
+    link = WeightBroadcaster(EngineLink(engine.url, timeout_s), "nccl", host="", timeout_s=timeout_s)
     link.join(weights)
     return link, weights
 

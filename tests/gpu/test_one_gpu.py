@@ -11,8 +11,8 @@ import torch
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.lora_swap import LoraSwapSync
-from treadle.sync.single_copy import SingleCopySync
+from treadle.sync.file_modes import LoraSwapSync
+from treadle.sync.shared_vllm import SingleCopySync
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy

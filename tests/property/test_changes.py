@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.sync.changes import (
+from treadle.sync.delta import (
     CHUNK,
     INDICES,
     VALUES,

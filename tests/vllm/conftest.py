@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.sync.weights_file import map_weights
+from treadle.sync.shared_memory import map_weights
 
 # Four heads of a size that vLLM has CPU kernels for; and completions that take long enough to do something meanwhile.
 SIZES = {"hidden_size": 256, "num_layers": 8}

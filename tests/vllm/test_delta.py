@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from treadle.sync.changes import DELTA_FROM, as_tensors, find_changes
+from treadle.sync.delta import DELTA_FROM, as_tensors, find_changes
 from treadle.sync.fingerprint import fingerprint
 
 LAYER = "model.layers.1"

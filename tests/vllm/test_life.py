@@ -16,8 +16,8 @@ from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
-from treadle.sync.saved_weights import refuse_misplaced
-from treadle.sync.weights_file import map_weights
+from treadle.sync.shared_memory import map_weights
+from treadle.sync.verify import check_saved_weights
 
 PROMPT = [20, 21, 22, 23, 30]
 
@@ -51,7 +51,7 @@ def check_it_serves(served, folder, version):
     assert served(served.engine.fingerprints(3)) == expected
     shared = map_weights(served(served.engine.layout()))
     assert {name: fingerprint(weight, 3) for name, weight in shared.items()} == expected
-    assert refuse_misplaced(shared.items(), folder) == len(expected)
+    assert check_saved_weights(shared.items(), folder) == len(expected)
     sampled = served(served.engine.generate(request(n=8)))
     assert mean_difference(model, PROMPT, sampled.completions) < SAME
 

@@ -21,8 +21,8 @@ from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
-from treadle.sync.group_link import GroupLink
-from treadle.sync.weights_file import bind_parameters, map_weights
+from treadle.sync.shared_memory import bind_parameters, map_weights
+from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
 LONG = 230  # tokens: enough that a test can do something in the middle
@@ -206,7 +206,7 @@ def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(serv
     changed = {name: weight + torch.randn_like(weight) * 0.05 for name, weight in saved.items()}
     noisy = load(served.folder)
     noisy.load_state_dict(changed, strict=False)
-    link = GroupLink(EngineLink(served.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=1 << 20)
+    link = WeightBroadcaster(EngineLink(served.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=1 << 20)
     link.join(Weights(saved))
     for version, sent, reference in ((first + 1, changed, noisy), (first + 2, saved, plain)):
         served(engine.hold("keep", 60))

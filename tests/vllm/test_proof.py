@@ -1,5 +1,5 @@
 """What a publish that went wrong in a real vLLM is told by. The other faults, with an engine that can have all of them:
-tests/unit/sync/test_proof.py."""
+tests/unit/sync/test_verify.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.vllm.reference import load, logits_after
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.proof import Proof
-from treadle.sync.receipt import TokenScores
+from treadle.sync.protocol import TokenScores
+from treadle.sync.verify import PublishVerifier
 
 LAYER = "model.layers.1."
 OUTPUT, GATE, UP = (f"{LAYER}{name}.weight" for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"))
@@ -63,7 +63,7 @@ def test_weights_that_vllm_has_otherwise_are_named(served, weights, fault, words
     policy = Trained(served.folder)
     new, old = dict(policy.served_weights()), {name: weight.clone() for name, weight in weights.items()}
     version = publish(served, weights, new | fault(new, old))
-    proof = Proof(TrainConfig(engine_url=served.url, canary_tolerance=SAME), EngineLink(served.url, 120.0))
+    proof = PublishVerifier(TrainConfig(engine_url=served.url, canary_tolerance=SAME), EngineLink(served.url, 120.0))
     expected = proof.expect(policy, version)
     with pytest.raises(SyncError, match=words):
         proof.check(expected, version)

@@ -10,8 +10,8 @@ from tests.vllm.reference import load, mean_difference
 from treadle.config import EngineConfig
 from treadle.engines.port import Request
 from treadle.engines.sampling import SamplingParams
-from treadle.sync.saved_weights import refuse_misplaced
-from treadle.sync.weights_file import map_weights
+from treadle.sync.shared_memory import map_weights
+from treadle.sync.verify import check_saved_weights
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32] * 5
 
@@ -22,7 +22,7 @@ def test_a_trainers_views_are_the_weights_of_the_files_and_logprobs_agree(tmp_pa
     served = Served(EngineConfig(engine="vllm", model=str(qwen3_model), **settings))
     try:
         views = map_weights(served(served.engine.layout()))
-        assert refuse_misplaced(views.items(), qwen3_model) == len(dict(load(qwen3_model).named_parameters()))
+        assert check_saved_weights(views.items(), qwen3_model) == len(dict(load(qwen3_model).named_parameters()))
         asked = Request(PROMPT, 2, 24, SamplingParams(), 0, ignore_eos=True)
         generation = served(served.engine.generate(asked), timeout_s=300)
         assert mean_difference(load(qwen3_model), PROMPT, generation.completions) < SAME

@@ -28,8 +28,8 @@ from treadle.engines.arrival import REPUBLISH_FIX
 from treadle.engines.model_folder import read_settings
 from treadle.engines.port import ADAPTER_FILES
 from treadle.errors import EngineError, ModelError, RequestError
-from treadle.sync.fingerprint import StandingWeights, begin_fingerprints
-from treadle.sync.model_identity import is_called
+from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints
+from treadle.sync.model_folders import is_called
 
 # PEFT warns that a model gets a second adapter, that one which was in use is deleted, and that an adapter has weights
 # for a part of the layers: all of it is intended.
@@ -146,7 +146,7 @@ class Adapters:
         self._is_wrapped = False
         self._used: str | None = None
         self._num_loads = 0
-        self._standing = StandingWeights()
+        self._standing = FingerprintCache()
 
     def add(self, name: str, files: AdapterFiles) -> None:
         """Load it beside the others; what the model computes does not change before `use`.

@@ -11,7 +11,7 @@ from treadle.config.advice import as_flags_of
 from treadle.engines.default_model import prepare_default_model
 from treadle.engines.model_folder import check_model_folder
 from treadle.errors import ModelError, TreadleError, as_user_error
-from treadle.sync.model_identity import find_model
+from treadle.sync.model_folders import find_model
 
 # Weights come as safetensors only: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]

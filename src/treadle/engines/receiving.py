@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treadle.errors import RequestError, SyncError
 from treadle.log import get_logger
-from treadle.sync.process_group import ENGINE, WeightGroup, form_group, own_address_towards, visit_store
+from treadle.sync.process_group import ENGINE, WeightGroup, connect_store, form_group, local_address_towards
 from treadle.wire.bridge import JoinGroup, Received
 
 log = get_logger("engine")
@@ -28,8 +28,8 @@ class Receiver:
         device = next(iter(weights.values())).device
         refuse_other_weights(request, weights)
         refuse_other_backend(request, device)
-        own_address = own_address_towards(request.host, request.port)
-        store = visit_store(request.host, request.port, request.timeout_s)
+        own_address = local_address_towards(request.host, request.port)
+        store = connect_store(request.host, request.port, request.timeout_s)
         peer = f"the trainer at {request.host}"
         group = form_group(request, store, ENGINE, own_address=own_address, peer=peer, device=device)
         self.leave()  # a trainer that could not join has thrown nobody out

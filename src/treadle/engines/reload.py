@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.errors import RequestError
-from treadle.sync.changes import DELTA_FROM, Sent, from_tensors, misfit, set_weight
+from treadle.sync.delta import DELTA_FROM, WeightUpdate, from_tensors, misfit, set_weight
 
 
 def read_weights(
     folder: Path, weights: Mapping[str, Tensor], policy_version: int, *, must_be_all: bool = False
-) -> dict[str, Sent]:
+) -> dict[str, WeightUpdate]:
     """What `folder` holds, each of which has its place in `weights`, which are of this version; anything that has no
     place, or that is the difference to another version, is refused by name. `must_be_all`: the weights there are a
     mixture, which nothing less can mend."""
@@ -42,12 +42,12 @@ def read_weights(
     return found
 
 
-def write_weights(found: Mapping[str, Sent], weights: Mapping[str, Tensor]) -> None:
+def write_weights(found: Mapping[str, WeightUpdate], weights: Mapping[str, Tensor]) -> None:
     for name, sent in found.items():
         set_weight(weights[name], sent)
 
 
-def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Sent]:
+def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, Tensor]) -> dict[str, WeightUpdate]:
     try:
         found = from_tensors(tensors)
     except ValueError as error:
@@ -62,7 +62,7 @@ def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, 
     return found
 
 
-def _refuse_part(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, Tensor]) -> None:
+def _refuse_part(found: Mapping[str, WeightUpdate], folder: Path, weights: Mapping[str, Tensor]) -> None:
     """A tied weight has several names; one of them is enough."""
     given = {weights[name].data_ptr() for name, sent in found.items() if isinstance(sent, Tensor)}
     missing = next((name for name, weight in weights.items() if weight.data_ptr() not in given), None)

@@ -28,8 +28,7 @@ from treadle.net.access import Access
 from treadle.net.connections import HttpLimits
 from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
-from treadle.sync.bridge_file import is_switched_on, place_to_write
-from treadle.sync.weights_file import claimed
+from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import Watchdog
 
@@ -82,7 +81,7 @@ def _serve(
     log.info("listening", host=config.host, port=config.port)
     life = EngineLife(engine, eye, watchdog, adapter)
     file = config.weights_file
-    bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
+    bridge_file = None if file is None else bridge_file_path(file, os.environ, Path.cwd())
     app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
@@ -127,9 +126,9 @@ def start_engine(config: EngineConfig, folder: Path, tell: Callable[[str, int, i
         return start_vllm(config, folder, tell)
     require("train", "torch", "transformers")
     from treadle.engines.transformers_server import TransformersServer
-    from treadle.sync.loading import telling_of_weights
+    from treadle.loading import report_loading
 
-    with telling_of_weights(tell):
+    with report_loading(tell):
         return TransformersServer(config, folder, on_failure=_end_process)
 
 

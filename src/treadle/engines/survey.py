@@ -17,7 +17,7 @@ from treadle.engines.default_model import cache_folder, default_model_folder
 from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.engines.models import FETCHED
 from treadle.errors import TreadleError
-from treadle.sync.model_identity import is_path
+from treadle.sync.model_folders import is_path
 
 
 def survey_model(name: str) -> dict[str, Any]:

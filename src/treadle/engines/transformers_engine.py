@@ -35,11 +35,10 @@ from treadle.engines.port import Request, Sampled
 from treadle.engines.sampling import report, sample, uniforms
 from treadle.engines.text import Text, Written
 from treadle.errors import ModelError, is_out_of_memory
+from treadle.loading import choose_device, choose_matmul_backend, loading_options
 from treadle.processor import fast_dtype
-from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
-from treadle.sync.loading import loading_options
-from treadle.sync.weights_file import share_parameters
+from treadle.sync.shared_memory import share_parameters
 from treadle.wire.groups import common_prefix
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class TransformersEngine:
         options = loading_options(config.quantization, kind, self.device)
         model = load_model(folder, kind, options)
         self.model = (model if options else model.to(self.device)).eval()
-        choose_products(self.model)
+        choose_matmul_backend(self.model)
         self.text = text or Text.load(folder)
         self.eos_ids = _eos_ids(self.model)
         # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.
@@ -348,7 +347,7 @@ def _by_last_token(row: Row) -> dict[int, Row]:
 
 
 def load_model(folder: Path, dtype: Any, options: Mapping[str, Any]) -> Any:
-    """The model in `folder`; one that needs attention we do not have is refused. `options`: of sync/quantization.py."""
+    """The model in `folder`; one that needs attention we do not have is refused. `options`: of loading.py."""
     transformers_logging.disable_progress_bar()  # a log is no place for one
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

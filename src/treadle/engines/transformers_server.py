@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import transformers
 
+from treadle.background import in_background
 from treadle.config import EngineConfig
 from treadle.engines.arrival import REPUBLISH_FIX, Arrival
 from treadle.engines.model_folder import check_model_folder
@@ -32,9 +33,8 @@ from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, ModelError, RequestError, SyncError
 from treadle.faults import reach
 from treadle.log import get_logger
-from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprints
-from treadle.sync.gate import Gate, is_written, refuse_misled
+from treadle.sync.gate import PublishGate, check_publish_order, wait_for_trainer
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
@@ -147,23 +147,23 @@ class TransformersServer:
         layout = self._engine.layout
         if layout is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
-        gate = Gate(Path(layout.gate))
-        refuse_misled(order, self.policy_version, gate)
+        gate = PublishGate(Path(layout.gate))
+        check_publish_order(order, self.policy_version, gate)
         # In a thread that nobody has to wait for: an engine that is told to end does not wait for a trainer.
         standing = asyncio.wrap_future(in_background("at the gate", lambda: self._stand_still(gate, order)))
         try:
-            if not await is_written(standing, gate, order.number, order.timeout_s):
-                gate.give_up(order.number)
+            if not await wait_for_trainer(standing, gate, order.number, order.timeout_s):
+                gate.abandon(order.number)
             return await standing
         except BaseException:
-            gate.give_up(order.number)
+            gate.abandon(order.number)
             raise
 
-    def _stand_still(self, gate: Gate, order: Adopt) -> float:
+    def _stand_still(self, gate: PublishGate, order: Adopt) -> float:
         self._scheduler.hold("keep", self._config.pause_timeout_s)
         self._arrival.begin()
         try:
-            gate.stand_still(order.number)
+            gate.wait_for_write(order.number)
         except SyncError as error:  # the weights may be half written: it stays held
             self._arrival.broke_off(error.message)
             raise EngineError(error.message, fix=error.fix) from None

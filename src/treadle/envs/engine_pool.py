@@ -24,7 +24,7 @@ from treadle.envs.engine_client import EngineAway, EngineClient, Generation, Ser
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
-from treadle.sync.live_folder import PREFIXES
+from treadle.sync.model_folders import PUBLISHED_PREFIXES
 from treadle.watch.waits import Waits, Wanted
 from treadle.wire.generate import EngineHealth
 
@@ -296,7 +296,7 @@ class EnginePool:
 
 def _is_trained(model: str) -> bool:
     """Whether the trainer has restarted the engine from the folder of a version (weight_bridge_mode none)."""
-    return Path(model).name.startswith(PREFIXES)
+    return Path(model).name.startswith(PUBLISHED_PREFIXES)
 
 
 def _refuse_older(generations: Sequence[Generation], oldest: int, url: str) -> None:

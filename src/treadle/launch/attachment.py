@@ -27,8 +27,7 @@ from treadle.launch.doctor.live import Answer, Server
 from treadle.launch.plan import RunTokens, value_of, with_values
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, shown_url, without_token
-from treadle.sync.live_folder import LiveFolder
-from treadle.sync.model_identity import is_same_model
+from treadle.sync.model_folders import LiveFolder, is_same_model
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import HubStatus

@@ -32,7 +32,7 @@ from treadle.launch.settings import (
     with_fitting_groups,
 )
 from treadle.store.file import refuse_locked
-from treadle.sync.model_identity import find_model
+from treadle.sync.model_folders import find_model
 from treadle.train.requirements import check_trainer
 
 Say = Callable[[str], None]

@@ -1,1 +1,1 @@
-"""How new weights reach an engine. Each mode is a file with the same two verbs (receipt.py): attach and publish."""
+"""Publish new weights to an engine. Each mode implements `attach` and `publish` (protocol.py)."""

@@ -1,75 +1,139 @@
-"""delta: as reload, with only what changed since the engine's version.
+"""Find, encode and apply the elements of a weight whose bits changed. No I/O.
 
-Of 16-bit weights the trainer keeps what the engine has, in host memory, and sends the elements whose bits changed
-(changes.py): after a step with a small learning rate that is a small part of nearly every weight. Of 32-bit weights
-nearly every element changes: there a fingerprint says whether a weight did, it is sent whole, and no copy is kept.
+In a weights file a weight is one tensor, or two if only some of its elements are sent:
+
+    <name>            the whole weight
+    <name>#indices    indices into the flattened weight, ascending
+    <name>#values     the new values, in the weight's number format
+
+The file's metadata contain the base version (DELTA_FROM). Values are set, not added: applying them twice is harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treadle.config import TrainConfig
-from treadle.sync.changes import DELTA_FROM, Sent, as_tensors, find_changes, set_weight, smaller_form
-from treadle.sync.fingerprint import whole_fingerprint
-from treadle.sync.receipt import Publishable, Receipt
-from treadle.sync.reload import ReloadSync
-from treadle.wire.bridge import BridgeInfo
-
-COMPARED = (torch.bfloat16, torch.float16)
+DELTA_FROM = "treadle_delta_from"
+INDICES, VALUES = "#indices", "#values"
+MAX_INT32_ELEMENTS = 2**31
+CHUNK = 1 << 24  # elements compared at a time, to bound the temporary memory
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compares bits, not floating-point values
 
 
-class Known:
-    """What the engine has: 16-bit weights themselves, fingerprints of others."""
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """The changed elements of one weight, in host memory."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._copies: dict[str, Tensor] = {}
-        self._fingerprints: dict[str, str] = {}
-        for name, weight in weights:
-            if weight.dtype in COMPARED:
-                self._copies[name] = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-            else:
-                self._fingerprints[name] = whole_fingerprint(weight)
+    indices: Tensor
+    values: Tensor
 
-    def advance(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sent]:
-        """The engine is to have these: what must be sent for it, each weight in its smaller form."""
-        sent: dict[str, Sent] = {}
-        for name, weight in weights:
-            if name in self._copies:
-                changes = find_changes(weight, self._copies[name])
-                if len(changes.indices):
-                    sent[name] = smaller_form(weight, changes)
-                    set_weight(self._copies[name], changes)
-            elif (now := whole_fingerprint(weight)) != self._fingerprints[name]:
-                sent[name] = weight
-                self._fingerprints[name] = now
-        return sent
+    @property
+    def nbytes(self) -> int:
+        return self.indices.nbytes + self.values.nbytes
 
 
-class DeltaSync(ReloadSync):
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config)
-        self._known: Known | None = None  # None: the engine gets everything
-        self._known_version = 0
+WeightUpdate = Tensor | Changes  # a whole weight, or its changed elements
 
-    def publish(self, policy: Publishable, version: int) -> Receipt:
-        try:
-            if self._engine.get("/bridge/info", BridgeInfo).update_count != self._known_version:
-                self._known = None  # it was restarted
-            receipt = super().publish(policy, version)
-        except BaseException:
-            self._known = None  # the engine may have either version, or some of both
-            raise
-        self._known_version = version
-        return receipt
 
-    def _save(self, policy: Publishable, root: Path, name: str) -> Path:
-        if self._known is None:
-            self._known = Known(policy.served_weights())
-            return policy.save_model(root, name)
-        sent = as_tensors(self._known.advance(policy.served_weights()))
-        return policy.save_weights(root, name, sent, {DELTA_FROM: str(self._known_version)})
+@torch.no_grad()
+def find_changes(new: Tensor, old: Tensor) -> Changes:
+    """Where the bits of `new` differ from `old`; compared on the device of `new`, chunk by chunk.
+
+    >>> changes = find_changes(torch.tensor([1.0, -0.0, 3.0]).half(), torch.tensor([1.0, 0.0, 3.0]).half())
+    >>> changes.indices.tolist(), changes.values.tolist()
+    ([1], [-0.0])
+    """
+    new_bits, old_bits = _bits(new.contiguous()), _bits(old)
+    index_type = index_dtype(new.numel())
+    indices, values = [torch.empty(0, dtype=index_type)], [new_bits.new_empty(0, device="cpu")]
+    for start in range(0, len(new_bits), CHUNK):
+        part = new_bits[start : start + CHUNK]
+        found = _true_indices(part != old_bits[start : start + CHUNK].to(part.device))
+        indices.append((found + start).to(index_type).cpu())
+        values.append(part[found].cpu())
+    return Changes(torch.cat(indices), torch.cat(values).view(new.dtype))
+
+
+def index_dtype(num_elements: int) -> torch.dtype:
+    return torch.int32 if num_elements <= MAX_INT32_ELEMENTS else torch.int64
+
+
+def smaller_form(new: Tensor, changes: Changes) -> WeightUpdate:
+    return changes if changes.nbytes < new.nbytes else new.detach().cpu()
+
+
+@torch.no_grad()
+def set_weight(weight: Tensor, update: WeightUpdate) -> None:
+    """Apply an update that fits (see `misfit`)."""
+    if isinstance(update, Tensor):
+        weight.copy_(update)
+        return
+    bits, new_bits = _bits(weight), _bits(update.values)
+    for start in range(0, len(new_bits), CHUNK):
+        part = slice(start, start + CHUNK)
+        indices = update.indices[part].to(bits.device, torch.int64)
+        bits.index_copy_(0, indices, new_bits[part].to(bits.device))
+
+
+def as_tensors(updates: Mapping[str, WeightUpdate]) -> dict[str, Tensor]:
+    """Encode updates as the tensors of a file."""
+    tensors: dict[str, Tensor] = {}
+    for name, update in updates.items():
+        if isinstance(update, Tensor):
+            tensors[name] = update
+        else:
+            tensors |= {name + INDICES: update.indices, name + VALUES: update.values}
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, WeightUpdate]:
+    """Decode the tensors of a file; ValueError if one of a pair is missing, or a weight appears in both forms."""
+    updates: dict[str, WeightUpdate] = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith((INDICES, VALUES))
+    }
+    for name in {name.removesuffix(INDICES).removesuffix(VALUES): None for name in tensors if name not in updates}:
+        indices, values = tensors.get(name + INDICES), tensors.get(name + VALUES)
+        if indices is None or values is None or name in updates:
+            raise ValueError(f"{name} must be whole, or both {name}{INDICES} and {name}{VALUES}")
+        updates[name] = Changes(indices, values)
+    return updates
+
+
+def misfit(update: WeightUpdate, weight: Tensor) -> str | None:
+    """Why `update` cannot be applied to `weight`; None if it can."""
+    if isinstance(update, Changes):
+        return _misfit_of_changes(update.indices, update.values, weight)
+    if update.shape != weight.shape or not update.is_floating_point():
+        return f"it is {list(update.shape)} {update.dtype}, the engine's is {list(weight.shape)}"
+    return None
+
+
+def _misfit_of_changes(indices: Tensor, values: Tensor, weight: Tensor) -> str | None:
+    if values.dtype != weight.dtype:  # a whole weight may be converted, single elements may not
+        return f"its changed elements are {values.dtype}, the engine's are {weight.dtype}"
+    if indices.ndim != 1 or indices.shape != values.shape or indices.dtype not in (torch.int32, torch.int64):
+        return f"it has {list(indices.shape)} {indices.dtype} indices for {list(values.shape)} values"
+    if (indices[1:] <= indices[:-1]).any():
+        return "its indices do not rise"
+    if len(indices) and not (indices[0] >= 0 and indices[-1] < weight.numel()):
+        return f"its indices go from {int(indices[0])} to {int(indices[-1])}, of {weight.numel()} elements"
+    if not weight.is_contiguous():
+        return "the engine keeps it in an order of its own, so its elements have no places"
+    return None
+
+
+def _true_indices(differs: Tensor) -> Tensor:
+    """Indices of true elements. On a CPU numpy is several times faster than torch, because it skips words of false."""
+    if differs.is_cuda:
+        return differs.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(differs.numpy()))
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """The flattened elements as integers in the same memory: -0.0 differs from 0.0, and a NaN equals itself."""
+    return weight.detach().view(-1).view(_BITS[weight.element_size()])

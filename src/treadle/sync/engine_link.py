@@ -1,4 +1,4 @@
-"""Speaking with the engine: every call has a deadline, and ends in its answer or in an error that says what to do."""
+"""Call the engine's HTTP API with deadlines and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.net.tokens import bearer_headers
-from treadle.net.urls import is_loopback
-from treadle.sync.owner import PUBLISHER_HEADER, this_publisher
+from treadle.sync.process_identity import PUBLISHER_HEADER, this_publisher
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 LOADING_S = 900.0  # a large model from a cold disk
-LOOK_S = 5.0  # for questions that an engine answers at once
+QUICK_S = 5.0  # for requests that an engine answers at once
 _STILL_LOADING = 503
 _MAX_QUOTED = 500
 
@@ -35,7 +34,7 @@ class EngineLink:
     """
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None, save_path: Path | None = None) -> None:
-        """`save_path`: of the run that is trained; an engine takes weights of one run. None: nothing is published."""
+        """`save_path`: of the trained run; an engine accepts weights of one run only. None: nothing is published."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         token = token or os.environ.get(TOKEN_VARIABLE)
@@ -44,7 +43,7 @@ class EngineLink:
             headers[PUBLISHER_HEADER] = this_publisher(save_path).as_header()
         self._client = httpx.Client(
             base_url=self.url,
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, LOOK_S)),
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, QUICK_S)),
             trust_env=not is_loopback(self.url),
             headers=headers,
         )
@@ -58,20 +57,20 @@ class EngineLink:
         return is_loopback(self.url)
 
     def post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
-        """Ask for something that may take as long as a publish may."""
+        """Send a request that may take as long as a publish."""
         content = msgspec.json.encode(body)
         return self._ask("POST", path, answer, content=content, timeout_s=self._timeout_s)
 
     def get(self, path: str, answer: type[T]) -> T:
-        """Ask for something that is known at once."""
-        return self._ask("GET", path, answer, content=None, timeout_s=min(self._timeout_s, LOOK_S))
+        """Read something that the engine answers at once."""
+        return self._ask("GET", path, answer, content=None, timeout_s=min(self._timeout_s, QUICK_S))
 
     def wait_for(self, path: str, answer: type[T], wait_s: float = LOADING_S) -> T:
-        """The same of an engine that may still be loading its model."""
+        """Like `get`, but wait for an engine that is still loading its model."""
         deadline = awake_s() + wait_s
         while True:
             try:
-                response = self._client.get(path, timeout=LOOK_S)
+                response = self._client.get(path, timeout=QUICK_S)
                 reason = f"it says: {_quoted(response)}"
             except httpx.TransportError as error:
                 response, reason = None, str(error) or type(error).__name__
@@ -88,7 +87,7 @@ class EngineLink:
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
             response = self._client.request(
-                method, path, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=LOOK_S)
+                method, path, content=content, headers=headers, timeout=httpx.Timeout(timeout_s, connect=QUICK_S)
             )
         except httpx.TimeoutException:
             raise SyncError(
@@ -128,7 +127,7 @@ class EngineLink:
 
 
 def _quoted(response: httpx.Response) -> str:
-    """What an answer says, whether it is our {"error": ...} or somebody else's page."""
+    """The message in an answer: Treadle's {"error": ...}, another server's {"detail": ...}, or text."""
     try:
         said = msgspec.json.decode(response.content)
         text = str(said.get("error") or said.get("detail") or said) if isinstance(said, dict) else str(said)

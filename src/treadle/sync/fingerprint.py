@@ -1,11 +1,11 @@
-"""A number that says whether two processes have the same weight, cheap enough for every publish.
+"""Compute fingerprints that show whether two processes have the same weights, cheap enough for every publish.
 
-A weight's bytes are read as 64-bit words and summed with odd factors, modulo 2^64: one changed, moved or swapped word
-changes the sum. Of a large weight a part is read, its first and last block always and another part with every version,
-so that a publish reads about a tenth of the model and two dozen publishes read all of it.
+The bytes of a weight are read as 64-bit words and summed with odd factors, modulo 2^64: a changed, moved or swapped
+word changes the sum. Of a large weight only the first and the last block and a sixteenth of the others are read, which
+differs with every version: a publish reads about a tenth of the model, and two dozen publishes read all of it.
 
-The blocks of many weights are gathered and summed together: weight by weight, a GPU would be given thousands of small
-kernels, a tenth of a second in which the engine samples nothing.
+The blocks of many weights are gathered and summed together. Weight by weight, a GPU would run thousands of small
+kernels, during a tenth of a second in which the engine samples nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-BLOCK_WORDS = 1 << 11  # 16 KiB: its factors stay in a core's first cache
+BLOCK_WORDS = 1 << 11  # 16 KiB: its factors fit the first-level cache of a core
 PARTS = 16
-TURN_BYTES = 256 << 20  # of weights that are there at a time, where they are made to be read
-STANDING_TURN_BYTES = 1 << 30  # of those that are there anyway; about 150 MB are copied, and a GPU may be full
+BATCH_BYTES = 256 << 20  # weights that are computed for this exist at the same time up to this size
+CACHED_BATCH_BYTES = 1 << 30  # of weights in fixed memory; about 150 MB of it are copied, and a GPU may be full
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as a signed number
 
 
 def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> dict[str, str]:
-    """The same for equal bytes in any process and on any device.
+    """Equal for equal bytes in any process and on any device.
 
     >>> a, b = torch.arange(12, dtype=torch.float32), torch.ones(5)
     >>> fingerprints([("a", a), ("b", b)], 0) == {"a": fingerprint(a.clone(), 0), "b": fingerprint(b, 0)}
@@ -36,102 +36,102 @@ def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> 
 
 
 def begin_fingerprints(
-    weights: Iterable[tuple[str, Tensor]], policy_version: int, standing: StandingWeights | None = None
+    weights: Iterable[tuple[str, Tensor]], policy_version: int, cache: FingerprintCache | None = None
 ) -> Callable[[], dict[str, str]]:
-    """Of the weights as they are now. A GPU computes them while its process does something else; the call waits.
-    `standing`: kept by the caller for weights that stay where they are, which makes it cheaper the next time."""
+    """Start to compute fingerprints of the current weights; the returned function waits for the GPU and returns them.
+    `cache`: makes repeated calls cheaper for weights whose memory does not move."""
     names: list[str] = []
 
-    def told() -> Iterator[Tensor]:
+    def named_weights() -> Iterator[Tensor]:
         for name, weight in weights:
             names.append(name)
             yield weight
 
-    parts = [part_of(policy_version)]
-    if standing is None:
-        sums = _begin_made(told(), parts)
+    parts = [sampled_part(policy_version)]
+    if cache is None:
+        sums = _begin_temporary(named_weights(), parts)
     else:
-        sums = [turn.begin_sums(parts) for turn in standing.turns(list(told()))]
+        sums = [batch.begin_sums(parts) for batch in cache.batches(list(named_weights()))]
     return lambda: dict(zip(names, itertools.chain.from_iterable(read() for read in sums), strict=True))
 
 
-class StandingWeights:
-    """Weights that stay where they are: how they are gathered is worked out again only when one has moved. Most of what
-    a fingerprint costs beside a GPU is making these views.
+class FingerprintCache:
+    """Keeps the views of weights whose memory does not move; making them is most of the CPU cost of a fingerprint. They
+    are made again if a weight has moved.
 
-    It holds on to them, so it is not for weights that are made to be looked at, merged with adapters.
+    It keeps the weights alive, so it is not for temporary weights, such as those merged with adapters.
     """
 
     def __init__(self) -> None:
         self._weights: list[Tensor] = []
         self._addresses: list[int] = []
-        self._turns: list[_Turn] = []
+        self._batches: list[_WeightBatch] = []
 
-    def turns(self, weights: list[Tensor]) -> list[_Turn]:
-        addresses = [weight.data_ptr() for weight in weights]  # a tensor may be given other memory
-        if addresses == self._addresses and all(map(_are_alike, weights, self._weights)):
-            return self._turns
-        self._weights, self._addresses, self._turns = [], [], []
-        turns = [_Turn(turn) for turn in _in_turns(weights, STANDING_TURN_BYTES)]
-        if all(_can_be_viewed(weight) for weight in weights):  # of a copy, the next question would get old answers
-            self._weights, self._addresses, self._turns = weights, addresses, turns
-            for turn in turns:
-                turn.prepare()
-        return turns
+    def batches(self, weights: list[Tensor]) -> list[_WeightBatch]:
+        addresses = [weight.data_ptr() for weight in weights]  # a tensor may have been given other memory
+        if addresses == self._addresses and all(map(_have_same_bytes, weights, self._weights)):
+            return self._batches
+        self._weights, self._addresses, self._batches = [], [], []
+        batches = [_WeightBatch(batch) for batch in _in_batches(weights, CACHED_BATCH_BYTES)]
+        if all(_can_be_viewed(weight) for weight in weights):  # cached copies would give old results
+            self._weights, self._addresses, self._batches = weights, addresses, batches
+            for batch in batches:
+                batch.prepare()
+        return batches
 
 
 def fingerprint(weight: Tensor, policy_version: int) -> str:
-    """Of one.
+    """Fingerprint of one weight.
 
     >>> a = torch.arange(12, dtype=torch.float32)
     >>> fingerprint(a, 0) == fingerprint(a.clone(), 0), fingerprint(a, 0) == fingerprint(a.flip(0), 0)
     (True, False)
     """
-    (found,) = _Turn([weight]).begin_sums([part_of(policy_version)])()
+    (found,) = _WeightBatch([weight]).begin_sums([sampled_part(policy_version)])()
     return found
 
 
 def whole_fingerprint(weight: Tensor) -> str:
-    """Of every block; for finding out what changed, not for every publish."""
-    (found,) = _Turn([weight]).begin_sums(range(PARTS))()
+    """Fingerprint of all blocks; to find changes, not for every publish."""
+    (found,) = _WeightBatch([weight]).begin_sums(range(PARTS))()
     return found
 
 
-def part_of(policy_version: int) -> int:
-    """Which sixteenth is read: scattered, so that publishing every 2nd, 4th or 8th version reads all of them too.
+def sampled_part(policy_version: int) -> int:
+    """Which sixteenth is read: scattered, so that publishing every 2nd, 4th or 8th version covers all of them too.
 
-    >>> [len({part_of(step * number) for number in range(24)}) for step in (1, 2, 4, 8)] == [PARTS] * 4
+    >>> [len({sampled_part(step * number) for number in range(24)}) for step in (1, 2, 4, 8)] == [PARTS] * 4
     True
     """
     return ((policy_version * _GOLDEN) % 2**64) >> 60
 
 
-def _begin_made(weights: Iterable[Tensor], parts: Sequence[int]) -> list[Callable[[], list[str]]]:
-    """Of weights that may be made as they are asked for, merged with adapters, and must not be there all at once."""
+def _begin_temporary(weights: Iterable[Tensor], parts: Sequence[int]) -> list[Callable[[], list[str]]]:
+    """For weights that are computed on demand (merged with adapters) and must not all exist at once."""
     sums = []
-    for turn in _in_turns(weights, TURN_BYTES):
-        sums.append(_Turn(turn).begin_sums(parts))
-        turn.clear()  # before the next ones are made
+    for batch in _in_batches(weights, BATCH_BYTES):
+        sums.append(_WeightBatch(batch).begin_sums(parts))
+        batch.clear()  # frees them before the next ones are computed
     return sums
 
 
-def _in_turns(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Of one device each."""
-    turn: list[Tensor] = []
+def _in_batches(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Batches of weights on one device."""
+    batch: list[Tensor] = []
     num_bytes = 0
     for weight in weights:
-        if turn and (num_bytes + weight.nbytes > max_bytes or turn[0].device != weight.device):
-            yield turn
-            turn, num_bytes = [], 0
-        turn.append(weight)
+        if batch and (num_bytes + weight.nbytes > max_bytes or batch[0].device != weight.device):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(weight)
         num_bytes += weight.nbytes
-    if turn:
-        yield turn
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """Which weight each of M values belongs to, and what it counts in its sum."""
+    """Which weight each of M values belongs to, and its factor in the sum."""
 
     row_M: Tensor
     factor_M: Tensor
@@ -140,9 +140,8 @@ class _Shares:
         total_N.index_add_(0, self.row_M, values_M * self.factor_M)
 
 
-class _Turn:
-    """Weights that are summed together, as words. What is left over after the whole blocks of one is a block too, and a
-    short one."""
+class _WeightBatch:
+    """Weights that are summed together, as words. Words after the last whole block of a weight are a short block."""
 
     @torch.inference_mode()  # views cost half as much
     def __init__(self, weights: list[Tensor]) -> None:
@@ -157,17 +156,17 @@ class _Turn:
         self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
         self._ends = [_ends(own, num) for own, num in self._whole]
         self._num_ends = sum(map(len, self._ends))
-        rest_row_M, rest_place_M = _rows_and_places(num_rest_N, sum(map(len, self._rests)))
-        end_row_M, end_place_M = _rows_and_places(self._num_blocks_N.clamp(max=2), self._num_ends)
+        rest_row_M, rest_position_M = _rows_and_positions(num_rest_N, sum(map(len, self._rests)))
+        end_row_M, end_position_M = _rows_and_positions(self._num_blocks_N.clamp(max=2), self._num_ends)
         self._always = _Shares(
             torch.cat([rest_row_M, end_row_M]),
-            torch.cat([self._factors[rest_place_M], self._factors[5:7][end_place_M]]),
+            torch.cat([self._factors[rest_position_M], self._factors[5:7][end_position_M]]),
         )
         self._parts: dict[int, tuple[list[Tensor], _Shares]] = {}
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Every part, so that none of the next publishes is slower than the others."""
+        """Prepare every part, so that none of the next publishes is slower."""
         for part in range(PARTS):
             self._part(part)
 
@@ -180,35 +179,35 @@ class _Turn:
         shares.add(total_N, sums_M)
         for blocks, shares in others:
             shares.add(total_N, self._of_blocks(blocks))
-        read, numbers = _read_later(total_N), self._numbers  # and not the weights: they may go now
+        read, numbers = _read_later(total_N), self._numbers  # no reference to the weights: they may be freed
         return lambda: [f"{(total + num) & (2**64 - 1):016x}" for total, num in zip(read(), numbers, strict=True)]
 
     def _part(self, part: int) -> tuple[list[Tensor], _Shares]:
-        """Its blocks, and what they count: for each of a weight another odd number, so that swapped ones are seen."""
+        """The blocks of a part and their factors: different odd numbers, so that swapped blocks are detected."""
         if part not in self._parts:
             blocks = [_every_16th(own, part, num) for own, num in self._whole if num > part]
             num_N = (self._num_blocks_N - part + PARTS - 1).clamp(min=0) // PARTS
-            row_M, place_M = _rows_and_places(num_N, sum(map(len, blocks)))
-            self._parts[part] = blocks, _Shares(row_M, place_M * (2 * PARTS) + 2 * part + 7)
+            row_M, position_M = _rows_and_positions(num_N, sum(map(len, blocks)))
+            self._parts[part] = blocks, _Shares(row_M, position_M * (2 * PARTS) + 2 * part + 7)
         return self._parts[part]
 
     def _of_blocks(self, blocks: list[Tensor]) -> Tensor:
-        """Each block's words times the factors for their places; a GPU multiplies no matrices of whole numbers."""
+        """Sums of each block's words times the factors of their positions; CUDA has no integer matrix product."""
         gathered = torch.cat([self._nothing.view(0, BLOCK_WORDS), *blocks])
         if gathered.is_cuda:
             return (gathered * self._factors).sum(-1)
         return gathered @ self._factors
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """The same tensor, or another that begins where it begins: of the same bytes in the same order?"""
+def _have_same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors with the same address have the same bytes in the same order."""
     if one is other:
         return True
     return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _can_be_viewed(weight: Tensor) -> bool:
-    """As words, where they are: a word must begin where words begin."""
+    """Whether a weight can be viewed as words without a copy: contiguous and aligned."""
     return weight.is_contiguous() and weight.nbytes % 8 == 0 and weight.data_ptr() % 8 == 0
 
 
@@ -226,7 +225,7 @@ def _rest(words: Tensor, num: int) -> Tensor:
 
 
 def _ends(words: Tensor, num_blocks: int) -> Tensor:
-    """The first and the last whole block, which may be one."""
+    """The first and the last whole block; one block if there is only one."""
     return words.as_strided((min(num_blocks, 2), BLOCK_WORDS), ((num_blocks - 1) * BLOCK_WORDS, 1))
 
 
@@ -236,10 +235,9 @@ def _every_16th(words: Tensor, first: int, num_blocks: int) -> Tensor:
     return words.as_strided((num, BLOCK_WORDS), (PARTS * BLOCK_WORDS, 1), begin)
 
 
-def _rows_and_places(num_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """For `num` values, of which each weight has `num_N` in a row: whose they are, and where in that row.
-
-    Nothing here asks the device for a number: it would be waited for.
+def _rows_and_positions(num_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """For `num` values, of which each weight has `num_N` in order: the weight's index, and the position among its
+    values. Does not synchronize with the device.
     """
     begin_N = num_N.cumsum(0) - num_N
     row_M = torch.repeat_interleave(num_N, output_size=num)
@@ -247,7 +245,7 @@ def _rows_and_places(num_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _read_later(total_N: Tensor) -> Callable[[], list[int]]:
-    """The call waits for these numbers, not for what the device was given to do after them."""
+    """A function that waits for these numbers only, not for work that was queued later."""
     if not total_N.is_cuda:
         return total_N.tolist
     host_N = torch.empty(total_N.shape, dtype=total_N.dtype, pin_memory=True)
@@ -264,7 +262,7 @@ def _read_later(total_N: Tensor) -> Callable[[], list[int]]:
 
 @lru_cache(4096)
 def _divided(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many words are left over after whole blocks, and how many of those there are."""
+    """(words after the last whole block, number of whole blocks)."""
     length_N = torch.tensor(lengths)
     return (length_N % BLOCK_WORDS).to(device), (length_N // BLOCK_WORDS).to(device)
 

@@ -1,16 +1,16 @@
-"""Where an engine stands still between two tokens while a trainer writes its weights: a few bytes that both map.
+"""Pause an engine between two tokens while a trainer writes its weights, through a few bytes that both map.
 
-    worker:   gate.stand_still(number)                 "nobody reads the weights now", until they are written
-    trainer:  gate.wait_until_still(number); write;    gate.go_on(number)
-    engine:   gate.give_up(number)                     the trainer does not come back: the worker need not wait
+    worker:   gate.wait_for_write(publish_id)                  pauses; returns when the weights are written
+    trainer:  gate.wait_until_paused(publish_id); write;       gate.mark_written(publish_id)
+    engine:   gate.abandon(publish_id)                         the trainer is gone: the worker stops waiting
 
-A trainer keeps the file locked while it publishes. A lock goes with its process, however that ends, so an engine sees
-at once that nobody will finish.
+A trainer holds a lock on the file while it publishes. The lock ends with its process, so the engine notices at once
+when the trainer dies.
 
-Asked by HTTP, an engine would stand still for as long as its busy event loops take to pass on four messages: tens of
-milliseconds, for a write of three. Here it is the write and a few hundredths of a millisecond.
+Over HTTP the engine would be paused while its busy event loops pass on four messages: tens of milliseconds, for a write
+of three. Here the pause is the write and a few hundredths of a millisecond.
 
-Each cell has one writer. A publish has a number of its own, so that nothing which is left of an earlier one counts.
+Each cell has one writer. Each publish has its own id, so leftovers of an earlier publish have no effect.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from treadle.clock import awake_s
 from treadle.errors import RequestError, SyncError
 from treadle.wire.bridge import Adopt
 
-LOOK_S = 0.00005
-_LOOK_AFTER_TRAINER_S = 0.5
-_LOOKING_IS_SHORT_S = 0.2  # an engine that looks whether a trainer is there has the lock for a moment
-_STILL, _WRITTEN, _GIVEN_UP, _MAY_GO_ON = range(4)  # the cells
+POLL_S = 0.00005
+_CHECK_TRAINER_S = 0.5
+_LOCK_WAIT_S = 0.2  # an engine that checks for a trainer holds the lock for a moment
+_PAUSED, _WRITTEN, _ABANDONED, _ALLOWED = range(4)  # the cells
 _NUM_BYTES = 8 * 4
 
 
-class Gate:
-    """`create` makes its file, by a new name in its place: who has mapped an earlier one is not disturbed."""
+class PublishGate:
+    """`create` replaces the file: processes that mapped an earlier one keep that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._file = path.open("r+b")
-            self._looking = path.open("rb")  # a lock of its own: through the same one it would count as ours
+            self._probe = path.open("rb")  # a second handle, because locks belong to handles
             self._memory = mmap.mmap(self._file.fileno(), _NUM_BYTES)
         except (OSError, ValueError) as error:
             raise SyncError(
@@ -63,44 +63,44 @@ class Gate:
         finally:
             os.close(handle)
 
-    def stand_still(self, number: int, *, needs_leave: bool = False) -> float:
-        """Seconds until the trainer had written; a SyncError when it was given up. `needs_leave`: and until
-        `may_go_on` was said too."""
-        began = time.monotonic()
-        self._cells[_STILL] = number
-        while self._cells[_WRITTEN] != number or (needs_leave and self._cells[_MAY_GO_ON] != number):
-            if self._cells[_GIVEN_UP] == number:
+    def wait_for_write(self, publish_id: int, *, until_allowed: bool = False) -> float:
+        """Pause until the trainer has written, and return the seconds; SyncError if the publish was abandoned.
+        `until_allowed`: wait for `allow_resume` too."""
+        started = time.monotonic()
+        self._cells[_PAUSED] = publish_id
+        while self._cells[_WRITTEN] != publish_id or (until_allowed and self._cells[_ALLOWED] != publish_id):
+            if self._cells[_ABANDONED] == publish_id:
                 raise SyncError(
                     "the trainer did not finish writing the weights",
                     fix="let a trainer publish again (treadle run --resume), or POST /bridge/restart",
                 )
-            time.sleep(LOOK_S)
-        return time.monotonic() - began
+            time.sleep(POLL_S)
+        return time.monotonic() - started
 
-    def wait_until_still(self, number: int, *, is_over: Callable[[], bool]) -> bool:
-        """Whether the engine stands still; False when `is_over` says that it never will."""
-        while self._cells[_STILL] != number:
+    def wait_until_paused(self, publish_id: int, *, is_over: Callable[[], bool]) -> bool:
+        """Whether the engine paused; False if `is_over` before that."""
+        while self._cells[_PAUSED] != publish_id:
             if is_over():
-                return self._cells[_STILL] == number
-            time.sleep(LOOK_S)
+                return self._cells[_PAUSED] == publish_id
+            time.sleep(POLL_S)
         return True
 
     @property
     def inode(self) -> int:
-        """Of its file: another one may lie in the same place by now."""
+        """Of the mapped file; the path may point to a newer one by now."""
         return os.fstat(self._file.fileno()).st_ino
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """The trainer's turn; one at a time."""
-        deadline = time.monotonic() + _LOOKING_IS_SHORT_S
+        """Hold the lock; one trainer at a time."""
+        deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise SyncError(
                     f"another trainer publishes to this engine now (it has locked {self._path})",
                     fix="let one trainer publish to one engine",
                 )
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         try:
             yield
         finally:
@@ -108,23 +108,23 @@ class Gate:
 
     @property
     def has_trainer(self) -> bool:
-        """Whether one is publishing, and lives."""
-        if not _try_lock(self._looking, fcntl.LOCK_SH):
+        """Whether a live trainer is publishing."""
+        if not _try_lock(self._probe, fcntl.LOCK_SH):
             return True
-        fcntl.flock(self._looking, fcntl.LOCK_UN)
+        fcntl.flock(self._probe, fcntl.LOCK_UN)
         return False
 
-    def go_on(self, number: int) -> None:
-        self._cells[_WRITTEN] = number
+    def mark_written(self, publish_id: int) -> None:
+        self._cells[_WRITTEN] = publish_id
 
-    def may_go_on(self, number: int) -> None:
-        self._cells[_MAY_GO_ON] = number
+    def allow_resume(self, publish_id: int) -> None:
+        self._cells[_ALLOWED] = publish_id
 
-    def was_written(self, number: int) -> bool:
-        return self._cells[_WRITTEN] == number
+    def was_written(self, publish_id: int) -> bool:
+        return self._cells[_WRITTEN] == publish_id
 
-    def give_up(self, number: int) -> None:
-        self._cells[_GIVEN_UP] = number
+    def abandon(self, publish_id: int) -> None:
+        self._cells[_ABANDONED] = publish_id
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:
@@ -135,8 +135,8 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
     return True
 
 
-def refuse_misled(order: Adopt, served: int, gate: Gate) -> None:
-    """A trainer that believes in another version, or in weights that lie elsewhere now; or none at all."""
+def check_publish_order(order: Adopt, served: int, gate: PublishGate) -> None:
+    """Refuse a trainer that expects another version or other memory, and a request without a trainer."""
     if order.after_version not in (None, served):
         what = f"it serves version {served}, where {order.after_version} was published last"
     elif order.gate != gate.inode:
@@ -151,13 +151,13 @@ def refuse_misled(order: Adopt, served: int, gate: Gate) -> None:
     )
 
 
-async def is_written(standing: asyncio.Future[Any], gate: Gate, number: int, timeout_s: float) -> bool:
-    """For an engine that has sent somebody to `stand_still`. False: the trainer has ended before it had written, or
-    takes too long."""
+async def wait_for_trainer(pausing: asyncio.Future[Any], gate: PublishGate, publish_id: int, timeout_s: float) -> bool:
+    """Wait for `pausing`, a worker in `wait_for_write`. False: the trainer ended before it had written, or the timeout
+    passed."""
     deadline = awake_s() + timeout_s
-    while not (await asyncio.wait({standing}, timeout=_LOOK_AFTER_TRAINER_S))[0]:
-        is_left = not gate.has_trainer and not gate.was_written(number)  # in this order: it writes, then it leaves
-        if is_left or awake_s() > deadline:
+    while not (await asyncio.wait({pausing}, timeout=_CHECK_TRAINER_S))[0]:
+        is_gone = not gate.has_trainer and not gate.was_written(publish_id)  # in this order: it writes, then unlocks
+        if is_gone or awake_s() > deadline:
             return False
     return True
 
@@ -166,6 +166,6 @@ def gate_beside(weights_file: Path) -> Path:
     return weights_file.with_name(weights_file.name + ".gate")
 
 
-def new_number() -> int:
-    """Of a publish. Never 0, which is what an untouched cell holds."""
+def new_publish_id() -> int:
+    """Never 0, the value of an unused cell."""
     return secrets.randbits(62) + 1

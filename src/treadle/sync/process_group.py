@@ -1,21 +1,25 @@
-"""A process group of two, trainer and engine, for broadcasts of weights from the one to the other.
+"""Broadcast weights from trainer to engine in a process group of two.
 
-    trainer: store = host_store(...)    engine: store = visit_store(...)     where each learns of the other
-    both:    group = form_group(...)    NCCL between GPUs, else Gloo; ends with a first broadcast, to be sure of it
-             group.send(weights)        group.receive(weights)               packed into buckets (buckets.py)
+    trainer: store = host_store(...)    engine: store = connect_store(...)   rendezvous
+    both:    group = form_group(...)    NCCL between GPUs, else Gloo; tested with a first broadcast
+             group.send(weights)        group.receive(weights)               packed into buckets
 
-It is built of torch's own parts and is never the default group, which vLLM has for itself. Whatever goes wrong, a peer
-that has ended or is silent too, is a SyncError within the group's timeout.
+Trainer and engine plan the same buckets from the same names and shapes, so only the numbers are sent.
+
+The group is built from torch's parts and is never the default group, which belongs to vLLM. Every failure, including a
+peer that ended or is silent, is a SyncError within the group's timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,32 +27,79 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from treadle.background import in_background
 from treadle.errors import SyncError
-from treadle.sync.background import in_background
-from treadle.sync.buckets import Bucket, plan_buckets
 from treadle.wire.bridge import JoinGroup
 
+BUCKET_BYTES = 256 << 20  # large enough to keep a link busy, small enough for the spare memory of a GPU
 TRAINER, ENGINE = 0, 1  # ranks
-REACH_S = 5.0  # for a first connection between the two machines
+CONNECT_S = 5.0  # for a first connection between the two machines
 NETWORK_FIX = (
     "the two must reach each other on all ports, at the address that --broadcast-host names (NCCL: on the network in "
     "NCCL_SOCKET_IFNAME); or set --weight-bridge-mode reload, with --live-path on a disk that both see"
 )
 PEER_FIX = "its log says why; start it again, then continue with treadle run --resume"
-# A timeout is then an error for whoever waits; without them a thread of torch would end the process, vLLM's too.
+# Turn a timeout into an error for the caller; otherwise a thread of torch would abort the process, vLLM's too.
 NCCL_ERRORS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-Store = Any  # torch's: where two processes learn of each other
-_dist: Any = torch.distributed  # torch's types leave out what is used here
+Store = Any  # torch's rendezvous store
+_dist: Any = torch.distributed  # torch's type stubs lack what is used here
+
+# ---- buckets (pure)
 
 
-class BrokenOff(SyncError):
-    """The peer has ended, is silent, or cannot be reached: it may know better why."""
+@dataclass(frozen=True)
+class BucketSlice:
+    """Elements `start` to `stop` of the flattened weight `name`, at `offset` in their bucket."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    num_elements: int
+    slices: tuple[BucketSlice, ...]
+
+
+def plan_buckets(weights: Iterable[tuple[str, Sequence[int]]], elements_per_bucket: int) -> tuple[Bucket, ...]:
+    """Lay the weights end to end and cut them into buckets. All but the last are full; a weight may span several.
+
+    >>> [bucket.num_elements for bucket in plan_buckets([("a", (2, 3)), ("b", (5,))], elements_per_bucket=4)]
+    [4, 4, 3]
+    >>> plan_buckets([("a", (2, 3)), ("b", (5,))], elements_per_bucket=4)[1].slices
+    (BucketSlice(name='a', start=4, stop=6, offset=0), BucketSlice(name='b', start=0, stop=2, offset=2))
+    """
+    buckets: list[Bucket] = []
+    slices: list[BucketSlice] = []
+    offset = 0
+    for name, shape in weights:
+        start, size = 0, math.prod(shape)
+        while start < size:
+            stop = min(size, start + elements_per_bucket - offset)
+            slices.append(BucketSlice(name, start, stop, offset))
+            offset += stop - start
+            start = stop
+            if offset == elements_per_bucket:
+                buckets.append(Bucket(offset, tuple(slices)))
+                slices, offset = [], 0
+    if slices:
+        buckets.append(Bucket(offset, tuple(slices)))
+    return tuple(buckets)
+
+
+# ---- the group
+
+
+class PeerLost(SyncError):
+    """The peer ended, is silent or unreachable; its own error may be more precise."""
 
 
 class WeightGroup:
-    """Formed, of two. `peer` is the other one, as errors name it. After a broadcast that failed it is of no use: close
-    it, and the peer, which may wait for more, hears of it at once."""
+    """A group of two; `peer` names the other process in errors. After a failed broadcast it must be closed: the peer,
+    which may be waiting, then fails at once."""
 
     def __init__(
         self,
@@ -69,34 +120,34 @@ class WeightGroup:
         self._timeout_s = timeout_s
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """To the engine, in the order that the plan was made in; one after the other is asked for. Bytes sent."""
-        coming, flat = iter(weights), torch.empty(0)
+        """Send to the engine, in the order of the plan, one weight at a time. Returns the bytes sent."""
+        remaining, flat = iter(weights), torch.empty(0)
 
         def pack(bucket: Bucket, numbers: Tensor) -> None:
             nonlocal flat
-            for piece in bucket.pieces:
-                if piece.start == 0:
-                    flat = _next_weight(coming, piece.name)
-                numbers[piece.place : piece.place + piece.stop - piece.start].copy_(flat[piece.start : piece.stop])
+            for part in bucket.slices:
+                if part.start == 0:
+                    flat = _next_weight(remaining, part.name)
+                numbers[part.offset : part.offset + part.stop - part.start].copy_(flat[part.start : part.stop])
 
         return self._broadcast_all(before=pack, after=_nothing)
 
     def receive(self, weights: Mapping[str, Tensor]) -> int:
-        """Into `weights`, in place; what has come is in them even when it ends in an error. Bytes received."""
+        """Receive into `weights`, in place; after an error they are partly overwritten. Returns the bytes received."""
 
         def unpack(bucket: Bucket, numbers: Tensor) -> None:
-            for piece in bucket.pieces:
-                flat = weights[piece.name].detach().view(-1)
-                flat[piece.start : piece.stop].copy_(numbers[piece.place : piece.place + piece.stop - piece.start])
+            for part in bucket.slices:
+                flat = weights[part.name].detach().view(-1)
+                flat[part.start : part.stop].copy_(numbers[part.offset : part.offset + part.stop - part.start])
 
         num_bytes = self._broadcast_all(before=_nothing, after=unpack)
         for device in {weight.device for weight in weights.values() if weight.is_cuda}:
-            torch.cuda.synchronize(device)  # others read them next, on streams of their own
+            torch.cuda.synchronize(device)  # they are read next on other streams
         return num_bytes
 
     def close(self) -> None:
-        """Hang up, whether the peer is there or not."""
-        backend, self._backend = self._backend, None  # Gloo closes its connections when nobody has it any more
+        """Close the connection, whether or not the peer is alive."""
+        backend, self._backend = self._backend, None  # Gloo closes its connections when the last reference is gone
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.abort()
 
@@ -109,7 +160,7 @@ class WeightGroup:
         numbers = torch.empty(longest, dtype=self._dtype, device=self._device)
         for bucket in self._plan:
             if time.monotonic() > deadline:
-                raise BrokenOff(f"the broadcast with {self._peer} took over {self._timeout_s:.0f} s", fix=PEER_FIX)
+                raise PeerLost(f"the broadcast with {self._peer} took over {self._timeout_s:.0f} s", fix=PEER_FIX)
             before(bucket, numbers)
             self.broadcast(numbers[: bucket.num_elements])
             after(bucket, numbers)
@@ -118,13 +169,13 @@ class WeightGroup:
     def broadcast(self, numbers: Tensor) -> None:
         try:
             self._backend.broadcast(numbers.view(torch.uint8), TRAINER).wait()
-        except RuntimeError as error:  # torch has no narrower one that both of its backends raise
+        except RuntimeError as error:  # the narrowest class that both of torch's backends raise
             reason = first_sentence(error)
-            raise BrokenOff(f"the broadcast with {self._peer} broke off: {reason}", fix=PEER_FIX) from error
+            raise PeerLost(f"the broadcast with {self._peer} broke off: {reason}", fix=PEER_FIX) from error
 
 
 def host_store(address: str, timeout_s: float) -> Store:
-    """The trainer's: listens on this address alone, on a port that is free."""
+    """Create the trainer's store; it listens on a free port of this address only."""
     try:
         listener = socket.create_server((address, 0), family=_family_of(address))
     except OSError as error:
@@ -139,25 +190,25 @@ def host_store(address: str, timeout_s: float) -> Store:
     )  # fmt: skip
 
 
-def visit_store(host: str, port: int, timeout_s: float) -> Store:
-    """The engine's. A store's first call has no deadline of its own: somebody may listen there and say nothing."""
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """Connect the engine to the trainer's store. The first call of a store has no deadline: a silent port hangs."""
 
-    def visit() -> Store:
+    def connect() -> Store:
         return _dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
     try:
-        return in_background("visit-store", visit).result(timeout_s)
+        return in_background("connect-store", connect).result(timeout_s)
     except (RuntimeError, TimeoutError) as error:
         reason = first_sentence(error) if str(error) else f"nothing came within {timeout_s:.0f} s"
         raise SyncError(f"cannot reach the trainer at {host}:{port}: {reason}", fix=NETWORK_FIX) from None
 
 
-def own_address_towards(host: str, port: int, timeout_s: float = REACH_S) -> str:
-    """Of this machine, on the network that `host` is on."""
+def local_address_towards(host: str, port: int, timeout_s: float = CONNECT_S) -> str:
+    """Address of this machine on the network of `host`."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
             return str(connection.getsockname()[0])
-    except (OSError, UnicodeError) as error:  # a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = getattr(error, "strerror", None) or error
         raise SyncError(f"cannot reach {host}:{port}: {reason}", fix=NETWORK_FIX) from None
 
@@ -165,7 +216,7 @@ def own_address_towards(host: str, port: int, timeout_s: float = REACH_S) -> str
 def form_group(
     request: JoinGroup, store: Store, rank: int, *, own_address: str, peer: str, device: torch.device
 ) -> WeightGroup:
-    """Waits for the other one, for `request.timeout_s` at most. `device` is that of the weights."""
+    """Wait for the peer, at most `request.timeout_s`. `device`: of the weights."""
     dtype: torch.dtype = getattr(torch, request.dtype)
     bucket_device = device if request.backend == "nccl" else torch.device("cpu")
 
@@ -181,7 +232,7 @@ def form_group(
             timeout_s=request.timeout_s,
         )
         try:
-            group.broadcast(torch.zeros(1, device=bucket_device))  # NCCL meets at the first one, not before
+            group.broadcast(torch.zeros(1, device=bucket_device))  # NCCL connects at the first broadcast
         except SyncError:
             group.close()
             raise
@@ -193,11 +244,11 @@ def form_group(
         reason = f"nothing came within {request.timeout_s:.0f} s"
     except (RuntimeError, SyncError) as error:
         reason = first_sentence(error)
-    raise BrokenOff(f"no {request.backend} group with {peer} for the broadcast of weights: {reason}", fix=NETWORK_FIX)
+    raise PeerLost(f"no {request.backend} group with {peer} for the broadcast of weights: {reason}", fix=NETWORK_FIX)
 
 
 def first_sentence(error: Exception) -> str:
-    """What torch says, without where in its source it says so.
+    """The message of a torch error, without the source location.
 
     >>> first_sentence(RuntimeError("[/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:91. Check the logs."))
     'Connection closed by peer [::1]:91'
@@ -207,7 +258,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def _gloo(store: Store, rank: int, own_address: str, timeout: timedelta) -> Any:
-    """On the network that the two share; by itself Gloo would take the one that this machine's name stands for."""
+    """Use the address on the shared network; by default Gloo would use the one that this host name resolves to."""
     kind = _dist.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=own_address)]
@@ -220,13 +271,13 @@ def _nccl(store: Store, rank: int, _own_address: str, timeout: timedelta) -> Any
     kind = _dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timeout
-    with _environment(NCCL_ERRORS):  # it is read here, once
+    with _environment(NCCL_ERRORS):  # read once, by the constructor
         return kind(store, rank, 2, options)
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These only here: other groups of this process are made as it was told to."""
+    """Set these variables temporarily: other groups of this process are not affected."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -239,8 +290,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _next_weight(coming: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
-    found, weight = next((pair for pair in coming if pair[1].numel()), ("nothing", torch.empty(0)))
+def _next_weight(remaining: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
+    found, weight = next((pair for pair in remaining if pair[1].numel()), ("nothing", torch.empty(0)))
     if found != name:
         raise SyncError(f"{found} is to be sent where {name} was agreed on", fix="this is a bug in treadle: report it")
     return weight.detach().reshape(-1)

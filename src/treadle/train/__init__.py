@@ -17,7 +17,7 @@ from treadle.errors import Problems
 
 def main(config: TrainConfig) -> None:
     """Train until the last step, or until SIGTERM, which saves and ends in order."""
-    from treadle.sync.model_identity import find_model
+    from treadle.sync.model_folders import find_model
     from treadle.train.requirements import check_trainer
 
     problems, folder = Problems(), None

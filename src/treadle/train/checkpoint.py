@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
-from treadle.sync.model_identity import ModelOrigin, origin_of
+from treadle.sync.model_folders import ModelOrigin, origin_of
 from treadle.train.durable import clear_leftovers, remove_folder, room_for, seal, staging_folder, write_folder
 from treadle.train.manifest import FORMAT, Damaged, Manifest, read_manifest, verify, write_manifest
 from treadle.train.model_files import ADAPTER, FULL, Kind, write_adapter, write_model

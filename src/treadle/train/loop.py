@@ -8,7 +8,7 @@ from typing import Protocol
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.sync.receipt import Publishable, Receipt
+from treadle.sync.protocol import Publishable, Receipt
 from treadle.track import Tracker
 from treadle.train.checkpoint import Checkpoints, Restored
 from treadle.train.feed import Feed

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from treadle.sync.model_identity import ModelOrigin
+from treadle.sync.model_folders import ModelOrigin
 from treadle.train.durable import hash_all
 
 FORMAT = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
-from treadle.sync.model_identity import ModelOrigin
+from treadle.sync.model_folders import ModelOrigin
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT writes it beside the adapter's weights
 ELSEWHERE = "or choose another --train.save-path to start a fresh run"

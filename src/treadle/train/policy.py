@@ -24,11 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treadle.config import TrainConfig
 from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
-from treadle.sync.device import choose_device, choose_products
+from treadle.loading import choose_device, choose_matmul_backend, loading_options, num_weights
 from treadle.sync.layout import Layout
-from treadle.sync.loading import loading_options, num_weights
-from treadle.sync.receipt import Attached, TokenScores
-from treadle.sync.weights_file import bind_parameters, map_weights
+from treadle.sync.protocol import Attached, TokenScores
+from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in
 from treadle.train.durable import write_folder, write_tensors
 from treadle.train.lean import make_lean
@@ -84,7 +83,7 @@ class Policy:
         use_fused_kernels(model, config)
         if self.device.type == "cpu":
             make_lean(model)
-            choose_products(model)
+            choose_matmul_backend(model)
         with torch.no_grad():
             check_agreement(model, self.score(packed_sample(model))[0], expected)
         self.live: dict[str, nn.Parameter]

@@ -9,12 +9,11 @@ from safetensors import SafetensorError
 from treadle.config import TrainConfig
 from treadle.config.secret_settings import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
+from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
-from treadle.sync.device import choose_device
 from treadle.sync.layout import Layout
-from treadle.sync.loading import telling_of_weights
 from treadle.sync.modes import choose_sync
-from treadle.sync.saved_weights import refuse_misplaced
+from treadle.sync.verify import check_saved_weights
 from treadle.track import Tracker, build_tracker
 from treadle.track.fan import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
@@ -82,7 +81,7 @@ def _train(
 ) -> None:
     engine = mode.attach()
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
-    with telling_of_weights(progress.loads):
+    with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
     sync: Sync = mode if ranks.leads else FollowingSync()
     if not ranks.leads:
@@ -96,7 +95,7 @@ def _train(
         _refuse_trained_weights(engine.layout)
     if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
         weights = ((name, weight.detach()) for name, weight in policy.weights.items())
-        log.info("weights_compared", number=refuse_misplaced(weights, engine.folder))
+        log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
     tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(

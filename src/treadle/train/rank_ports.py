@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from treadle.sync.receipt import Publishable, Receipt
+from treadle.sync.protocol import Publishable, Receipt
 from treadle.track import Metric
 from treadle.train.feed import Feed
 from treadle.train.ranks import Ranks

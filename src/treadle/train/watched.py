@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from treadle.config import TrainConfig
 from treadle.net.urls import shown_url
-from treadle.sync.receipt import Attached, Publishable, Receipt, SyncMode
+from treadle.sync.protocol import Attached, Publishable, Receipt, SyncMode
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
 from treadle.wire.hub import WorkReport

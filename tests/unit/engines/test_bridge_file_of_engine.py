@@ -13,7 +13,7 @@ from treadle.config import EngineConfig
 from treadle.engines.server import share_if_switched_on
 from treadle.engines.surface.app import access_of, app_of
 from treadle.engines.transformers_server import TransformersServer
-from treadle.sync.bridge_file import read_bridge_file
+from treadle.sync.shared_memory import read_bridge_file
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from treadle.config import EngineConfig
 from treadle.engines.eye import EngineEye
 from treadle.engines.port import EngineState
 from treadle.engines.transformers_engine import TransformersEngine
-from treadle.sync.loading import telling_of_weights
+from treadle.loading import report_loading
 from treadle.watch.waits import Waits
 
 
@@ -76,7 +76,7 @@ def test_a_model_that_loads_tells_how_far_it_has_come_until_it_serves(tmp_path) 
         told.append((work.done, work.total))
 
     assert eye.about().work is None
-    with telling_of_weights(tell):
+    with report_loading(tell):
         engine = TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
     total = len(engine.weights)
     assert told == [(done, total) for done in range(total + 1)]

@@ -15,10 +15,10 @@ from starlette.requests import Request
 
 from treadle.engines.surface.publishing import Publishing
 from treadle.errors import EngineError, RequestError
-from treadle.sync.owner import PUBLISHER_HEADER, Owner, Publisher, this_publisher
+from treadle.sync.process_identity import PUBLISHER_HEADER, ProcessIdentity, Publisher, this_publisher
 
 HERE = this_publisher(Path("/runs/a"))
-ENDED = Owner(pid=2**22 + 1, started=1)  # beyond the largest pid of Linux
+ENDED = ProcessIdentity(pid=2**22 + 1, started=1)  # beyond the largest pid of Linux
 
 
 def asked_by(publisher):
@@ -40,7 +40,7 @@ def other_process():
     """A trainer of the same run that lives."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        yield changed(process=Owner(pid=process.pid, started=started))
+        yield changed(process=ProcessIdentity(pid=process.pid, started=started))
         process.kill()
 
 
@@ -48,7 +48,7 @@ def test_a_trainer_of_another_run_is_refused_also_after_the_first_has_ended():
     for first in (HERE, changed(process=ENDED), changed(machine="another", process=ENDED)):
         publishing = Publishing()
         publish(publishing, first)
-        other = changed(run="/runs/b on x", process=Owner(pid=1, started=0))
+        other = changed(run="/runs/b on x", process=ProcessIdentity(pid=1, started=0))
         with pytest.raises(RequestError, match=r"serves versions of /runs/a on .*, not of /runs/b on x"):
             publish(publishing, other)
         publish(publishing, first)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from treadle.engines.reload import read_weights, write_weights
 from treadle.errors import RequestError
-from treadle.sync.changes import DELTA_FROM
+from treadle.sync.delta import DELTA_FROM
 
 VERSION = 4
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from treadle.engines.vllm import middleware
-from treadle.sync.gate import Gate
+from treadle.sync.gate import PublishGate
 
 NUMBER = 7
 
@@ -28,14 +28,14 @@ class Core:
 
 class Client:
     def __init__(self, gate: Path, sent) -> None:
-        self._gate = Gate(gate)
+        self._gate = PublishGate(gate)
         self.sent = sent
 
     async def collective_rpc(self, method, kwargs):
         self.sent.append(method)
         await asyncio.sleep(0)
-        self._gate.go_on(kwargs["number"])
-        return await asyncio.to_thread(self._gate.stand_still, kwargs["number"], needs_leave=True)
+        self._gate.mark_written(kwargs["number"])
+        return await asyncio.to_thread(self._gate.wait_for_write, kwargs["number"], until_allowed=True)
 
     async def reset_prefix_cache(self, *, reset_running_requests):
         """In tasks of their own, as vLLM 0.32 asks several engines."""
@@ -52,14 +52,14 @@ class ClientWithCore(Client):
 @pytest.mark.parametrize("kind", [Client, ClientWithCore])
 def test_the_worker_goes_on_when_the_call_that_drops_caches_is_sent(kind, tmp_path, monkeypatch):
     gate, sent = tmp_path / "gate", []
-    Gate.create(gate)
-    may_go_on = Gate.may_go_on
+    PublishGate.create(gate)
+    allow_resume = PublishGate.allow_resume
 
     def let_go(self, number):
         sent.append("may go on")
-        may_go_on(self, number)
+        allow_resume(self, number)
 
-    monkeypatch.setattr(Gate, "may_go_on", let_go)
+    monkeypatch.setattr(PublishGate, "allow_resume", let_go)
     order = {"gate": str(gate), "number": NUMBER, "timeout_s": 5.0}
     asyncio.run(asyncio.wait_for(middleware._adopt(SimpleNamespace(engine_client=kind(gate, sent)), order), 10))
     assert sent == ["treadle_stand_still", "reset_prefix_cache", "may go on"]

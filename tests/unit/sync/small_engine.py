@@ -26,12 +26,12 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
+from treadle.background import in_background
 from treadle.engines.receiving import Receiver
 from treadle.errors import TreadleError
-from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprint
-from treadle.sync.gate import Gate, refuse_misled
-from treadle.sync.weights_file import share_parameters
+from treadle.sync.gate import PublishGate, check_publish_order
+from treadle.sync.shared_memory import share_parameters
 from treadle.wire.bridge import Adopt, BridgeInfo, BridgeState, Fingerprints, Joined, JoinGroup, LoadedAdapter, Updated
 
 RELOAD_S = 0.25  # that it says a reload took
@@ -104,12 +104,12 @@ class SmallEngine:
         return BridgeState(status="resumed", policy_version=self.version)
 
     def adopt(self, body):
-        order, gate = msgspec.convert(body, Adopt), Gate(Path(self.layout.gate))
-        refuse_misled(order, self.version, gate)
-        standing = in_background("standing", lambda: gate.stand_still(order.number))
+        order, gate = msgspec.convert(body, Adopt), PublishGate(Path(self.layout.gate))
+        check_publish_order(order, self.version, gate)
+        standing = in_background("standing", lambda: gate.wait_for_write(order.number))
         while not wait((standing,), 0.2).done:
             if not gate.has_trainer:
-                gate.give_up(order.number)
+                gate.abandon(order.number)
         held_s = standing.result()
         self._serve_version(order.policy_version)
         self.is_paused = False

@@ -13,8 +13,8 @@ from tests.unit.sync.small_engine import SmallEngine, serving
 from tests.unit.sync.test_modes import Trainer
 from treadle.engines.reload import read_weights, write_weights
 from treadle.errors import SyncError
-from treadle.sync.changes import DELTA_FROM
-from treadle.sync.delta import Known
+from treadle.sync.delta import DELTA_FROM
+from treadle.sync.file_modes import KnownWeights
 from treadle.wire.bridge import Updated
 
 SMALL_PART = {torch.bfloat16: 0.25, torch.float16: 0.75}  # float16 has three more bits for a step to change
@@ -126,7 +126,7 @@ def test_after_a_publish_that_failed_before_or_after_it_was_taken_over_everythin
 
 def test_of_32_bit_weights_no_copy_is_kept_and_those_that_changed_are_sent_whole():
     weights = {"a": torch.randn(8, 8), "b": torch.randn(8, 8), "half": torch.zeros(8, 8).half()}
-    known = Known(weights.items())
+    known = KnownWeights(weights.items())
     weights["a"].view(-1)[3] += 1
     weights["half"].view(-1)[5] += 1
     sent = known.advance(weights.items())

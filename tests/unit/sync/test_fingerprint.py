@@ -10,7 +10,7 @@ from treadle.sync import fingerprint as module
 from treadle.sync.fingerprint import (
     BLOCK_WORDS,
     PARTS,
-    StandingWeights,
+    FingerprintCache,
     begin_fingerprints,
     fingerprint,
     fingerprints,
@@ -64,7 +64,7 @@ def test_shapes_do_not_count_and_number_formats_do():
 
 def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
     """Also in several turns, and where some have no whole block, or nothing left over."""
-    monkeypatch.setattr(module, "TURN_BYTES", 500_000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 500_000)
     sizes = (1, 40 * BLOCK + 5, 7, BLOCK, 40 * BLOCK, 3, 2 * BLOCK + 1, 17 * BLOCK)
     weights = {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)}
     for version in range(PARTS):
@@ -82,7 +82,7 @@ def test_weights_that_stay_where_they_are_are_read_anew_each_time():
         {"turned": weight(64 * BLOCK).view(64, BLOCK).t()},
         {"shifted": weight(17 * BLOCK + 1)[1:]},
     ):
-        standing = StandingWeights()
+        standing = FingerprintCache()
         for version in range(PARTS + 4):
             found = begin_fingerprints(weights.items(), version, standing)()
             assert found == fingerprints(weights.items(), version)
@@ -95,7 +95,7 @@ def test_weights_that_stay_where_they_are_are_read_anew_each_time():
 def test_a_fingerprint_is_of_the_weights_as_they_were_when_it_was_begun():
     own = weight(40 * BLOCK)
     before = fingerprints([("w", own)], 3)
-    read = begin_fingerprints([("w", own)], 3, StandingWeights())
+    read = begin_fingerprints([("w", own)], 3, FingerprintCache())
     own += 1.0
     assert read() == before
 
@@ -107,7 +107,7 @@ def test_the_sum_is_the_one_that_is_described():
     words = torch.nn.functional.pad(own, (0, 3)).view(torch.int64).tolist()
     factors = [(i * 2 * 11400714819323198485 + 1) for i in range(BLOCK_WORDS)]
     sums = [sum(w * f for w, f in zip(words[b * BLOCK_WORDS :], factors, strict=False)) for b in range(num_blocks + 1)]
-    part = module.part_of(version)
+    part = module.sampled_part(version)
     total = sums[-1] + len(own) + sums[0] * factors[5] + sums[num_blocks - 1] * factors[6]
     total += sum(sums[b] * (2 * b + 7) for b in range(part, num_blocks, PARTS))
     assert fingerprint(own, version) == f"{total % 2**64:016x}"
@@ -115,7 +115,7 @@ def test_the_sum_is_the_one_that_is_described():
 
 def test_weights_that_are_made_for_it_are_not_all_there_at_once(monkeypatch):
     """As adapters' are, merged one by one; and none is left when their sums are begun."""
-    monkeypatch.setattr(module, "TURN_BYTES", 40_000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 40_000)
     made = []
 
     def num_alive():
@@ -146,11 +146,11 @@ def test_every_tensor_has_one():
     ):
         flat = own.detach().flatten().clone()
         assert fingerprint(own, 0) == fingerprint(flat, 0)
-        assert begin_fingerprints([("w", own)], 0, StandingWeights())() == {"w": fingerprint(flat, 0)}
+        assert begin_fingerprints([("w", own)], 0, FingerprintCache())() == {"w": fingerprint(flat, 0)}
 
 
 def test_the_same_memory_in_another_order_is_another_weight():
-    own, standing = weight(BLOCK * 64).view(512, -1)[:, :512].contiguous(), StandingWeights()
+    own, standing = weight(BLOCK * 64).view(512, -1)[:, :512].contiguous(), FingerprintCache()
     (first,) = begin_fingerprints([("w", own)], 0, standing)().values()
     (turned,) = begin_fingerprints([("w", own.t())], 0, standing)().values()
     assert first != turned == fingerprint(own.t(), 0)

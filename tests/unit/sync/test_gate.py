@@ -1,24 +1,28 @@
-"""The gate: an engine stands still while a trainer writes, and is told when that trainer ends."""
+"""The publish gate, and deadlines that leave out the time in which a process was stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from treadle.errors import SyncError
-from treadle.sync.gate import Gate, gate_beside, is_written, new_number
+from treadle.sync.gate import PublishGate, gate_beside, new_publish_id, wait_for_trainer
 
 TRAINER_THAT_ENDS = """
 import sys, time
 from pathlib import Path
-from treadle.sync.gate import Gate
-with Gate(Path(sys.argv[1])).publishing():
+from treadle.sync.gate import PublishGate
+with PublishGate(Path(sys.argv[1])).publishing():
     print("publishing", flush=True)
     time.sleep(60)
 """
@@ -27,24 +31,24 @@ with Gate(Path(sys.argv[1])).publishing():
 @pytest.fixture
 def path(tmp_path):
     path = gate_beside(tmp_path / "m.weights")
-    Gate.create(path)
+    PublishGate.create(path)
     return path
 
 
 def test_what_is_written_while_it_stands_still_is_seen_when_it_goes_on(path):
     written, seen = [], []
-    number = new_number()
-    trainer, engine = Gate(path), Gate(path)  # two mappings, as two processes have
+    number = new_publish_id()
+    trainer, engine = PublishGate(path), PublishGate(path)  # two mappings, as two processes have
 
     def stand():
-        seen.append((engine.stand_still(number), list(written)))
+        seen.append((engine.wait_for_write(number), list(written)))
 
     worker = threading.Thread(target=stand)
     worker.start()
-    assert trainer.wait_until_still(number, is_over=lambda: False)
+    assert trainer.wait_until_paused(number, is_over=lambda: False)
     time.sleep(0.05)
     written.append("weights")
-    trainer.go_on(number)
+    trainer.mark_written(number)
     worker.join(5)
     ((seconds, then),) = seen
     assert then == ["weights"]
@@ -52,39 +56,39 @@ def test_what_is_written_while_it_stands_still_is_seen_when_it_goes_on(path):
 
 
 def test_what_is_left_of_an_earlier_publish_does_not_count(path):
-    trainer, engine = Gate(path), Gate(path)
-    first, second = new_number(), new_number()
-    trainer.go_on(first)
-    engine.stand_still(first)
+    trainer, engine = PublishGate(path), PublishGate(path)
+    first, second = new_publish_id(), new_publish_id()
+    trainer.mark_written(first)
+    engine.wait_for_write(first)
     with ThreadPoolExecutor() as pool:
-        standing = pool.submit(engine.stand_still, second)
+        standing = pool.submit(engine.wait_for_write, second)
         time.sleep(0.1)
         assert not standing.done()
-        trainer.go_on(second)
+        trainer.mark_written(second)
         standing.result(5)
 
 
 def test_a_trainer_learns_that_the_engine_will_not_come(path):
-    assert not Gate(path).wait_until_still(new_number(), is_over=lambda: True)
+    assert not PublishGate(path).wait_until_paused(new_publish_id(), is_over=lambda: True)
 
 
 def test_a_trainer_that_is_given_up_ends_the_standing(path):
-    engine, number = Gate(path), new_number()
+    engine, number = PublishGate(path), new_publish_id()
     with ThreadPoolExecutor() as pool:
-        standing = pool.submit(engine.stand_still, number)
-        Gate(path).give_up(number)
+        standing = pool.submit(engine.wait_for_write, number)
+        PublishGate(path).abandon(number)
         with pytest.raises(SyncError, match="did not finish writing") as error:
             standing.result(5)
     assert "--resume" in error.value.fix
 
 
 def test_two_trainers_do_not_publish_at_once(path):
-    with Gate(path).publishing():
-        with pytest.raises(SyncError, match="another trainer publishes"), Gate(path).publishing():
+    with PublishGate(path).publishing():
+        with pytest.raises(SyncError, match="another trainer publishes"), PublishGate(path).publishing():
             pass
-        assert Gate(path).has_trainer
-    assert not Gate(path).has_trainer
-    with Gate(path).publishing():
+        assert PublishGate(path).has_trainer
+    assert not PublishGate(path).has_trainer
+    with PublishGate(path).publishing():
         pass
 
 
@@ -98,7 +102,9 @@ def test_the_death_of_a_trainer_is_seen_at_once(path):
             standing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
-            return await is_written(standing, Gate(path), new_number(), timeout_s=30), time.monotonic() - started
+            return await wait_for_trainer(
+                standing, PublishGate(path), new_publish_id(), timeout_s=30
+            ), time.monotonic() - started
 
         written, seconds = asyncio.run(look())
         assert not written
@@ -109,26 +115,84 @@ def test_the_death_of_a_trainer_is_seen_at_once(path):
 
 
 def test_a_trainer_that_has_written_may_leave_before_the_engine_has_gone_on(path):
-    number = new_number()
+    number = new_publish_id()
 
     async def look():
         standing = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(1.2, standing.set_result, 0.1)  # longer than it takes to look twice
-        return await is_written(standing, Gate(path), number, timeout_s=30)
+        return await wait_for_trainer(standing, PublishGate(path), number, timeout_s=30)
 
-    with Gate(path).publishing():
-        Gate(path).go_on(number)
+    with PublishGate(path).publishing():
+        PublishGate(path).mark_written(number)
     assert asyncio.run(look())
 
 
 def test_a_trainer_that_takes_too_long_is_given_up(path):
     async def look():
-        return await is_written(asyncio.get_running_loop().create_future(), Gate(path), new_number(), timeout_s=0.6)
+        return await wait_for_trainer(
+            asyncio.get_running_loop().create_future(), PublishGate(path), new_publish_id(), timeout_s=0.6
+        )
 
-    with Gate(path).publishing():
+    with PublishGate(path).publishing():
         assert not asyncio.run(look())
 
 
 def test_a_gate_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SyncError, match="cannot map the engine's gate"):
-        Gate(tmp_path / "no.gate")
+        PublishGate(tmp_path / "no.gate")
+
+
+TIMEOUT_S = 4.0
+STOPPED_S = 5.0
+NUMBER = 7
+# Both waits of one process: that of a trainer for an engine that loads, and that of an engine for a trainer's write.
+WAITS = f"""
+import asyncio, sys
+from pathlib import Path
+from treadle.sync.engine_link import EngineLink
+from treadle.sync.gate import PublishGate, wait_for_trainer
+
+async def main(url, file):
+    gate = PublishGate(Path(file))
+    standing = asyncio.ensure_future(asyncio.to_thread(gate.wait_for_write, {NUMBER}))
+    loading = asyncio.to_thread(EngineLink(url, 5.0).wait_for, "/health", dict, {TIMEOUT_S})
+    both = asyncio.gather(wait_for_trainer(standing, gate, {NUMBER}, {TIMEOUT_S}), loading, return_exceptions=True)
+    await asyncio.sleep(0.5)
+    print("waits", flush=True)
+    print(await both, flush=True)
+    gate.abandon({NUMBER})
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class LoadingEngine(BaseHTTPRequestHandler):
+    is_loaded = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.is_loaded.is_set() else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": "it loads"}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_process_that_was_stopped_gives_nobody_up(tmp_path: Path) -> None:
+    PublishGate.create(tmp_path / "gate")
+    engine = ThreadingHTTPServer(("127.0.0.1", 0), LoadingEngine)
+    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    words = [sys.executable, "-c", WAITS, f"http://127.0.0.1:{engine.server_port}", str(tmp_path / "gate")]
+    trainer = PublishGate(tmp_path / "gate")
+    with trainer.publishing(), subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(1.0)  # it looks twice, and nothing has come
+        trainer.mark_written(NUMBER)
+        LoadingEngine.is_loaded.set()
+        assert process.stdout.readline() == "[True, {'error': 'it loads'}]\n"
+    engine.shutdown()
+    engine.server_close()

@@ -1,7 +1,8 @@
-"""Broadcasts between two real processes, by Gloo: what arrives, and how what goes wrong ends."""
+"""Broadcasts between two real processes by Gloo, and their failures."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -13,15 +14,47 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.e2e.processes import free_port
 from tests.unit.sync.group_peer import SHAPES, Weights, peer, random_weights
+from treadle.background import in_background
 from treadle.errors import SyncError
-from treadle.sync.background import in_background
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.group_link import GroupLink
-from treadle.sync.process_group import BrokenOff, host_store, own_address_towards
+from treadle.sync.process_group import Bucket, BucketSlice, PeerLost, host_store, local_address_towards, plan_buckets
+from treadle.sync.shared_vllm import WeightBroadcaster
 from treadle.wire.bridge import Received, ReceiveWeights
+
+WEIGHT_SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=12)
+
+
+def test_weights_lie_end_to_end_and_a_large_one_goes_over_several_buckets():
+    plan = plan_buckets([("a", (3,)), ("b", (2, 4)), ("c", ())], elements_per_bucket=5)
+    assert plan == (
+        Bucket(5, (BucketSlice("a", 0, 3, 0), BucketSlice("b", 0, 2, 3))),
+        Bucket(5, (BucketSlice("b", 2, 7, 0),)),
+        Bucket(2, (BucketSlice("b", 7, 8, 0), BucketSlice("c", 0, 1, 1))),
+    )
+
+
+def test_nothing_needs_no_bucket():
+    assert plan_buckets([], elements_per_bucket=5) == ()
+    assert plan_buckets([("empty", (0, 3))], elements_per_bucket=5) == ()
+
+
+@given(WEIGHT_SHAPES, st.integers(1, 40))
+def test_every_element_travels_once_in_order_and_only_the_last_bucket_is_short(shapes, size):
+    weights = [(f"w{number}", shape) for number, shape in enumerate(shapes)]
+    plan = plan_buckets(weights, size)
+    travelled = [(p.name, e) for bucket in plan for p in bucket.slices for e in range(p.start, p.stop)]
+    assert travelled == [(name, e) for name, shape in weights for e in range(math.prod(shape))]
+    assert all(bucket.num_elements == size for bucket in plan[:-1])
+    for bucket in plan:
+        offsets = [i for p in bucket.slices for i in range(p.offset, p.offset + p.stop - p.start)]
+        assert offsets == list(range(bucket.num_elements))
+        assert 0 < bucket.num_elements <= size
+
 
 SOON_S = 10.0  # for what must not take a deadline
 
@@ -43,7 +76,9 @@ def stopped(engine):
 
 
 def link_to(url, *, timeout_s=30.0, bucket_bytes=16 << 10, host=""):
-    return GroupLink(EngineLink(url, timeout_s), "gloo", host=host, timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+    return WeightBroadcaster(
+        EngineLink(url, timeout_s), "gloo", host=host, timeout_s=timeout_s, bucket_bytes=bucket_bytes
+    )
 
 
 def equal_bits(one, other):
@@ -141,7 +176,7 @@ def test_a_trainer_that_never_comes_ends_in_an_error_of_the_engine_at_the_deadli
 
 def test_the_store_listens_on_the_engines_network_alone(engine):
     port = int(engine.url.rpartition(":")[2])
-    assert own_address_towards("127.0.0.1", port) == "127.0.0.1"
+    assert local_address_towards("127.0.0.1", port) == "127.0.0.1"
     store = host_store("127.0.0.1", 5.0)
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", store.port), timeout=2)
@@ -162,12 +197,12 @@ def test_a_send_that_failed_ends_after_the_engines_part_of_it():
 
     def send():
         steps.append("the send has failed")
-        raise BrokenOff("the connection is closed")
+        raise PeerLost("the connection is closed")
 
     with HTTPServer(("127.0.0.1", 0), Engine) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         engine = EngineLink(f"http://127.0.0.1:{server.server_port}", timeout_s=60.0)
-        link = GroupLink(engine, "gloo", host="127.0.0.1", timeout_s=60.0)
+        link = WeightBroadcaster(engine, "gloo", host="127.0.0.1", timeout_s=60.0)
         body = ReceiveWeights(group="g", timeout_s=60.0)
         with pytest.raises(SyncError):
             link._both("/bridge/receive", body, Received, in_background("send", send))

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from treadle.config import TrainConfig
 from treadle.errors import TreadleError
-from treadle.sync.offline import OfflineSync
+from treadle.sync.modes import OfflineSync
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.join import join_ranks
 from treadle.train.loop import FROM_THE_START, train

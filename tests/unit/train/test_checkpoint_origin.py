@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
-from treadle.sync.model_identity import origin_of
+from treadle.sync.model_folders import origin_of
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import load_policy

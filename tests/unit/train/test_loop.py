@@ -12,7 +12,7 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
 from treadle.processor import fast_dtype
-from treadle.sync.offline import OfflineSync
+from treadle.sync.modes import OfflineSync
 from treadle.track.names import METRICS
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import FROM_THE_START, train

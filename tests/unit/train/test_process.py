@@ -22,7 +22,7 @@ from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
-from treadle.sync.single_copy import SingleCopySync
+from treadle.sync.shared_vllm import SingleCopySync
 from treadle.train import durable
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.feed import HubFeed

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.loading import telling_of_weights
-from treadle.sync.offline import OfflineSync
+from treadle.loading import report_loading
+from treadle.sync.modes import OfflineSync
 from treadle.train.watched import Progress, WatchedMode
 from treadle.watch.waits import Waits
 
@@ -17,7 +17,7 @@ def test_the_weights_of_a_load_are_counted_until_the_first_version_is_out(tmp_pa
     mode = WatchedMode(OfflineSync(config), Waits(), config)
     progress = Progress(mode, lambda: None)
     assert progress.about().work is None
-    with telling_of_weights(progress.loads):
+    with report_loading(progress.loads):
         model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
     told = progress.about()
     assert told.state == "loading"

@@ -11,8 +11,8 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.engines.transformers_engine import load_model
 from treadle.errors import ConfigError
-from treadle.sync.attaching import refuse_other_quantization
-from treadle.sync.loading import loading_options
+from treadle.loading import loading_options
+from treadle.sync.attach import check_same_quantization
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import load_policy
 
@@ -72,5 +72,5 @@ def test_the_transformers_engine_loads_the_same_numbers(folder):
 def test_an_engine_with_other_bits_is_refused_by_name(served, trained):
     config = TrainConfig(weight_bridge_mode="lora_only", base_quantization=trained)
     with pytest.raises(ConfigError, match=f"quantization {served}, and base_quantization is {trained}") as refused:
-        refuse_other_quantization(config, SimpleNamespace(quantization=served))
+        check_same_quantization(config, SimpleNamespace(quantization=served))
     assert f"--quantization {trained}" in refused.value.fix

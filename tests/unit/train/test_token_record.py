@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.offline import OfflineSync
+from treadle.sync.modes import OfflineSync
 from treadle.track.token_files import RolloutTokens, TokenFiles
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import train

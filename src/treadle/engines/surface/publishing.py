@@ -19,7 +19,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from treadle.errors import RequestError
-from treadle.sync.owner import PUBLISHER_HEADER, Publisher, read_publisher
+from treadle.sync.process_identity import PUBLISHER_HEADER, Publisher, read_publisher
 
 _FIX = "let one trainer publish to one engine; for another run, start the engine again or POST /bridge/restart by hand"
 

@@ -16,8 +16,8 @@ from treadle.engines.text import Text
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.net.exposition import Histogram
-from treadle.sync.bridge_file import remove_bridge_file, write_bridge_file
 from treadle.sync.layout import Layout
+from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file
 
 log = get_logger("engine")
 MIN_CHARS_ENCODED = 1 << 18  # this much is always encoded: a word that a tokenizer does not know may be one token

@@ -45,7 +45,7 @@ from treadle.engines.vllm.model_facts import absolute, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
-from treadle.sync.gate import Gate, refuse_misled
+from treadle.sync.gate import PublishGate, check_publish_order
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
@@ -309,7 +309,7 @@ class VllmEngine:
     async def _adopt(self, order: Adopt) -> float:
         if self._gate is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
-        refuse_misled(order, self.policy_version, Gate(self._gate))
+        check_publish_order(order, self.policy_version, PublishGate(self._gate))
         was_held, before = not self._door.is_open, list(self._base_versions)
         self._door.close()
         self._serve_version(order.policy_version)  # before a token can be sampled under it, as in _release

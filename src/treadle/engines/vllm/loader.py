@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from treadle.engines.vllm.command import LOAD_FORMAT
 from treadle.sync.layout import Layout
-from treadle.sync.weights_file import share_parameters
+from treadle.sync.shared_memory import share_parameters
 
 SHARED_LAYOUT = "treadle_shared_layout"  # the attribute of a model whose parameters lie in a shared file
 

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 
 from treadle.engines.vllm.completions import GENERATE
 from treadle.engines.vllm.generating import failure_of, generate
-from treadle.sync.gate import Gate, is_written
+from treadle.sync.gate import PublishGate, wait_for_trainer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -147,17 +147,17 @@ async def _adopt(state: Any, body: dict[str, Any]) -> Any:
     """
     client, order = state.engine_client, {"gate": body["gate"], "number": body["number"]}
     drop, num_turns = _drop_caches(client)
-    gate = Gate(Path(body["gate"]))
+    gate = PublishGate(Path(body["gate"]))
     standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
     dropping = asyncio.ensure_future(drop)
     for _ in range(num_turns):
         await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
-    if not await is_written(standing, gate, body["number"], body["timeout_s"]):
+    asyncio.get_running_loop().call_soon(gate.allow_resume, body["number"])
+    if not await wait_for_trainer(standing, gate, body["number"], body["timeout_s"]):
         # the weights may be half written: vLLM must not compute on, once the worker waits no longer
         pausing = asyncio.ensure_future(_pause(client, "keep"))
         await asyncio.sleep(_TO_BE_SENT_S)
-        gate.give_up(body["number"])
+        gate.abandon(body["number"])
         await asyncio.gather(standing, dropping, pausing)
         raise TimeoutError("the trainer did not finish writing the weights")
     await dropping

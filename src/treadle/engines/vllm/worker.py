@@ -21,10 +21,9 @@ from treadle.engines.vllm import loader  # noqa: F401 (registers the load format
 from treadle.engines.vllm.loader import SHARED_LAYOUT
 from treadle.engines.vllm.model_facts import empty_model
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import StandingWeights, begin_fingerprints, fingerprints
-from treadle.sync.fused import Shape, Slice, map_fused, place_slices
-from treadle.sync.gate import Gate
-from treadle.sync.layout import Layout
+from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
+from treadle.sync.gate import PublishGate
+from treadle.sync.layout import Layout, Shape, Slice, map_fused, place_slices
 from treadle.wire.bridge import JoinGroup
 
 Answer = dict[str, Any] | None
@@ -62,7 +61,7 @@ class TreadleWorker:
     def treadle_begin_fingerprints(self, *, policy_version: int) -> Answer:
         """vLLM computes no token while a worker is asked something. So a GPU, which has a step to finish before, is not
         waited for here; it is done, or nearly so, when the answer is fetched."""
-        standing = self.__dict__.setdefault("treadle_standing", StandingWeights())
+        standing = self.__dict__.setdefault("treadle_standing", FingerprintCache())
         begun = begin_fingerprints(_weights(self).items(), policy_version, standing)
         self.__dict__["treadle_begun"] = (policy_version, begun)
         return None
@@ -106,9 +105,9 @@ class TreadleWorker:
     def treadle_stand_still(self, *, gate: str, number: int) -> Answer:
         """vLLM calls this between two steps, and goes on when it returns. It ends with the trainer's write, or when the
         API process gives the trainer up (middleware.py)."""
-        opened = Gate(Path(gate))
+        opened = PublishGate(Path(gate))
         _settle()
-        return {"held_s": opened.stand_still(number, needs_leave=True)}
+        return {"held_s": opened.wait_for_write(number, until_allowed=True)}
 
     @_refusals_as_answers
     def treadle_settle(self) -> Answer:

@@ -23,7 +23,7 @@ from treadle.launch.doctor.software import TorchFacts
 from treadle.launch.process import describe_exit
 
 DEADLINE_S = 60.0
-PROGRAM = "treadle.sync.trial"
+PROGRAM = "treadle.sharing_check"
 IN_MEMORY, ON_GPU = "cpu", "cuda"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import DEFAULT_MODEL
-from treadle.sync.model_identity import is_same_model, local_folder
+from treadle.sync.model_folders import is_same_model, local_folder
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Engines that do something wrong at a publish: each is caught, and the error says what and why."""
+"""Engines that fail at a publish: each failure is detected, and the error names it and its cause."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import Faults, SmallEngine, serving
 from tests.unit.sync.test_modes import Trainer
 from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
-from treadle.sync.proof import explain
+from treadle.sync.verify import check_saved_weights, explain
 from treadle.wire.bridge import BridgeInfo
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -297,3 +299,52 @@ def test_layers_that_an_engine_names_otherwise_are_left_to_the_canary(folder, tm
         engine.faults = Faults(ignores_adapters=True)
         with pytest.raises(SyncError, match=r"weights differ, .*q_proj\.lora_"):
             trainer.run(first=4, last=5)
+
+
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    return write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
+
+
+@pytest.fixture
+def weights(own_folder):
+    return load_file(own_folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_their_places_pass_in_the_engines_number_format(own_folder, weights, dtype):
+    shared = {name: weight.to(dtype) for name, weight in weights.items()}
+    assert check_saved_weights(shared.items(), own_folder) == len(weights)
+
+
+def test_two_halves_in_each_others_place_are_named(own_folder, weights):
+    shared = weights | {GATE: weights[UP], UP: weights[GATE]}
+    with pytest.raises(SyncError, match="have changed places") as error:
+        check_saved_weights(shared.items(), own_folder)
+    assert GATE in str(error.value)
+    assert UP in str(error.value)
+
+
+def test_a_weight_that_begins_a_row_too_late_is_named(own_folder, weights):
+    with pytest.raises(SyncError, match=f"1 of {len(weights)} weights differ, {GATE}"):
+        check_saved_weights((weights | {GATE: weights[GATE].roll(1, 0)}).items(), own_folder)
+
+
+def test_names_that_only_one_side_has_are_not_compared(own_folder, weights):
+    save_file(weights | {"lm_head.weight": torch.ones(2)}, own_folder / "model.safetensors")
+    assert check_saved_weights({**weights, "new.weight": torch.ones(3)}.items(), own_folder) == len(weights)
+
+
+def test_only_the_files_that_are_the_model_are_looked_at(own_folder, weights):
+    save_file({GATE: torch.zeros_like(weights[GATE])}, own_folder / "pytorch_model.safetensors")  # left over
+    assert check_saved_weights(weights.items(), own_folder) == len(weights)
+    shard = {name: weight for name, weight in weights.items() if name != GATE}
+    save_file(shard, own_folder / "model-00001-of-00002.safetensors")
+    save_file({GATE: weights[GATE]}, own_folder / "model-00002-of-00002.safetensors")
+    save_file({GATE: torch.zeros_like(weights[GATE])}, own_folder / "model.safetensors")
+    places = {name: f"model-0000{1 + (name == GATE)}-of-00002.safetensors" for name in weights}
+    (own_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert check_saved_weights(weights.items(), own_folder) == len(weights)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from treadle.sync.device import choose_products
+from treadle.loading import choose_matmul_backend
 
 
 @pytest.fixture(autouse=True)
@@ -29,5 +29,5 @@ def _restore_onednn():
 )
 def test_only_float32_on_an_arm_cpu_is_multiplied_by_blas(monkeypatch, machine, device, dtype, uses_onednn):
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    choose_products(SimpleNamespace(device=torch.device(device), dtype=dtype))
+    choose_matmul_backend(SimpleNamespace(device=torch.device(device), dtype=dtype))
     assert torch._C._get_mkldnn_enabled() is uses_onednn

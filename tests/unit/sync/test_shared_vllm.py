@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
-from treadle.sync.broadcast import choose_way
 from treadle.sync.layout import CudaStorage, Layout, plan_layout
+from treadle.sync.shared_vllm import choose_transport
 
 URL = "http://gpu-box:9001"
 FILE = plan_layout("/dev/shm/w", "m", "bfloat16", [("a", (3,))])
@@ -24,8 +24,8 @@ def on_card(uuid):
 
 def choose(wished="auto", *, is_here=True, layout=None, engine="cuda", own="cuda"):
     card = "GPU-1" if own == "cuda" else None
-    return choose_way(
-        wished, URL, is_here=is_here, layout=layout, engine_device=engine, own_device=own, own_card=card
+    return choose_transport(
+        wished, URL, is_here=is_here, layout=layout, engine_device=engine, own_device=own, own_gpu=card
     )  # fmt: skip
 
 

@@ -1,30 +1,33 @@
-"""Identify a model by its configuration and weights, wherever its folder lies and however it is named."""
+"""Identify model folders by content, and manage the folder of published weights."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from treadle.config import DEFAULT_MODEL
+from treadle.config import DEFAULT_MODEL, TrainConfig
 from treadle.errors import ModelError
 
-NUM_SAMPLES = 64  # per file of weights
+NUM_SAMPLES = 64  # per weights file
 SAMPLE_BYTES = 4096
+NUM_KEPT = 2  # published folders: a request in flight or a restart may still read the one before the newest
+PUBLISHED_PREFIXES = ("adapter_v", "weights_v")
 
 
 class ModelOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """A model folder, recognised wherever it lies."""
+    """Identity of a model, independent of its path."""
 
     config: str  # sha256 of config.json
-    weights: str  # sha256 of the names, shapes and places of its weights, and of samples of their values
+    weights: str  # sha256 of the safetensors headers and of samples of the values
 
 
 def origin_of(folder: Path) -> ModelOrigin:
-    """Cheap: of a large model a few hundred kilobytes are read.
+    """Identify a model. Cheap: only a few hundred kilobytes of a large model are read.
 
     >>> origin_of(Path("model"))  # doctest: +SKIP
     ModelOrigin(config='5fd8...', weights='a3b1...')
@@ -38,7 +41,7 @@ def origin_of(folder: Path) -> ModelOrigin:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model on this machine: `name` is a folder, or an id in the cache of Hugging Face."""
+    """The folder of a model on this machine: `name` is a folder, or an id in the Hugging Face cache."""
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return folder
@@ -55,7 +58,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's name can only be a folder, and no id of a model hub.
+    """Whether a model name is a path and not an id on a model hub.
 
     >>> is_path("./my-model"), is_path("Qwen/Qwen3-8B")
     (True, False)
@@ -64,7 +67,7 @@ def is_path(name: str) -> bool:
 
 
 def find_model(name: str) -> Path | None:
-    """The folder of a model on this machine; None for an id that is to be fetched. Refuses a path that is not there."""
+    """The folder of a model on this machine; None for an id that must be downloaded; an error for a missing path."""
     folder = local_folder(name)
     if folder is None and is_path(name):
         raise ModelError(f"there is no model folder '{name}'", fix="check --model")
@@ -72,9 +75,9 @@ def find_model(name: str) -> Path | None:
 
 
 def is_same_model(name: str, served: Path) -> bool:
-    """Whether the model that a user named is the one that an engine serves from the folder `served`.
+    """Whether the model that a user named is the one that an engine serves from `served`.
 
-    By content where both are on this machine, else by name.
+    Compared by content if both are on this machine, else by name.
     """
     folder = local_folder(name)
     if folder is not None and served.is_dir():
@@ -83,14 +86,14 @@ def is_same_model(name: str, served: Path) -> bool:
 
 
 def is_called(name: str, folder: Path) -> bool:
-    """Whether a folder has the name of a model: the last part of its id, or the place of the id in the cache."""
-    if name == DEFAULT_MODEL:  # a hash is added to the name of its folder
+    """Whether a folder is named like a model: the last part of its id, or its folder in the Hugging Face cache."""
+    if name == DEFAULT_MODEL:  # its folder's name ends with a hash
         return folder.name.rpartition("-")[0] == name
     return Path(name).name.lower() == folder.name.lower() or f"models--{name.replace('/', '--')}" in folder.parts
 
 
 def _add_samples(digest: Any, file: Path) -> None:
-    """Two models that differ only in their values (a base and its fine-tune, say) have one header: so look at both."""
+    """Hash header and samples: a base model and its fine-tune differ only in values."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = min(int.from_bytes(stream.read(8), "little"), size)
@@ -99,3 +102,29 @@ def _add_samples(digest: Any, file: Path) -> None:
         for number in range(NUM_SAMPLES):
             stream.seek(start + (size - start) * number // NUM_SAMPLES)
             digest.update(stream.read(SAMPLE_BYTES))
+
+
+class LiveFolder:
+    """The folder for published weights, one subfolder per version. `root` is absolute: the engine may have another
+    working folder."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.root = (config.live_path or config.save_path / "live").resolve()
+        self._written: list[Path] = []
+
+    def prepare(self) -> Path:
+        """Create the folder if it does not exist."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        return self.root
+
+    def keep_newest(self, folder: Path) -> int:
+        """Delete old versions after the engine has loaded `folder`; returns the size of its weights in bytes."""
+        self._written = [*(f for f in self._written if f != folder), folder][-NUM_KEPT:]
+        for other in self.root.iterdir():
+            if other.name.startswith(PUBLISHED_PREFIXES) and other not in self._written:
+                shutil.rmtree(other, ignore_errors=True)
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+    def holds(self, folder: Path) -> bool:
+        """Whether an engine that serves `folder` was started from a published version."""
+        return folder.resolve().parent == self.root

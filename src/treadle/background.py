@@ -1,4 +1,4 @@
-"""Work in a thread whose result is waited for, or not."""
+"""Run work in daemon threads and return futures."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ T = TypeVar("T")
 
 
 def in_background(name: str, work: Callable[[], T]) -> Future[T]:
-    """In a thread that nobody has to wait for: what it stands in may have no deadline of its own."""
+    """Start `work` in a daemon thread of its own. The caller may stop waiting: `work` may block without a deadline."""
     future = Future[T]()
-    future.set_running_or_notify_cancel()  # who no longer waits for it cannot undo it
-    threading.Thread(target=_settle, args=(future, work), name=name, daemon=True).start()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled
+    threading.Thread(target=_complete, args=(future, work), name=name, daemon=True).start()
     return future
 
 
-class Background:
-    """One such thread for work that comes again and again, one after the other. To start a thread is to wait until it
-    runs, a millisecond in a process that computes; to hand work to one that waits is not."""
+class BackgroundWorker:
+    """One daemon thread for recurring work, in order. Starting a thread costs about a millisecond in a busy process,
+    handing work to a waiting thread does not."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._is_running = False
 
-    def begin(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T]) -> Future[T]:
         if not self._is_running:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._is_running = True
@@ -39,11 +39,11 @@ class Background:
 
     def _run(self) -> None:
         while True:
-            _settle(*self._work.get())
+            _complete(*self._work.get())
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
-    except BaseException as error:  # it is raised where the result is asked for
+    except BaseException as error:  # raised by future.result()
         future.set_exception(error)

@@ -1,0 +1,359 @@
+"""Publish into the engine's memory: the mode shared_vllm, with one copy of the weights or with two.
+
+One copy (SingleCopySync): the trainer's live weights are the engine's own memory.
+
+    adopt  ──  the engine pauses at its gate (gate.py), between two tokens
+    write  ──  the last optimizer step is written into the live weights
+    resume ──  the engine continues under the new version, with empty caches
+
+So no token is sampled from half-written weights. The weights do not change before the next publish, so they are
+verified after the engine continues, and the result is checked before the next publish (verify.py).
+
+Two copies (BroadcastSync, --use-shared-memory): the trainer sends its weights while the engine is paused.
+
+    memory   copied into the file or the GPU memory that the engine serves from; on one machine
+    nccl     broadcast in a process group of trainer and engine, between GPUs of one or two machines
+    gloo     broadcast through main memory
+
+Each call has a deadline, so an engine that hangs ends in an error.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from treadle.background import in_background
+from treadle.config import TrainConfig
+from treadle.config.sync import FIND_BRIDGE_FILE
+from treadle.errors import ConfigError, SyncError
+from treadle.loading import choose_device
+from treadle.log import get_logger
+from treadle.sync.attach import attach_own_weights, attach_remote, check_same_dtype, choose_folder
+from treadle.sync.engine_link import QUICK_S, EngineLink
+from treadle.sync.gate import PublishGate, new_publish_id
+from treadle.sync.layout import Layout
+from treadle.sync.process_group import (
+    BUCKET_BYTES,
+    PEER_FIX,
+    TRAINER,
+    PeerLost,
+    WeightGroup,
+    form_group,
+    host_store,
+    local_address_towards,
+)
+from treadle.sync.protocol import Attached, Publishable, Receipt
+from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
+from treadle.sync.verify import PublishVerifier
+from treadle.wire.bridge import (
+    Adopt,
+    BridgeInfo,
+    BridgeState,
+    Joined,
+    JoinGroup,
+    Pause,
+    Received,
+    ReceiveWeights,
+    Resume,
+)
+
+Transport = Literal["memory", "nccl", "gloo"]
+Answer = TypeVar("Answer")
+Outcome = TypeVar("Outcome")
+log = get_logger("sync")
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """The engine's answer, and when the trainer started and finished writing."""
+
+    state: BridgeState
+    paused_at: float
+    written_at: float
+
+
+class SingleCopySync:
+    """Write into the memory that the engine serves from."""
+
+    has_one_copy = True
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._engine = EngineLink.of_trainer(config)
+        self._verifier = PublishVerifier(config, self._engine)
+        self._served: int | None = None  # the last known version of the engine
+        self._gate: PublishGate | None = None  # None: not attached yet
+        if config.vllm_restart_interval not in (None, 1):
+            log.info("interval_without_effect", reason="in shared_vllm every step is published")
+
+    def attach(self) -> Attached:
+        layout = self.fetch_layout()
+        check_same_dtype(self._config, layout.dtype)
+        folder = choose_folder(self._config, Path(layout.model))
+        return Attached(folder=folder, dtype=layout.dtype, layout=layout, has_one_copy=self.has_one_copy)
+
+    def fetch_layout(self) -> Layout:
+        """Where the engine's weights are; waits while the engine loads its model.
+
+        A bridge file must agree with the engine. The file alone is not enough: only the engine knows which version is
+        in memory, and whether it is half written.
+        """
+        layout = self._engine.wait_for("/bridge/state_dict_info", Layout)
+        file = self._bridge_file()
+        if file is not None:
+            self._check_same_weights(file, layout)
+        self._served = layout.policy_version
+        self._gate = PublishGate(Path(layout.gate))
+        return layout
+
+    def _bridge_file(self) -> Path | None:
+        path = self._config.vllm_config_path
+        return find_bridge_file(os.environ, Path.cwd()) if path == FIND_BRIDGE_FILE else path
+
+    def _check_same_weights(self, file: Path, served: Layout) -> None:
+        if read_bridge_file(file) != msgspec.structs.replace(served, policy_version=None, is_held=False):
+            raise SyncError(
+                f"{file} names other weights than the engine at {self._engine.url} serves",
+                fix="give the file and the --engine-url (--vllm-port) of one engine, or leave --vllm-config-path out",
+            )
+
+    def settle(self) -> None:
+        self._verifier.settle()
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._verifier.settle()
+        started = time.monotonic()
+        adopted = self._write_weights(policy, version)
+        self._served = adopted.state.policy_version
+        verified = self._verifier.verify(policy, version, self._served)
+        return Receipt(
+            version=version,
+            wait_s=adopted.paused_at - started,
+            write_s=adopted.written_at - adopted.paused_at,
+            hold_s=adopted.state.held_s,
+            num_bytes=self._num_bytes(policy),
+            verified=verified,
+        )
+
+    def _write_weights(self, policy: Publishable, version: int) -> Adopted:
+        gate = self._gate
+        if gate is None:
+            raise SyncError("nothing was attached to publish to", fix="attach first")
+        publish_id, timeout_s = new_publish_id(), self._config.publish_deadline_s
+        order = Adopt(
+            policy_version=version, number=publish_id, gate=gate.inode, after_version=self._served, timeout_s=timeout_s
+        )
+        with gate.publishing():
+            adopting = in_background("adopting", lambda: self._engine.post("/bridge/adopt", order, BridgeState))
+            if not gate.wait_until_paused(publish_id, is_over=adopting.done):
+                adopting.result()  # raises why the engine did not pause
+                raise SyncError(
+                    f"the engine at {self._engine.url} says that it adopted version {version} before it was written",
+                    fix="use an engine of the same release",
+                )
+            paused_at = time.monotonic()
+            policy.write_live_weights()
+            written_at = time.monotonic()
+            gate.mark_written(publish_id)
+            return Adopted(adopting.result(), paused_at, written_at)
+
+    def _num_bytes(self, policy: Publishable) -> int:
+        return 0  # nothing is sent
+
+
+class WeightBroadcaster:
+    """Sends weights to the engine in a process group. Call `join` before the first `send` and after one that failed.
+    Both end within `timeout_s`."""
+
+    def __init__(
+        self,
+        engine: EngineLink,
+        backend: Literal["nccl", "gloo"],
+        *,
+        host: str,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`host`: the name of this machine for the engine; empty: its address on the engine's network."""
+        self._engine = engine
+        self._backend = backend
+        self._host = host
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._name = ""
+        self._group: WeightGroup | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        return self._group is not None
+
+    def join(self, policy: Publishable) -> None:
+        weights = [(name, tuple(weight.shape), weight.device) for name, weight in policy.served_weights()]
+        address = self._host or self._local_address()
+        store = host_store(address, self._timeout_s)
+        request = JoinGroup(
+            group=secrets.token_hex(8),
+            host=address,
+            port=store.port,
+            backend=self._backend,
+            dtype=str(policy.dtype).removeprefix("torch."),
+            weights=[(name, shape) for name, shape, _ in weights],
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=self._timeout_s,
+        )
+
+        def form() -> WeightGroup:
+            return form_group(
+                request, store, TRAINER, own_address=address, peer=f"the engine at {self._engine.url}", device=device
+            )
+
+        device = weights[0][2]
+        _, self._group = self._both("/bridge/join", request, Joined, in_background("join-engine", form))
+        self._name = request.group
+        log.info("group_formed", backend=self._backend, host=address, weights=len(weights))
+
+    def send(self, policy: Publishable) -> int:
+        """Send all weights to the paused engine, which has them when this returns. Returns the bytes sent."""
+        group, self._group = self._group, None
+        assert group is not None  # noqa: S101 - joined before
+        body = ReceiveWeights(group=self._name, timeout_s=self._timeout_s)
+        sending = in_background("send-weights", lambda: group.send(policy.served_weights()))
+        sending.add_done_callback(lambda sent: group.close() if sent.exception() else None)
+        received, num_bytes = self._both("/bridge/receive", body, Received, sending)
+        if received.num_bytes != num_bytes:
+            raise SyncError(
+                f"the engine at {self._engine.url} received {received.num_bytes} bytes, and {num_bytes} were sent",
+                fix="use an engine of the same release",
+            )
+        self._group = group  # usable again
+        return num_bytes
+
+    def _both(
+        self, path: str, body: msgspec.Struct, answer: type[Answer], done: Future[Outcome]
+    ) -> tuple[Answer, Outcome]:
+        """Ask the engine for its part while the trainer's part (`done`) runs; the first failure ends both."""
+        asked = in_background("ask-engine", lambda: self._engine.post(path, body, answer))
+        both: tuple[Future[Any], ...] = (asked, done)
+        wait(both, self._timeout_s, FIRST_EXCEPTION)
+        # The engine may be about to report why it failed, and its part must be over before the next request.
+        wait((asked,), QUICK_S)
+        if done.done() and not isinstance(done.exception(), PeerLost):
+            done.result()  # a local failure is the root cause
+        for part in both:
+            if part.done():
+                part.result()
+        if not (asked.done() and done.done()):
+            raise SyncError(
+                f"the engine at {self._engine.url} did not end POST {path} within {self._timeout_s:.0f} s", fix=PEER_FIX
+            )
+        return asked.result(), done.result()
+
+    def _local_address(self) -> str:
+        parts = urlsplit(self._engine.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return local_address_towards(parts.hostname or "127.0.0.1", port)
+
+
+class BroadcastSync(SingleCopySync):
+    """The trainer's weights are a separate copy, which is sent at each publish."""
+
+    has_one_copy = False
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._broadcaster: WeightBroadcaster | None = None  # None: through memory
+        self._sent = 0
+
+    def attach(self) -> Attached:
+        config, engine = self._config, self._engine
+        info = engine.wait_for("/bridge/info", BridgeInfo)
+        can_share = info.shared_weights and engine.is_on_this_machine and config.broadcast_by in ("auto", "memory")
+        layout = self.fetch_layout() if can_share else None
+        device = choose_device(config.device)
+        transport = choose_transport(
+            config.broadcast_by,
+            engine.url,
+            is_here=engine.is_on_this_machine,
+            layout=layout,
+            engine_device=info.device,
+            own_device=device.type,
+            own_gpu=gpu_uuid(device),
+        )
+        log.info("broadcast", by=transport, engine_device=info.device, own_device=str(device))
+        if transport == "memory":
+            return super().attach()
+        self._broadcaster = WeightBroadcaster(
+            engine, transport, host=config.broadcast_host, timeout_s=config.publish_deadline_s
+        )
+        return attach_own_weights(config, engine) if engine.is_on_this_machine else attach_remote(config, info)
+
+    def _write_weights(self, policy: Publishable, version: int) -> Adopted:
+        if self._broadcaster is None:
+            return super()._write_weights(policy, version)
+        if not self._broadcaster.is_joined:
+            self._broadcaster.join(policy)
+        self._check_served_version(self._engine.get("/bridge/info", BridgeInfo).update_count)
+        self._engine.post("/bridge/pause", Pause(mode="keep"), BridgeState)
+        paused_at = time.monotonic()
+        policy.write_live_weights()
+        self._sent = self._broadcaster.send(policy)
+        written_at = time.monotonic()
+        state = self._engine.post("/bridge/resume", Resume(policy_version=version), BridgeState)
+        return Adopted(state, paused_at, written_at)
+
+    def _check_served_version(self, served: int) -> None:
+        if self._served in (None, served):
+            return
+        raise SyncError(
+            f"the engine at {self._engine.url} serves version {served}, where {self._served} was published last: it "
+            "was restarted, or another trainer publishes to it",
+            fix="end the other trainer, restart the engine, then treadle run --resume",
+        )
+
+    def _num_bytes(self, policy: Publishable) -> int:
+        return self._sent or sum(weight.nbytes for _, weight in policy.served_weights())
+
+
+def choose_transport(
+    requested: Literal["auto", "memory", "nccl", "gloo"],
+    url: str,
+    *,
+    is_here: bool,
+    layout: Layout | None,
+    engine_device: str,
+    own_device: str,
+    own_gpu: str | None,
+) -> Transport:
+    """`is_here`: the engine is on this machine. `layout`: of its shared weights, if it shares them. Pure.
+
+    >>> far = {"is_here": False, "layout": None, "own_gpu": "GPU-1"}
+    >>> choose_transport("auto", "http://far:9001", engine_device="cuda", own_device="cuda", **far)
+    'nccl'
+    >>> choose_transport("auto", "http://far:9001", engine_device="cpu", own_device="cuda", **far)
+    'gloo'
+    """
+    are_gpus = engine_device.startswith("cuda") and own_device == "cuda"
+    if requested == "nccl" and not are_gpus:
+        raise ConfigError(
+            f"NCCL is between GPUs: the engine at {url} is on {engine_device}, the trainer on {own_device}",
+            fix="set --broadcast-by gloo, or leave it out",
+        )
+    if requested == "memory" and not is_here:
+        raise ConfigError(
+            f"the engine at {url} is on another machine, and memory is shared on one",
+            fix="set --broadcast-by gloo or nccl, or leave it out",
+        )
+    if requested != "auto":
+        return requested
+    if is_here and layout is not None and all(storage.device_uuid == own_gpu for storage in layout.storages):
+        return "memory"
+    return "nccl" if are_gpus else "gloo"
