@@ -10,10 +10,10 @@ import torch
 from laptop_meter import Group, Meter, read_work
 
 from treadle.config import TrainConfig
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.step import accumulate_gradients
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from treadle.config import TrainConfig
 from treadle.config.load import parse
 from treadle.launch.budget import Job, Machine, estimate, find_shape
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import Policy
-from treadle.train.step import accumulate_gradients
 
 MEAN_COMPLETION = 599  # of make_groups: random.Random(0), 64 draws from 64..1024
 

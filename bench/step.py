@@ -30,12 +30,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from treadle.config import TrainConfig
 from treadle.config.load import parse
-from treadle.train import gradients, logprobs, softmax
+from treadle.train import logprobs
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
+from treadle.train.optim import optimizer as optimizer_module
 from treadle.train.pack import pack
 from treadle.train.policy import Policy
-from treadle.train.speed import peak_flops
-from treadle.train.step import accumulate_gradients
+from treadle.train.timing import peak_flops
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 VOCABULARY = 151_936
@@ -132,13 +133,13 @@ def measure(name: str, config: TrainConfig, groups: list[ScoredGroup], *, layers
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """The plain twins in torch instead of Triton's."""
-    kept = logprobs._kernels, gradients.choose_adder
-    logprobs._kernels = lambda _: softmax
-    gradients.choose_adder = lambda _: torch.Tensor.add_
+    kept = logprobs._softmax_functions, optimizer_module.choose_adder
+    logprobs._softmax_functions = lambda _: (logprobs.add_softmax_sums, logprobs.logit_gradients)
+    optimizer_module.choose_adder = lambda _: torch.Tensor.add_
     try:
         yield
     finally:
-        logprobs._kernels, gradients.choose_adder = kept
+        logprobs._softmax_functions, optimizer_module.choose_adder = kept
 
 
 def ideas(config: TrainConfig, *, layers: int, repeat: int) -> Iterator[Result]:

@@ -22,9 +22,8 @@ from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
 from treadle.errors import ConfigError, UserError
 from treadle.launch.folder import is_run, result_of
-from treadle.train.durable import write_folder
 from treadle.train.lora import merged_weights, original_weights
-from treadle.train.model_files import FULL, write_model
+from treadle.train.model_files import FULL, write_folder, write_model
 
 
 def export_merged(source: Path, target: Path) -> None:

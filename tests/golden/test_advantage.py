@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treadle.config.train import ObjectiveOptions
-from treadle.train.advantage import group_advantages
+from treadle.train.prepare import group_advantages
 
 from . import reference
 

@@ -12,16 +12,15 @@ import torch
 from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.train import softmax
+from treadle.train import logprobs
 from treadle.train.attention import plan_attention
-from treadle.train.attention.flash4 import is_usable
-from treadle.train.attention.varlen import attend_varlen
+from treadle.train.attention.varlen import attend_varlen, can_use_flash4
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.optim.eight_bit import AdamW8bit
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.train.ranks import ALONE
-from treadle.train.step import accumulate_gradients
 
 kernels = pytest.importorskip("treadle.train.kernels", reason="needs Triton", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -36,7 +35,7 @@ def test_fused_softmax_sums_equal_the_plain_ones():
     logits = torch.randn(300, 5003, device=CUDA) * 5
     inverse, targets = torch.rand(300, device=CUDA) + 0.5, torch.randint(0, 9000, (300,), device=CUDA)
     results = []
-    for kind in (kernels, softmax):
+    for kind in (kernels, logprobs):
         sums = [torch.full((300,), -torch.inf, device=CUDA), *(torch.zeros(300, device=CUDA) for _ in range(3))]
         for first in (0, 4000):  # two chunks, one of which is no multiple of anything
             part = logits[:, : 4000 if first == 0 else 1003].contiguous()
@@ -53,7 +52,7 @@ def test_fused_logit_gradients_equal_the_plain_ones(dtype):
     inverse, targets = torch.rand(300, device=CUDA) + 0.5, torch.randint(0, 9000, (300,), device=CUDA)
     norms, scales = torch.logsumexp(logits * inverse[:, None], -1), torch.randn(300, device=CUDA)
     fused = kernels.logit_gradients(logits.clone(), inverse, targets, 2000, norms, scales, dtype)
-    plain = softmax.logit_gradients(logits.clone(), inverse, targets, 2000, norms, scales, dtype)
+    plain = logprobs.logit_gradients(logits.clone(), inverse, targets, 2000, norms, scales, dtype)
     torch.testing.assert_close(fused, plain, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -96,7 +95,7 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
     assert moved[0][0] > 2e-4
 
 
-needs_flash4 = pytest.mark.skipif(not is_usable(CUDA, 64), reason="needs flash-attn-4 and a card it is for")
+needs_flash4 = pytest.mark.skipif(not can_use_flash4(CUDA, 64), reason="needs flash-attn-4 and a card it is for")
 KERNELS = ["varlen", pytest.param("flash4", marks=needs_flash4)]
 
 

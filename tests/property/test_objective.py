@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.config.train import MISMATCHES, OBJECTIVES, ObjectiveOptions
-from treadle.train.loss import LossTokens, policy_loss
-from treadle.train.loss_stats import Stats
+from treadle.train.loss import LossStats, LossTokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def test_micros_add_up_to_the_step_however_it_is_cut(sequences, options, is_firs
         score(sequences[start:end], options, is_first_epoch=is_first_epoch)
         for start, end in zip([0, *cuts], [*cuts, len(sequences)], strict=True)
     ]
-    in_parts = Stats()
+    in_parts = LossStats()
     for _, _, of_part in parts:
         in_parts = in_parts.add(of_part)
     size = sum(abs(value) for row in gradients for value in row)

@@ -1,4 +1,4 @@
-"""The trainer process. The module can be called: `treadle.train(...)` is the function of treadle/api.py.
+"""Start the trainer process. The module can be called: `treadle.train(...)` is the function of treadle/api.py.
 
 Python binds the name `train` of the package to this module as soon as anything imports it.
 """
@@ -16,7 +16,7 @@ from treadle.errors import Problems
 
 
 def main(config: TrainConfig) -> None:
-    """Train until the last step, or until SIGTERM, which saves and ends in order."""
+    """Train until the last step, or until SIGTERM, which saves a checkpoint first."""
     from treadle.sync.model_folders import find_model
     from treadle.train.requirements import check_trainer
 

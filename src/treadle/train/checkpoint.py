@@ -1,22 +1,23 @@
-"""Checkpoints: an ordinary model folder, with the trainer's state beside the weights.
+"""Save and restore checkpoints: an ordinary model folder with the trainer's state beside the weights.
 
     step_25/           model.safetensors config.json tokenizer...   loads anywhere
-                       state-000.tensors ...                        the optimizer's state and the random generators;
-                                                                    of several ranks, each writes its own
+                       state-000.tensors ...                        optimizer and RNG state, written by each rank
                        trainer.json                                 step, time, and the sha256 of every file
-    adapter_step_25/   adapter_model.safetensors and the same       when adapters are trained; loads with PEFT
+    adapter_step_25/   adapter_model.safetensors and the same       if adapters are trained; loads with PEFT
     final_model/       or final_adapter/, or both (merge_final)     without the trainer's state
 
-At every moment the newest checkpoint is whole (see durable). One that was damaged later is found out by its hashes
-before anything of it is used, and the one before it is taken.
+The newest checkpoint is complete at every moment (model_files.py). One that was damaged later is detected by its hashes
+before it is used, and the previous one is restored.
 """
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors.torch import load_file
@@ -24,24 +25,88 @@ from safetensors.torch import load_file
 from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
 from treadle.sync.model_folders import ModelOrigin, origin_of
-from treadle.train.durable import clear_leftovers, remove_folder, room_for, seal, staging_folder, write_folder
-from treadle.train.manifest import FORMAT, Damaged, Manifest, read_manifest, verify, write_manifest
-from treadle.train.model_files import ADAPTER, FULL, Kind, write_adapter, write_model
+from treadle.train.checkpoint_files import (
+    FORMAT,
+    STATE_PREFIX,
+    CheckpointDamaged,
+    Manifest,
+    read_manifest,
+    read_state,
+    verify,
+    write_manifest,
+    write_state,
+)
+from treadle.train.model_files import (
+    ADAPTER,
+    FULL,
+    FolderKind,
+    clear_leftovers,
+    detect_full_disk,
+    remove_folder,
+    staging_folder,
+    sync_and_hash,
+    write_adapter,
+    write_folder,
+    write_model,
+)
 from treadle.train.optim import Optimizer
-from treadle.train.origin import ADAPTER_CONFIG, refuse_other_adapters, refuse_other_model
 from treadle.train.policy import Policy
 from treadle.train.ranks import ALONE, Ranks
-from treadle.train.state_files import PREFIX as STATE_PREFIX
-from treadle.train.state_files import read_state, write_state
 
 log = get_logger("checkpoint")
 
 PREPARING = "preparing a checkpoint"
+ADAPTER_CONFIG = "adapter_config.json"  # written by PEFT beside the adapter's weights
+ELSEWHERE = "or choose another --train.save-path to start a fresh run"
+# Settings of adapters that must be equal after a resume: PEFT's name, Treadle's flag.
+ADAPTER_SETTINGS = {
+    "r": "lora-r",
+    "lora_alpha": "lora-alpha",
+    "target_modules": "lora-target-modules",
+    "layers_to_transform": "lora-layer-indices",
+}
+
+
+def check_same_model(checkpoint: Path, saved: ModelOrigin, now: ModelOrigin, *, is_frozen: bool) -> None:
+    """Weights that are not trained come from the model's folder, not from the checkpoint. `is_frozen`: there are such
+    weights; otherwise only the config must be equal."""
+    differs = "another config.json" if saved.config != now.config else ""
+    if is_frozen and saved.weights != now.weights:
+        differs = "other weights"
+    if differs:
+        raise ConfigError(
+            f"{checkpoint} was trained on a model with {differs} than the one of this run",
+            fix=f"set --model to the model that training began with, {ELSEWHERE}",
+        )
+
+
+def check_same_adapters(checkpoint: Path, now: Any) -> None:
+    """Compare the adapters' settings: with another scale the same weights are another policy. `now`: PEFT's config."""
+    saved = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    for key, flag in ADAPTER_SETTINGS.items():
+        before, after = _comparable(saved.get(key)), _comparable(getattr(now, key))
+        if before != after:
+            remedy = "leave --train.{0} out" if before is None else "set --train.{0} {1}"
+            raise ConfigError(
+                f"{checkpoint} has adapters with {flag} {_shown(before)}, this run has {_shown(after)}",
+                fix=f"{remedy.format(flag, _shown(before))}, {ELSEWHERE}",
+            )
+
+
+def _comparable(value: Any) -> Any:
+    """PEFT keeps names as a set and writes them as a list in any order."""
+    return sorted(value) if isinstance(value, (set, list, tuple)) else value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What goes on after a resume where it was."""
+    """Totals that continue after a resume."""
 
     elapsed_s: float = 0.0  # of training
     num_tokens: int = 0  # trained on
@@ -53,7 +118,8 @@ class Restored(Totals):
 
 
 class Checkpoints:
-    """The checkpoints in `root`, of which the `keep` newest stay; `model_folder` has the tokenizer and settings.
+    """The checkpoints in `root`, of which the newest `keep` are kept; `model_folder` has the tokenizer and config
+    files.
 
     >>> checkpoints = Checkpoints(Path("out"), Path("model"), keep=2)  # doctest: +SKIP
     >>> checkpoints.save(25, policy, optimizer, Totals(elapsed_s=310.0))  # doctest: +SKIP
@@ -71,20 +137,20 @@ class Checkpoints:
             clear_leftovers(root)
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, totals: Totals) -> None:
-        """Write what is published: call it after the policy was."""
+        """Save the published weights: call this after a publish."""
         kind, name = _kind(policy), f"{_kind(policy).prefix}{step}"
         if not self._ranks.leads:
-            self._ranks.meet(PREPARING)
-            with room_for(self._root / name):
+            self._ranks.barrier(PREPARING)
+            with detect_full_disk(self._root / name):
                 self._write_states(staging_folder(self._root, name), optimizer)
             return
 
         def fill(folder: Path) -> None:
             self._write_model(folder, policy)
             model_files = sorted(folder.iterdir())
-            self._ranks.meet(PREPARING)  # from here on the others write into the folder too
-            with ThreadPoolExecutor(1) as sealer:  # while the state is written
-                seals = {file.name: sealer.submit(seal, file) for file in model_files}
+            self._ranks.barrier(PREPARING)  # from here on the other ranks write into the folder
+            with ThreadPoolExecutor(1) as sealer:  # hashes model files while the state is written
+                seals = {file.name: sealer.submit(sync_and_hash, file) for file in model_files}
                 hashes = self._write_states(folder, optimizer)
             hashes |= {name: future.result() for name, future in seals.items()}
             manifest = Manifest(
@@ -100,15 +166,15 @@ class Checkpoints:
             write_manifest(folder, manifest)
 
         saved = write_folder(self._root, name, fill)
-        # Newer ones than this were stepped over as damaged; they must not be met again.
+        # Newer ones were skipped as damaged; they must not be found again.
         kept = [s for s in self._steps(kind) if s <= step][-self._keep :]
         for other in set(self._steps(kind)) - set(kept):
             remove_folder(self._root / f"{kind.prefix}{other}")
         log.info("saved", step=step, folder=str(saved))
 
     def save_final(self, policy: Policy, *, is_merged: bool = False) -> Path:
-        """`is_merged`: of adapters, also the model that they are merged into. It is written last: the newer of the two
-        folders is the result of the run."""
+        """`is_merged`: save adapters also as a merged model. It is written last: the newer folder is the result of the
+        run."""
         final = _kind(policy).final
         if not self._ranks.leads:
             return self._root / final
@@ -119,28 +185,28 @@ class Checkpoints:
         return saved
 
     def restore(self, policy: Policy, optimizer: Optimizer) -> Restored:
-        """Load the newest whole checkpoint; publish after it. Nothing is loaded before everything is verified."""
+        """Load the newest complete checkpoint; publish after it. Everything is verified before anything is loaded."""
         kind = _kind(policy)
         found = self._newest_whole(kind) if self._ranks.leads else 0
-        step = int(self._ranks.tell("choosing a checkpoint", b"%d" % found))  # verified once, for all
+        step = int(self._ranks.broadcast("choosing a checkpoint", b"%d" % found))  # rank 0 verified it for all
         if step == 0:
             return Restored()
         folder = self._root / f"{kind.prefix}{step}"
         manifest = read_manifest(folder, step)
-        self._refuse_other_policy(folder, manifest, policy)
+        self._check_same_policy(folder, manifest, policy)
         self._load(folder, manifest, policy, optimizer)
         log.info("restored", step=step, folder=str(folder))
         return Restored(step=step, elapsed_s=manifest.elapsed_s, num_tokens=manifest.num_tokens)
 
-    def _newest_whole(self, kind: Kind) -> int:
-        """The step of the newest checkpoint that is whole; 0 when there is none at all."""
-        self._refuse_other_kind(kind)
+    def _newest_whole(self, kind: FolderKind) -> int:
+        """The step of the newest complete checkpoint; 0 if there is none."""
+        self._check_same_kind(kind)
         damaged = []
         for step in reversed(self._steps(kind)):
             folder = self._root / f"{kind.prefix}{step}"
             try:
                 verify(folder, step)
-            except Damaged as reason:
+            except CheckpointDamaged as reason:
                 log.warning("checkpoint_damaged", folder=str(folder), reason=str(reason))
                 damaged.append(f"{folder.name} ({reason})")
             else:
@@ -148,12 +214,12 @@ class Checkpoints:
         if damaged:
             raise TrainingError(
                 f"no checkpoint in {self._root} is whole: {', '.join(damaged)}",
-                fix="put back a copy of one of them, or delete them to begin anew",
+                fix="put back a copy of one of them, or delete them to start a fresh run",
             )
         return 0
 
     def _write_states(self, folder: Path, optimizer: Optimizer) -> dict[str, str]:
-        """Every rank's state files; the sha256 of all of them."""
+        """Write every rank's state files; returns the sha256 of all of them."""
         own = write_state(folder, optimizer.state(), self._ranks)
         hashes: dict[str, str] = {}
         for packed in self._ranks.gather("writing a checkpoint", msgspec.json.encode(own)):
@@ -176,11 +242,11 @@ class Checkpoints:
     def _origin(self) -> ModelOrigin:
         return origin_of(self._model_folder)
 
-    def _steps(self, kind: Kind) -> list[int]:
+    def _steps(self, kind: FolderKind) -> list[int]:
         found = [path.name.removeprefix(kind.prefix) for path in self._root.glob(f"{kind.prefix}*") if path.is_dir()]
         return sorted(int(number) for number in found if number.isdecimal())
 
-    def _refuse_other_kind(self, kind: Kind) -> None:
+    def _check_same_kind(self, kind: FolderKind) -> None:
         other = ADAPTER if kind is FULL else FULL
         if self._steps(other) and not self._steps(kind):
             newest = self._root / f"{other.prefix}{self._steps(other)[-1]}"
@@ -190,20 +256,20 @@ class Checkpoints:
                 fix="set --lora as it was, or choose another --train.save-path",
             )
 
-    def _refuse_other_policy(self, folder: Path, manifest: Manifest, policy: Policy) -> None:
+    def _check_same_policy(self, folder: Path, manifest: Manifest, policy: Policy) -> None:
         if policy.adapter is not None and ADAPTER_CONFIG in manifest.sha256:
-            refuse_other_adapters(folder, policy.adapter.active_peft_config)
+            check_same_adapters(folder, policy.adapter.active_peft_config)
         if manifest.origin is not None:
             is_frozen = policy.live.keys() != policy.weights.keys()
-            refuse_other_model(folder, manifest.origin, self._origin, is_frozen=is_frozen)
+            check_same_model(folder, manifest.origin, self._origin, is_frozen=is_frozen)
 
     def _write_model(self, folder: Path, policy: Policy) -> None:
-        """Weights as they are served, and everything needed to load them elsewhere."""
+        """Write the served weights and everything needed to load them elsewhere."""
         if policy.adapter is None:
             write_model(folder, policy.weights, self._model_folder)
         else:
             write_adapter(folder, policy.adapter, policy.live, self._model_folder)
 
 
-def _kind(policy: Policy) -> Kind:
+def _kind(policy: Policy) -> FolderKind:
     return FULL if policy.adapter is None else ADAPTER

@@ -1,4 +1,8 @@
-"""Where batches come from: the hub, under leases that are renewed for as long as the trainer works."""
+"""Get batches from the hub under leases that are renewed while the trainer works.
+
+With several ranks, rank 0 talks to the hub and shares each batch with the others (LeaderFeed, FollowerFeed), so the
+loop runs on every rank as if it were alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ from treadle.clock import awake_s
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import is_loopback, shown_url
+from treadle.net.urls import shown_url
+from treadle.train.ranks import Ranks
+from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
@@ -25,13 +31,19 @@ from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
 log = get_logger("feed")
 
 HOLDER = "trainer"
-POLL_S = 2.0  # how long one call waits at the hub: short enough to notice a request to stop
-RENEWALS_PER_LEASE = 4  # some may get lost
-DISK_FULL = 507  # the hub's answer when nothing more can be stored: repeating does not help
+POLL_S = 2.0  # a lease request waits this long at the hub: short enough to notice a stop
+RENEWALS_PER_LEASE = 4  # some may fail
+DISK_FULL = 507  # the hub cannot store anything: retries do not help
 CONFLICT = 409
-PATIENCE_S = 120.0  # a hub that is away for longer is gone
+PATIENCE_S = 120.0  # then an unreachable hub is an error
 SLOW_ANSWER_S = 10.0
-ANSWER_S = 20.0  # then it is asked again; a request to stop is heard between
+ANSWER_S = 20.0  # then the request is repeated; a stop is noticed in between
+START_HUB = "start it with `treadle hub`, or name another with --hub-url"
+ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
+DONE, WAITING, STOPPED = b"d", b"w", b"s"  # first byte of rank 0's messages about the feed
+HEARTBEAT_S = 10.0  # while rank 0 waits, it sends a message this often, and notices a lost rank
+HEARTBEATS_PER_TIMEOUT = 4  # at least
+PHASE = "waiting for a batch"
 
 
 class Feed(Protocol):
@@ -43,7 +55,7 @@ class Feed(Protocol):
 
 
 class HubFeed:
-    """The batch of a step is the same however often it is asked for, until it is acknowledged and after."""
+    """The batch of a step is the same on every request, before and after it is acknowledged."""
 
     def __init__(
         self,
@@ -73,24 +85,25 @@ class HubFeed:
         return self._ahead.pop(step, None) or self._lease(step)
 
     def lease_ahead(self, step: int) -> None:
-        """Wait until the batches up to `step` are there, in order, and keep them for `lease`."""
+        """Wait for all batches up to `step`, in order, and keep them for `lease`."""
         for wanted in range(self._newest + 1, step + 1):
             self._ahead[wanted] = self._lease(wanted)
 
     def _lease(self, step: int) -> LeasedBatch:
-        """Says in the log why there is no batch when it takes long."""
+        """Log why there is no batch yet."""
         reason = ""
         while True:
-            # Every change is a beginning: it is late when nothing has happened for too long.
-            with self._waits.waiting(self._batch_of(step, reason)):
-                batch, reason = self._ask_until_it_changes(step, reason)
+            # The deadline starts again when the reason changes.
+            with self._waits.waiting(self._wait_for_batch(step, reason)):
+                batch, reason = self._poll(step, reason)
             if batch is not None:
                 self._newest = step
                 self._leases.hold(batch)
                 return batch
             log.info("waiting_for_batch", step=step, reason=reason)
 
-    def _ask_until_it_changes(self, step: int, reason: str) -> tuple[LeasedBatch | None, str]:
+    def _poll(self, step: int, reason: str) -> tuple[LeasedBatch | None, str]:
+        """Ask until there is a batch or another reason."""
         request = LeaseRequest(step=step, holder=HOLDER, wait_s=POLL_S)
         while True:
             self._check_stop()
@@ -98,35 +111,35 @@ class HubFeed:
             if answer.batch is not None or answer.reason != reason:
                 return answer.batch, answer.reason
 
-    def _batch_of(self, step: int, reason: str) -> Wanted:
-        told = f"the batch of step {step}" + (f" ({reason})" if reason else "")
-        return Wanted(told, of="env", deadline_s=self._patience_s)
+    def _wait_for_batch(self, step: int, reason: str) -> Wanted:
+        what = f"the batch of step {step}" + (f" ({reason})" if reason else "")
+        return Wanted(what, of="env", deadline_s=self._patience_s)
 
     def ack(self, batch: LeasedBatch) -> None:
         self._leases.drop(batch.step)
         self._post(f"/v1/batches/{batch.step}/ack", LeaseUpdate(token=batch.token))
 
     def give_back(self, reason: str, *, counts: bool) -> None:
-        """Return what is held, so that nobody waits for a lease to run out; `counts`: as a delivery that failed.
+        """Return leased batches to the hub before their leases expire; `counts`: as a failed delivery.
 
-        A courtesy: a hub that does not answer now takes the leases back by itself.
+        Errors are ignored: the leases expire anyway.
         """
         for number, batch in enumerate(self._leases.drop_all()):
-            # What was leased ahead was not touched: only the oldest can be the one that failed.
+            # Only the oldest batch was worked on.
             update = LeaseUpdate(token=batch.token, reason=reason, counts=counts and number == 0)
             with contextlib.suppress(httpx.HTTPError):
                 self._hub.post(f"/v1/batches/{batch.step}/nack", content=msgspec.json.encode(update), timeout=5.0)
 
     def _post(self, path: str, body: msgspec.Struct, headers: Mapping[str, str] | None = None) -> bytes:
-        """Every call here may be repeated without harm, so a hub that restarts is waited for."""
+        """All requests are idempotent, so a hub that restarts is waited for."""
         content = msgspec.json.encode(body)
         answer, problem = self._try(path, content, headers)
         if answer is None:
-            wanted = Wanted(f"the hub at {self._url}", fix=_START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
+            wanted = Wanted(f"the hub at {self._url}", fix=START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
             with self._waits.waiting(wanted) as wait:
                 answer = self._try_again(path, content, headers, wait, problem)
         if answer.status_code == CONFLICT:
-            raise HubError(f"the hub gave this trainer's batch away: {answer.text[:500]}", fix=_ONE_TRAINER)
+            raise HubError(f"the hub gave this trainer's batch away: {answer.text[:500]}", fix=ONE_TRAINER)
         if answer.status_code != 200:
             raise HubError(f"the hub refused {path}: {answer.status_code} {answer.text[:500]}")
         return answer.content
@@ -137,7 +150,7 @@ class HubFeed:
         deadline = awake_s() + PATIENCE_S
         while True:
             wait.problem = problem
-            wait.fix = self._look_at_hub if problem == self._no_answer else _START_HUB
+            wait.fix = self._look_at_hub if problem == self._no_answer else START_HUB
             if awake_s() > deadline:
                 raise HubError(f"the hub at {self._url} does not serve {path}: {problem}", fix=self._look_at_hub)
             self._check_stop()
@@ -147,7 +160,7 @@ class HubFeed:
                 return answer
 
     def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> tuple[httpx.Response | None, str]:
-        """An answer that will not change, or what keeps the hub from giving one."""
+        """(answer, "") or (None, what is wrong with the hub)."""
         slow = Wanted(f"the hub at {self._url} to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
         try:
             with self._waits.waiting(slow):
@@ -164,9 +177,9 @@ class HubFeed:
 
 
 class _Leases:
-    """Renews what is held from a thread of its own: a step may take longer than a lease.
+    """Renews leases in a thread: a step may take longer than a lease.
 
-    A renewal that fails is not an error here. The acknowledgement tells whether the batch is still ours.
+    A failed renewal is not an error. The acknowledgement shows whether the lease was lost.
     """
 
     def __init__(self, hub: httpx.Client) -> None:
@@ -181,7 +194,7 @@ class _Leases:
             self._held[batch.step] = batch
         self._changed.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._renew_for_ever, name="lease-renewal", daemon=True)
+            self._thread = threading.Thread(target=self._renew_forever, name="lease-renewal", daemon=True)
             self._thread.start()
 
     def drop(self, step: int) -> None:
@@ -189,13 +202,13 @@ class _Leases:
             self._held.pop(step, None)
 
     def drop_all(self) -> list[LeasedBatch]:
-        """What was held, the oldest first."""
+        """The batches that were held, oldest first."""
         with self._lock:
             held = [self._held[step] for step in sorted(self._held)]
             self._held.clear()
         return held
 
-    def _renew_for_ever(self) -> None:
+    def _renew_forever(self) -> None:
         while True:
             with self._lock:
                 held = list(self._held.values())
@@ -221,14 +234,112 @@ class _Leases:
                 log.warning("renewal_refused", step=batch.step, status=answer.status_code, hub_says=answer.text[:200])
 
 
-_START_HUB = "start it with `treadle hub`, or name another with --hub-url"
-_ONE_TRAINER = "let one trainer at a time work on a hub: stop the other one, and continue with --resume"
-
-
 def _client(url: str, answer_s: float) -> httpx.Client:
     headers = {"Treadle-Holder": HOLDER, "Content-Type": "application/json"}
     headers |= bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))
     local = is_loopback(url)
     if local:
-        headers["Accept-Encoding"] = "identity"  # to compress costs more than to copy
+        headers["Accept-Encoding"] = "identity"  # compression costs more than copying
     return httpx.Client(base_url=url, timeout=answer_s, headers=headers, trust_env=not local)
+
+
+# ---- several ranks
+
+
+class HubPort(Feed, Protocol):
+    """What the trainer process needs from the hub, in addition to batches."""
+
+    def register(self, registration: RegisterTrainer) -> None: ...
+
+    def give_back(self, reason: str, *, counts: bool) -> None: ...
+
+
+def open_feed(
+    ranks: Ranks, check_stop: Callable[[], None], open_hub: Callable[[Callable[[], None]], HubPort]
+) -> HubPort:
+    """The feed of this rank; `open_hub` gets a function to call while it waits."""
+    if ranks.size == 1:
+        return open_hub(check_stop)
+    return LeaderFeed(ranks, check_stop, open_hub) if ranks.leads else FollowerFeed(ranks)
+
+
+class LeaderFeed:
+    """Rank 0's feed: leases batches and sends them to the other ranks, with heartbeats while it waits."""
+
+    def __init__(
+        self, ranks: Ranks, check_stop: Callable[[], None], open_hub: Callable[[Callable[[], None]], HubPort]
+    ) -> None:
+        self._ranks = ranks
+        self._check_stop = check_stop
+        self._hub = open_hub(self._check)
+        self._is_waiting = False
+        self._last_heartbeat = 0.0
+        self._heartbeat_s = min(HEARTBEAT_S, ranks.timeout_s / HEARTBEATS_PER_TIMEOUT)
+
+    def register(self, registration: RegisterTrainer) -> None:
+        self._hub.register(registration)
+
+    def lease(self, step: int) -> LeasedBatch:
+        return binary.unpack_batch(self._share(lambda: binary.pack_batch(self._hub.lease(step))))
+
+    def lease_ahead(self, step: int) -> None:
+        def act() -> bytes:
+            self._hub.lease_ahead(step)
+            return b""
+
+        self._share(act)  # otherwise the others would time out in their next collective operation
+
+    def ack(self, batch: LeasedBatch) -> None:
+        self._hub.ack(batch)
+
+    def give_back(self, reason: str, *, counts: bool) -> None:
+        self._hub.give_back(reason, counts=counts)
+
+    def _share(self, act: Callable[[], bytes]) -> bytes:
+        self._is_waiting, self._last_heartbeat = True, time.monotonic()
+        try:
+            result = act()
+        except StopRequested:
+            self._ranks.broadcast(PHASE, STOPPED)
+            raise
+        finally:
+            self._is_waiting = False
+        self._ranks.broadcast(PHASE, DONE + result)
+        return result
+
+    def _check(self) -> None:
+        self._check_stop()
+        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._heartbeat_s:
+            self._ranks.broadcast(PHASE, WAITING)
+            self._last_heartbeat = time.monotonic()
+
+
+class FollowerFeed:
+    """The feed of the other ranks: receives what rank 0 leased."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def register(self, registration: RegisterTrainer) -> None:
+        """Done by rank 0."""
+
+    def lease(self, step: int) -> LeasedBatch:
+        return binary.unpack_batch(self._wait())
+
+    def lease_ahead(self, step: int) -> None:
+        self._wait()
+
+    def ack(self, batch: LeasedBatch) -> None:
+        """Done by rank 0."""
+
+    def give_back(self, reason: str, *, counts: bool) -> None:
+        """Done by rank 0."""
+
+    def _wait(self) -> bytes:
+        while True:
+            message = self._ranks.broadcast(PHASE)
+            kind, content = message[:1], message[1:]
+            if kind == STOPPED:
+                raise StopRequested
+            if kind == DONE:
+                return content

@@ -1,33 +1,344 @@
-"""Says in plain words when a figure of the run leaves its healthy range, and when it is back. Pure.
+"""Report when a metric leaves its healthy range, and when it is back. Pure.
 
-A line is said when something begins, again when it has become much worse or has lasted long, and once when it is over:
-a line on every step would be read by nobody. A reward that does not rise is no alarm: that is what training looks like.
+A message is logged when a problem starts, again if it gets much worse or lasts long, and once when it ends: nobody
+would read a message per step. A reward that does not rise is not reported: that is usual in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 
-from treadle.train.health_rules import ALIGNMENT, CLOSED_WITHOUT_WORDS, RULES, Finding, Observations
-
-SAY_AGAIN_AFTER_STEPS = 20
+ALIGNMENT = "LogProb Alignment"
+NUM_KEPT = 20
+NUM_SMOOTHED = 10  # a batch is a small sample: fractions are averaged over this many steps
+LOGPROB_GAP = 0.05  # bf16 rounding between two implementations gives 0.01 to 0.04
+MEAN_LOGPROB_GAP = 2.0
+SPIKE_TIMES = 10
+LOSS_FLOOR = 0.1  # a loss this small is usual, whatever it was before
+REPEAT_AFTER_STEPS = 20
 MUCH_WORSE = 1.5
-CALM_STEPS = 3  # a figure that wavers around its bound is not over each time it dips below
+CALM_STEPS = 3  # a metric that fluctuates around its bound is not reported as healthy each time
+
+# ---- rules: one function per healthy range
+
+
+@dataclass(frozen=True)
+class HealthFinding:
+    """`badness` is 1 at the bound and grows beyond it; `line` says what was measured, what it means and what to do."""
+
+    topic: str
+    badness: float
+    line: str
+    can_wait: bool = False  # it is improving: no message yet
 
 
 @dataclass
-class _Open:
-    """Something that has been said and is not over yet."""
+class Observations:
+    """The metrics of the last step, and recent values of each."""
 
-    said_at: int
-    said_badness: float
+    max_age: int = 0
+    last: Mapping[str, float] = field(default_factory=dict)
+    _recent: dict[str, deque[float]] = field(default_factory=dict)
+    _first: dict[str, list[float]] = field(default_factory=dict)
+    _best: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Missing values are absent: a step without trained tokens says nothing about the policy."""
+        self.last = metrics
+        for name, value in metrics.items():
+            self._recent.setdefault(name, deque(maxlen=NUM_KEPT)).append(value)
+            first = self._first.setdefault(name, [])
+            if len(first) < NUM_SMOOTHED:
+                first.append(value)
+            smooth = self.smooth(name)
+            if smooth is not None:
+                self._best[name] = max(smooth, self._best.get(name, smooth))
+
+    def spike(self, name: str, floor: float = 0.0) -> tuple[float, float] | None:
+        """(last value / usual size, usual size) if that is a spike; None otherwise.
+
+        The usual size is the median of the previous steps, at least `floor`.
+        """
+        earlier = [abs(value) for value in list(self._recent.get(name, ()))[:-1]]
+        if name not in self.last or len(earlier) < NUM_SMOOTHED:
+            return None
+        usual = max(statistics.median(earlier), floor)
+        size = abs(self.last[name])
+        return (size / usual, usual) if usual > 0 and size > SPIKE_TIMES * usual else None
+
+    def smooth(self, name: str) -> float | None:
+        """The mean of the last ten steps; None if there are fewer, or if the last step has no value."""
+        values = list(self._recent.get(name, ()))[-NUM_SMOOTHED:]
+        return statistics.fmean(values) if len(values) == NUM_SMOOTHED and name in self.last else None
+
+    def is_easing(self, name: str) -> bool:
+        """Whether the newer half of the last ten steps is clearly lower than the older half."""
+        values, half = list(self._recent[name])[-NUM_SMOOTHED:], NUM_SMOOTHED // 2
+        return sum(values[half:]) < 0.85 * sum(values[:half])
+
+    def beginning(self, name: str) -> float:
+        """The mean of the first ten values."""
+        return statistics.fmean(self._first[name])
+
+    def best(self, name: str) -> float | None:
+        """The highest mean of ten steps so far; None if there are fewer."""
+        return self._best.get(name)
+
+    def spread(self, name: str) -> float:
+        """The standard deviation of the last twenty values."""
+        return statistics.pstdev(self._recent[name])
+
+    @property
+    def on_policy_gap(self) -> float | None:
+        """Difference between trainer's and engine's logprobs of on-policy rollouts; None if it was not measured."""
+        is_measured = self.last.get("rollout_corr/rollout_ppl", 1.0) > 0
+        is_on_policy = self.last.get("sample/staleness_max") == 0
+        return self.last.get("sampling/sampling_logp_difference/mean") if is_measured and is_on_policy else None
+
+
+Rule = Callable[[Observations], HealthFinding | None]
+
+
+def alignment(seen: Observations) -> HealthFinding | None:
+    """Does the engine sample from the trained weights? If not, training is meaningless."""
+    positive = seen.last.get("batch/positive_logprobs_frac", 0.0)
+    if positive > 0:
+        return HealthFinding(
+            ALIGNMENT, 100.0,
+            f"{ALIGNMENT}: MISMATCH! The engine's logprobs are positive at {_percent(positive)} of the tokens: "
+            "probabilities, or shifted against the tokens; post the engine's own (server_type vllm)",
+        )  # fmt: skip
+    rollout_ppl = seen.last.get("rollout_corr/rollout_ppl", 0.0)
+    gap = seen.on_policy_gap
+    if gap is None or gap <= LOGPROB_GAP:
+        return None
+    training_ppl = seen.last.get("rollout_corr/training_ppl", 0.0)
+    apart = abs(math.log(training_ppl / rollout_ppl)) if training_ppl > 0 and rollout_ppl > 0 else 0.0
+    cause = (
+        "another model or another tokenizer, or weights that never arrived"
+        if apart > MEAN_LOGPROB_GAP
+        else "a temperature that was not sent along, another revision of the model, stale weights, or another dtype"
+    )
+    return HealthFinding(
+        ALIGNMENT, gap / LOGPROB_GAP,
+        f"{ALIGNMENT}: MISMATCH! Trainer and engine differ by {gap:.3f} per token on rollouts of the same "
+        f"version (healthy below {LOGPROB_GAP}); likely: {cause}. Give both the same --model and --dtype",
+    )  # fmt: skip
+
+
+def mean_ratio(seen: Observations) -> HealthFinding | None:
+    ratio = seen.last.get("mean_ratio")
+    if ratio is None or 0.8 <= ratio <= 1.2:
+        return None
+    return HealthFinding(
+        "mean_ratio", abs(ratio - 1) / 0.2,
+        f"mean_ratio {ratio:.2f} (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
+        "lower --lr or --env.max-age",
+    )  # fmt: skip
+
+
+def mean_kl(seen: Observations) -> HealthFinding | None:
+    distance = seen.last.get("mean_kl")
+    if distance is None or distance <= 0.5:
+        return None
+    return HealthFinding(
+        "mean_kl", distance / 0.5,
+        f"mean_kl {distance:.2f} (usual 0.01 to 0.1): the policy moves away from the sampling policy too fast; "
+        "lower --lr or raise --kl-coef",
+    )  # fmt: skip
+
+
+def clipped_fraction(seen: Observations) -> HealthFinding | None:
+    clipped = seen.last.get("clipped_fraction")
+    if clipped is None or clipped < 0.3:
+        return None
+    return HealthFinding(
+        "clipped_fraction", clipped / 0.3,
+        f"clipped_fraction {clipped:.2f} (healthy below 0.3): {_percent(clipped)} of the tokens have no "
+        "gradient; lower --lr",
+    )  # fmt: skip
+
+
+def dead_groups(seen: Observations) -> HealthFinding | None:
+    dead = seen.smooth("frac_reward_zero_std")
+    if dead is None or dead < 0.6:
+        return None
+    good, bad = seen.smooth("by_group/frac_all_good"), seen.smooth("by_group/frac_all_bad")
+    split, remedy = "", "use prompts of more varied difficulty"
+    if good is not None and bad is not None:
+        split = f": {_percent(good)} all right, {_percent(bad)} all wrong"
+        remedy = "use harder prompts" if good >= bad else "use easier prompts, or a larger --env.group-size"
+    return HealthFinding(
+        "frac_reward_zero_std", dead / 0.6,
+        f"{_percent(dead)} of the groups of the last {NUM_SMOOTHED} steps carry no gradient{split}; {remedy}",
+        seen.is_easing("frac_reward_zero_std"),
+    )  # fmt: skip
+
+
+def entropy(seen: Observations) -> HealthFinding | None:
+    """Entropy falls in every training; only a policy that no longer explores is a problem."""
+    now = seen.smooth("entropy")
+    if now is None or now >= min(0.05, 0.1 * seen.beginning("entropy")):
+        return None
+    return HealthFinding(
+        "entropy", 0.05 / max(now, 1e-6),
+        f"entropy fell from {seen.beginning('entropy'):.2f} to {now:.3f}: the policy hardly explores any more; "
+        "lower --lr, raise --clip-high or --env.temperature",
+    )  # fmt: skip
+
+
+def grad_norm(seen: Observations) -> HealthFinding | None:
+    spike = seen.spike("grad_norm")
+    if spike is None:
+        return None
+    times, usual = spike
+    return HealthFinding(
+        "grad_norm", times / SPIKE_TIMES,
+        f"grad_norm {seen.last['grad_norm']:.3g} is {times:.0f} times its usual {usual:.3g}; it was clipped to "
+        "--max-grad-norm. If this goes on, lower --lr",
+    )  # fmt: skip
+
+
+def loss(seen: Observations) -> HealthFinding | None:
+    """It is near 0 in a healthy run and need not fall; a spike means a batch that cannot be learned from."""
+    spike = seen.spike("loss", floor=LOSS_FLOOR)
+    if spike is None:
+        return None
+    times, _ = spike
+    return HealthFinding(
+        "loss", times / SPIKE_TIMES,
+        f"loss {seen.last['loss']:.3g} is {times:.0f} times its usual size; if this goes on, lower --lr, or "
+        "look at the rollouts of this step: a few tokens with large ratios or advantages make it",
+    )  # fmt: skip
+
+
+def reward(seen: Observations) -> HealthFinding | None:
+    """Collapse: what was learned is lost again."""
+    now, best = seen.smooth("reward"), seen.best("reward")
+    if now is None or best is None:
+        return None
+    lost = best - now
+    learned = best - min(0.0, seen.beginning("reward"))
+    if learned <= 0 or lost <= max(0.5 * learned, 2 * seen.spread("reward")):
+        return None
+    return HealthFinding(
+        "reward", lost / learned / 0.5,
+        f"reward fell from {best:.2f} to {now:.2f} (means of {NUM_SMOOTHED} steps): the policy has collapsed; resume "
+        "from an earlier checkpoint with a lower --lr or a --kl-coef of 0.01 to 0.1",
+    )  # fmt: skip
+
+
+def repetition(seen: Observations) -> HealthFinding | None:
+    share = seen.smooth("completions/repetition")
+    if share is None or share < 0.5 or share < 1.5 * seen.beginning("completions/repetition"):
+        return None
+    return HealthFinding(
+        "completions/repetition", share / 0.5,
+        f"{_percent(share)} of the text of the last {NUM_SMOOTHED} steps repeats itself (at the beginning "
+        f"{_percent(seen.beginning('completions/repetition'))}); lower --lr, "
+        "raise --kl-coef, or penalize repetition",
+        seen.is_easing("completions/repetition"),
+    )  # fmt: skip
+
+
+def skipped_steps(seen: Observations) -> HealthFinding | None:
+    in_a_row = seen.last.get("skipped_in_a_row", 0.0)
+    if in_a_row < 1:
+        return None
+    total = seen.last.get("skipped_steps", in_a_row)
+    return HealthFinding(
+        "skipped_steps", in_a_row,
+        f"the update was skipped because a gradient was not finite ({in_a_row:.0f} in a row, {total:.0f} in all); "
+        "if this goes on, lower --lr or --max-grad-norm",
+    )  # fmt: skip
+
+
+def cut_off(seen: Observations) -> HealthFinding | None:
+    share = seen.smooth("completions/clipped_ratio")
+    if share is None or share < 0.5:
+        return None
+    return HealthFinding(
+        "completions/clipped_ratio", share / 0.5,
+        f"{_percent(share)} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
+        "raise --env.max-token-length (and --train.seq-len), or reward shorter answers",
+        seen.is_easing("completions/clipped_ratio"),
+    )  # fmt: skip
+
+
+def staleness(seen: Observations) -> HealthFinding | None:
+    age, limit = seen.last.get("sample/staleness_mean"), float(max(2 * seen.max_age, 4))
+    if age is None or age <= limit:
+        return None
+    return HealthFinding(
+        "sample/staleness_mean", age / limit,
+        f"rollouts are {age:.1f} policy versions old on average: environments sample faster than the trainer trains; "
+        "run fewer of them, or set --hub.max-age",
+    )  # fmt: skip
+
+
+def sample_size(seen: Observations) -> HealthFinding | None:
+    share = seen.last.get("rollout_corr/rollout_is_eff_sample_size")
+    if share is None or share >= 0.5:
+        return None
+    return HealthFinding(
+        "rollout_corr/rollout_is_eff_sample_size", 0.5 / max(share, 1e-6),
+        f"a few tokens outweigh the rest (effective sample size {_percent(share)}, healthy above 50 %): engine and "
+        "trainer disagree; --mismatch strict bounds it",
+    )  # fmt: skip
+
+
+def masked_tokens(seen: Observations) -> HealthFinding | None:
+    share = seen.last.get("rollout_corr/rollout_rs_masked_fraction")
+    if share is None or share < 0.3:
+        return None
+    return HealthFinding(
+        "rollout_corr/rollout_rs_masked_fraction", share / 0.3,
+        f"{_percent(share)} of the tokens are left out because engine and trainer disagree on them; find out why "
+        "(dtype, age, temperature) before widening the mask",
+    )  # fmt: skip
+
+
+def missing_logprobs(seen: Observations) -> HealthFinding | None:
+    share = seen.last.get("batch/without_logprobs_frac", 0.0)
+    if share <= 0:
+        return None
+    return HealthFinding(
+        "batch/without_logprobs_frac", 1.0 + share,
+        f"{_percent(share)} of the tokens came without the engine's logprobs and count as sampled just now; "
+        "let the environment post them (server_type vllm)",
+    )  # fmt: skip
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.1g} %"
+
+
+RULES: tuple[Rule, ...] = (
+    alignment, mean_ratio, mean_kl, clipped_fraction, dead_groups, entropy, grad_norm, loss, reward, repetition,
+    skipped_steps, cut_off, staleness, sample_size, masked_tokens, missing_logprobs,
+)  # fmt: skip
+# A spike is an event, so its end is not reported.
+ENDS_SILENTLY = frozenset({"grad_norm", "loss"})
+
+# ---- what to report
+
+
+@dataclass
+class _OpenProblem:
+    """A problem that was reported and has not ended yet."""
+
+    reported_at: int
+    reported_badness: float
     calm_steps: int = 0
 
 
 class HealthCheck:
-    """Fed the metrics of one step after the other; keeps what it needs to compare with.
+    """Takes the metrics of each step and keeps what it needs for comparisons.
 
     >>> health = HealthCheck(max_age=1)
     >>> health.check(1, {"clipped_fraction": 0.42})
@@ -38,46 +349,46 @@ class HealthCheck:
 
     def __init__(self, *, max_age: int = 0) -> None:
         self._seen = Observations(max_age)
-        self._open: dict[str, _Open] = {}
-        self._has_said_aligned = False
+        self._open: dict[str, _OpenProblem] = {}
+        self._has_reported_alignment = False
 
     def check(self, step: int, metrics: Mapping[str, object]) -> list[str]:
-        """The lines to say about this step; none, as a rule."""
+        """The messages for this step; usually none."""
         self._seen.add({name: float(v) for name, v in metrics.items() if isinstance(v, int | float) and isfinite(v)})
         findings = {found.topic: found for rule in RULES if (found := rule(self._seen)) is not None}
-        lines = [found.line for found in findings.values() if self._is_news(step, found)]
-        return lines + self._what_is_over(findings) + self._alignment_shown()
+        lines = [found.line for found in findings.values() if self._should_report(step, found)]
+        return lines + self._ended(findings) + self._alignment_ok()
 
-    def _is_news(self, step: int, found: Finding) -> bool:
+    def _should_report(self, step: int, found: HealthFinding) -> bool:
         known = self._open.get(found.topic)
         if known is None and found.can_wait:
             return False
         if known is None:
-            self._open[found.topic] = _Open(step, found.badness)
+            self._open[found.topic] = _OpenProblem(step, found.badness)
             return True
         known.calm_steps = 0
-        has_lasted = step - known.said_at >= SAY_AGAIN_AFTER_STEPS
-        if not has_lasted and found.badness < MUCH_WORSE * known.said_badness:
+        has_lasted = step - known.reported_at >= REPEAT_AFTER_STEPS
+        if not has_lasted and found.badness < MUCH_WORSE * known.reported_badness:
             return False
-        known.said_at, known.said_badness = step, max(found.badness, known.said_badness)
+        known.reported_at, known.reported_badness = step, max(found.badness, known.reported_badness)
         return True
 
-    def _what_is_over(self, findings: Mapping[str, Finding]) -> list[str]:
+    def _ended(self, findings: Mapping[str, HealthFinding]) -> list[str]:
         lines = []
         for topic in [topic for topic in self._open if topic not in findings]:
             self._open[topic].calm_steps += 1
             if self._open[topic].calm_steps >= CALM_STEPS:
                 del self._open[topic]
                 if topic == ALIGNMENT:
-                    self._has_said_aligned = False  # that is said in its own words
-                elif topic not in CLOSED_WITHOUT_WORDS:
+                    self._has_reported_alignment = False  # _alignment_ok reports the end
+                elif topic not in ENDS_SILENTLY:
                     lines.append(f"{topic} is back in its healthy range")
         return lines
 
-    def _alignment_shown(self) -> list[str]:
-        """Once, at the first step that can show it: the engine samples from the weights that are trained."""
+    def _alignment_ok(self) -> list[str]:
+        """Once, at the first on-policy step: the engine samples from the trained weights."""
         gap = self._seen.on_policy_gap
-        if self._has_said_aligned or gap is None or ALIGNMENT in self._open:
+        if self._has_reported_alignment or gap is None or ALIGNMENT in self._open:
             return []
-        self._has_said_aligned = True
+        self._has_reported_alignment = True
         return [f"{ALIGNMENT}: OK (trainer and engine differ by {gap:.3f} per token)"]

@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA: what would otherwise read the same gigabytes several times over.
+"""Triton kernels for CUDA, which avoid repeated reads of large tensors.
 
-Each has a plain twin in torch that says what it computes; tests on a GPU compare the two.
+Each has an equivalent in plain torch; tests on a GPU compare the two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_softmax_sums(
     weighted_L: Tensor,
     chosen_L: Tensor,
 ) -> None:
-    """The twin of softmax.add_softmax_sums: one read of the logits."""
+    """Equivalent to logprobs.add_softmax_sums: one read of the logits."""
     _softmax_sums_kernel[(len(logits),)](
         logits, inverse_temperatures_L, targets_L, highest_L, total_L, weighted_L, chosen_L, first, logits.shape[1],
         BLOCK=ROW_BLOCK, num_warps=8,
@@ -81,7 +81,7 @@ def logit_gradients(
     scales_L: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The twin of softmax.logit_gradients: one read of the logits, one write of the gradients."""
+    """Equivalent to logprobs.logit_gradients: one read of the logits, one write of the gradients."""
     gradients = torch.empty_like(logits, dtype=dtype)
     grid = (len(logits), triton.cdiv(logits.shape[1], ROW_BLOCK))
     _logit_gradients_kernel[grid](
@@ -100,7 +100,7 @@ def _add_kernel(accumulator, gradient, num_elements, BLOCK: tl.constexpr):
 
 
 def add_to_fp32(accumulator: Tensor, gradient: Tensor) -> None:
-    """accumulator += gradient, where torch's mixed addition is slow: an fp32 sum of bf16 gradients."""
+    """accumulator += gradient, for an fp32 sum of bf16 gradients, where torch is slow."""
     num_elements = accumulator.numel()
     gradient = gradient.contiguous()
     _add_kernel[(triton.cdiv(num_elements, FLAT_BLOCK),)](
@@ -176,7 +176,7 @@ def move_8bit(
     decay: float,
     num_moves: int,
 ) -> None:
-    """The twin of AdamW8bit._move_chunk: moments (codes, peaks), weights and all roundings in one pass."""
+    """Equivalent to AdamW8bit._move_chunk: moments (codes, peaks), weights and all roundings in one pass."""
     rows, block = 4, mean[0].shape[1]
     num_blocks = len(mean[0])
     _move_8bit_kernel[(triton.cdiv(num_blocks, rows),)](

@@ -1,35 +1,117 @@
-"""The training loop: lease a batch, take one optimizer step, publish the weights; until the last step."""
+"""Run the training loop: lease a batch, accumulate gradients, take one optimizer step, publish the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
+
+from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.sync.protocol import Publishable, Receipt
 from treadle.track import Tracker
 from treadle.train.checkpoint import Checkpoints, Restored
+from treadle.train.checkpoint_files import random_state, restore_random_state
 from treadle.train.feed import Feed
 from treadle.train.health import HealthCheck
+from treadle.train.loss import LossStats, LossTokens, policy_loss
 from treadle.train.optim import Optimizer
-from treadle.train.pack import pack
+from treadle.train.pack import Micro, PackedBatch, pack
 from treadle.train.policy import Policy
 from treadle.train.reference import Reference
-from treadle.train.step import FrozenLogprobs, accumulate_gradients
 from treadle.train.stop import StopRequested
-from treadle.train.stopwatch import Speedometer, Stopwatch
-from treadle.train.token_record import NoTokens, TokenRecord
+from treadle.train.timing import StepTimer, ThroughputMeter
 
 log = get_logger("trainer")
 
 FROM_THE_START = Restored()
-NO_TOKENS = NoTokens()
+
+
+class FrozenLogprobs:
+    """Logprobs that stay fixed while a batch is trained on: the reference's, and the policy's from before the first
+    update. Stored by micro, because later epochs use the same micros."""
+
+    def __init__(self, reference: Reference | None = None) -> None:
+        self._reference = reference
+        self._of_reference: dict[int, Tensor] = {}
+        self.own: dict[int, Tensor] = {}  # of this rank's micros, by their index in the batch
+
+    def add_to(self, index: int, micro: Micro, policy: Policy) -> LossTokens:
+        if self._reference is not None and index not in self._of_reference:
+            self._of_reference[index] = self._reference(micro)
+        tokens = micro.loss_tokens
+        return replace(
+            tokens,
+            rollout_logprobs_L=tokens.rollout_logprobs_L.to(policy.device),
+            old_logprobs_L=self.own.get(index),
+            reference_logprobs_L=self._of_reference.get(index),
+            advantages_L=tokens.advantages_L.to(policy.device),
+            weights_L=tokens.weights_L.to(policy.device),
+            sequences_L=tokens.sequences_L.to(policy.device),
+        )
+
+    def keep(self, index: int, logprobs_L: Tensor) -> None:
+        """Keep the logprobs of the first epoch."""
+        self.own.setdefault(index, logprobs_L.detach())
+
+
+def accumulate_gradients(
+    policy: Policy,
+    batch: PackedBatch,
+    config: TrainConfig,
+    frozen: FrozenLogprobs | None = None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> LossStats:
+    """Run forward and backward through every micro. The loss is a mean over the whole step, so the result does not
+    depend on how the batch was split.
+
+    Each rank takes its share of the micros; gradients are summed over ranks in the optimizer's step.
+    """
+    frozen = frozen or FrozenLogprobs()
+    stats = LossStats()
+    with _restore_rng_on_stop(), policy.ranks.agreeing(check_stop), policy.computing():
+        for index in policy.ranks.own([micro.cost for micro in batch.micros]):
+            check_stop()
+            micro = batch.micros[index]
+            tokens = frozen.add_to(index, micro, policy)
+            logprobs_L, entropy_L = policy.score(micro)
+            loss, micro_stats = policy_loss(logprobs_L, entropy_L, tokens, config)
+            loss.backward()
+            frozen.keep(index, logprobs_L)
+            stats = stats.add(micro_stats)
+    return policy.ranks.total(stats)
+
+
+@contextmanager
+def _restore_rng_on_stop() -> Iterator[None]:
+    """Undo the random draws (dropout) of an interrupted step, so that it can be repeated."""
+    before = random_state()
+    try:
+        yield
+    except StopRequested:
+        restore_random_state(before)
+        raise
+
+
+class TokenRecord(Protocol):
+    """Records per-token values of a step (token_record.py)."""
+
+    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
+
+
+class NoTokenRecord:
+    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
+
+
+NO_TOKENS = NoTokenRecord()
 
 
 def _never_stop() -> None:
-    """Not now."""
+    pass
 
 
 class Sync(Protocol):
@@ -50,18 +132,18 @@ def train(
     tokens: TokenRecord = NO_TOKENS,
     check_stop: Callable[[], None] = _never_stop,
 ) -> None:
-    """Train from `restored` (nothing, or a checkpoint) to `config.steps`.
+    """Train from `restored` to `config.steps`.
 
-    A batch is acknowledged after its step is published, and a step that was not saved is trained again after a crash,
-    on the same recorded batch: nothing is skipped and nothing is trained twice.
+    A batch is acknowledged after its step is published. After a crash, steps since the last checkpoint are repeated on
+    the same recorded batches: no step is skipped or counted twice.
     """
     step = saved = restored.step
-    speed = Speedometer(policy, restored)
+    throughput = ThroughputMeter(policy, restored)
     health = HealthCheck(max_age=config.max_age + config.publish_interval - 1)
-    sync.publish(policy, version=step)  # a broken sync path fails here, before the first batch is spent
+    sync.publish(policy, version=step)  # a broken sync mode fails here, before the first batch is used
     try:
         while step < config.steps:
-            clock = Stopwatch()
+            clock = StepTimer()
             leased = feed.lease(step + 1)
             clock.lap("rollout_wait_s")
             batch = pack(leased.groups, config, token_cost=policy.token_cost, vocab_size=policy.vocab_size)
@@ -69,20 +151,20 @@ def train(
             for epoch in range(config.epochs):
                 if epoch > 0:
                     policy.update_live_weights()
-                # A stop is obeyed up to the batch's first update: from there to the count, weights, optimizer and step
+                # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
                 stats = accumulate_gradients(policy, batch, config, frozen, check_stop if epoch == 0 else _never_stop)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
-                    # A version is published only when everything that is to be sampled under an older one has been:
-                    # then the version of every batch follows from its step alone, and the same seed gives the same run.
+                    # A version is published only after everything that is sampled under an older one has arrived: the
+                    # version of every batch depends on its step alone, and the same seed gives the same run.
                     feed.lease_ahead(min(step + 1 + config.max_age, config.steps))
                     clock.lap("rollout_wait_s")
                 outcome = optimizer.step(step + 1, loss_is_finite=math.isfinite(losses["loss"]))
                 clock.lap("optimizer_s")
                 if outcome.skipped:
-                    break  # nothing moved: another epoch would be skipped too, and a batch counts once
+                    break  # nothing changed: another epoch would be skipped too
             receipt = sync.publish(policy, version=step + 1)
             clock.lap("weight_sync_s")
             metrics = {
@@ -90,9 +172,9 @@ def train(
                 **batch.metrics(version=step),
                 **losses,
                 **outcome.metrics(),
-                **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded: there is no gradient
+                **({} if batch.micros else {"grad_norm": math.nan}),  # nothing was forwarded
                 **receipt.metrics(),
-                **speed.metrics(batch, clock, epochs=epoch + 1),
+                **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
             tracker.log(step, metrics)
@@ -100,13 +182,13 @@ def train(
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
             for line in health.check(step, metrics):
                 log.warning("health", step=step, message=line)
-            # The line comes before the checkpoint: one too many is dropped on resume, a missing one never comes back.
+            # Metrics are written before the checkpoint: a surplus line is dropped on resume, a missing one is lost.
             if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
-                checkpoints.save(step, policy, optimizer, speed.carried())
+                checkpoints.save(step, policy, optimizer, throughput.totals())
                 saved = step
-            feed.ack(leased)  # last: a crash before it repeats a step, it never skips one
+            feed.ack(leased)  # last: a crash before this repeats the step
     except StopRequested:
         if step > saved:
-            checkpoints.save(step, policy, optimizer, speed.carried())
+            checkpoints.save(step, policy, optimizer, throughput.totals())
         raise
     checkpoints.save_final(policy, is_merged=config.merge_final)

@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA) on a frozen model, by PEFT.
+"""Add low-rank adapters (LoRA) to a frozen model with PEFT, and merge or export them.
 
     y = W x + scale * B (A x)        W: the model's own weight, frozen      A, B: the adapter, fp32, trained
 
-PEFT puts a module of its own in the place of each adapted linear layer, and the layer itself inside it as `base_layer`.
-Engines and checkpoints know the names from before; the functions here speak those.
+PEFT replaces each adapted linear layer by a module of its own, which contains the layer as `base_layer`. Engines and
+checkpoints use the original names; the functions here translate.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from transformers.pytorch_utils import Conv1D
 
 from treadle.config.train import LoraOptions
 from treadle.errors import ConfigError
-from treadle.train.trainable import LAYER_LISTS, check_layers, layer_number
+from treadle.train.model_setup import LAYER_LISTS, check_layers, layer_number
 
-AT_ONCE = 64  # matrices that are there in fp32 a second time
-ADAPTER = "default"  # PEFT can hold several adapters, by name; we have one
-WRAPPED = "base_model.model."  # where PEFT keeps the model it wrapped
+AT_ONCE = 64  # matrices that are copied to fp32 at the same time
+ADAPTER = "default"  # PEFT's name of the only adapter
+WRAPPED = "base_model.model."  # PEFT's prefix for the wrapped model
 
 
 def add_adapters(model: Any, options: LoraOptions, *, train_layers: tuple[int, ...] | None = None) -> PeftModel:
-    """Freeze `model` and put adapters into it, in place; they begin as zero, so nothing it computes has changed.
+    """Freeze `model` and add adapters to it, in place; they start as zero, so its outputs do not change.
 
     The model may still be called directly: `add_adapters(model, options); model.base_model(input_ids=...)` goes
     through the adapters. Wrong targets or layers are refused here, before PEFT would pass over them in silence.
@@ -57,7 +57,7 @@ def add_adapters(model: Any, options: LoraOptions, *, train_layers: tuple[int, .
 
 
 def set_dropout(adapted: PeftModel, *, on: bool) -> None:
-    """Switch the adapters' dropout; all else evaluates, because the policy that sampled had no dropout either."""
+    """Switch the adapters' dropout on or off; all other dropout stays off, as in the rollout policy."""
     adapted.eval()
     for _, layer in _adapted_layers(adapted):
         layer.lora_dropout.train(on)
@@ -65,7 +65,7 @@ def set_dropout(adapted: PeftModel, *, on: bool) -> None:
 
 @contextmanager
 def without_dropout(adapted: PeftModel) -> Iterator[None]:
-    """For a look at what the policy is, in the middle of training."""
+    """Switch dropout off temporarily during training."""
     dropouts = [layer.lora_dropout for _, layer in _adapted_layers(adapted)]
     before = [dropout.training for dropout in dropouts]
     for dropout in dropouts:
@@ -78,7 +78,7 @@ def without_dropout(adapted: PeftModel) -> Iterator[None]:
 
 
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
-    """What is trained, under the names that PEFT saves: `base_model.model...q_proj.lora_A.weight`."""
+    """The trained parameters under the names that PEFT saves: `base_model.model...q_proj.lora_A.weight`."""
     return {
         name.replace(f".{ADAPTER}.", "."): parameter
         for name, parameter in adapted.named_parameters()
@@ -87,7 +87,7 @@ def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
 
 
 def base_name(name: str) -> str:
-    """The name that a weight had before adapters came.
+    """The original name of a weight.
 
     >>> base_name("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.layers.0.self_attn.q_proj.weight'
@@ -96,7 +96,7 @@ def base_name(name: str) -> str:
 
 
 def original_weights(adapted: PeftModel) -> dict[str, nn.Parameter]:
-    """The frozen weights of the model itself, under their own names; a tied one comes once."""
+    """The frozen weights of the model under their original names; a tied one appears once."""
     named = adapted.get_base_model().named_parameters()
     return {base_name(name): parameter for name, parameter in named if not _is_adapter(name)}
 
@@ -110,7 +110,7 @@ def merged_weights(adapted: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 class ServedAdapter:
-    """The adapters as an engine computes with them: rounded to its number format, B times the scale."""
+    """The adapters in the engine's number format, with B multiplied by the scale."""
 
     def __init__(self, adapted: PeftModel, dtype: torch.dtype) -> None:
         self._sources: list[Tensor] = []
@@ -127,9 +127,9 @@ class ServedAdapter:
         self._are_scales_exact = all(float(torch.tensor(scale, dtype=dtype)) == scale for scale in self._scales)
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """Rounded, scaled in fp32, and rounded again: so a product of one tensor and a number is computed. One call for
-        all of them rounds the number too: a scale that changes by that is multiplied in fp32."""
+    def refresh(self) -> None:
+        """Round, scale in fp32 and round again, like a product of a tensor and a number. A single call for all matrices
+        also rounds the scale, so scales that are not exact in this format are multiplied in fp32."""
         torch._foreach_copy_(list(self.named.values()), self._sources)
         if self._are_scales_exact:
             torch._foreach_mul_(self._scaled, self._scales)
@@ -142,7 +142,7 @@ class ServedAdapter:
 
 
 def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:
-    """The layers that have an adapter, by their original names."""
+    """Layers with an adapter, by their original names."""
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
@@ -153,7 +153,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _check_targets(model: Any, options: LoraOptions) -> None:
-    """Each target must name a linear layer, in at least one of the chosen layers."""
+    """Each target must match a linear layer, in at least one of the chosen layers."""
     layers = options.lora_layer_indices
     if not options.lora_target_modules or layers == ():
         raise ConfigError(
@@ -188,7 +188,7 @@ def _check_targets(model: Any, options: LoraOptions) -> None:
 
 
 def _names(target: str, name: str) -> bool:
-    """Whether a target stands for a module: its whole name, or the end of it."""
+    """Whether a target matches a module: its whole name, or the end of it."""
     return name == target or name.endswith(f".{target}")
 
 

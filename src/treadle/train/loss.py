@@ -1,37 +1,43 @@
-"""The objective, pure and in fp32: what the tokens of one micro add to the loss of the step.
+"""Compute the objective and its metrics for the tokens of one micro, in fp32. Pure.
 
     loss = sum over tokens of  weight * (policy term + kl_coef * KL estimate)
 
-Nothing is divided by a count here: the weights hold each token's share in the step, so that the losses of micros add up
-to the loss of the step however it is split. What each setting means to a user is told in docs/objectives.md.
+Nothing is divided by a count here: the weights contain each token's share in the step, so the losses of micros add up
+to the loss of the step however it is split. docs/objectives.md describes the settings.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treadle.config.train import ObjectiveOptions
-from treadle.train.loss_stats import MeasuredTokens, Stats, measure, outside
 
-# Where exponentials end: e^20 is 5e8, far beyond any ratio that could still mean something, and its square times any
-# weight still fits fp32. So no inf can arise, and no inf * 0, which would be NaN and cost the whole step.
+# Bound for exponents: e^20 is 5e8, far beyond any meaningful ratio, and its square times any weight still fits fp32. So
+# there is no inf, and no inf * 0, which would be NaN and make the whole step useless.
 MAX_LOG_RATIO = 20.0
+USUAL_MISMATCH = (0.5, 2.0)  # bounds for the out-of-bounds metric, unless a mask or cap is set
+MAX_EXPONENT = 700.0  # e^709 is the largest float
+SUM_METRICS = frozenset({"loss", "policy_loss", "pos_count", "neg_count"})  # 0 without tokens; all others are NaN
+
+# ---- the objective
 
 
 @dataclass(frozen=True, eq=False)
 class LossTokens:
     """The tokens of one micro that carry loss. `_L`: one value per token, fp32, without gradient.
 
-    All tokens of a sequence that carry loss are in the same micro: the ratio of a sequence is made of all of them.
+    All loss tokens of a sequence are in the same micro: sequence-level ratios need all of them.
     """
 
-    rollout_logprobs_L: Tensor  # the engine's; NaN: none was sent, the token counts as sampled from the old policy
-    old_logprobs_L: Tensor | None  # the trainer's own before the batch's first update; None: the ones being scored
-    reference_logprobs_L: Tensor | None  # of the model that training began with; for kl_against "reference"
+    rollout_logprobs_L: Tensor  # the engine's; NaN: not sent, the token counts as sampled from the old policy
+    old_logprobs_L: Tensor | None  # the trainer's before the first update on the batch; None: the current ones
+    reference_logprobs_L: Tensor | None  # of the starting model; for kl_against "reference"
     advantages_L: Tensor
     weights_L: Tensor  # the token's share in the mean over the step
     sequences_L: Tensor  # long: which sequence of the micro the token belongs to
@@ -40,10 +46,10 @@ class LossTokens:
 
 def policy_loss(
     logprobs_L: Tensor, entropy_L: Tensor, tokens: LossTokens, options: ObjectiveOptions
-) -> tuple[Tensor, Stats]:
-    """The micro's part of the loss, with a gradient through `logprobs_L` alone, and of the metrics.
+) -> tuple[Tensor, LossStats]:
+    """The micro's part of the loss, with a gradient through `logprobs_L` only, and of the metrics.
 
-    A token that became three times likelier although it was bad costs 3, and is pushed down:
+    A bad token that became three times as likely costs 3, and is pushed down:
 
     >>> one_L = torch.ones(1)
     >>> tokens = LossTokens(0 * one_L, None, None, -one_L, one_L, torch.zeros(1, dtype=torch.long), 1)
@@ -68,7 +74,7 @@ def policy_loss(
     kl_L = _kl_to_target(logprobs_L, rollout_L, tokens, options)
 
     weighted_policy_L = tokens.weights_L * policy_L.masked_fill(is_masked_L, 0.0)
-    # A distance that is merely reported may be infinite; times a coefficient of 0 it must still be 0.
+    # A KL that is only reported may be infinite; with a coefficient of 0 the term must still be 0.
     weighted_kl_L = torch.zeros_like(kl_L)
     if options.kl_coef:
         weighted_kl_L = options.kl_coef * tokens.weights_L * kl_L.masked_fill(is_masked_L, 0.0)
@@ -98,12 +104,12 @@ def policy_loss(
 
 
 def importance_ratio(log_ratio_L: Tensor, tokens: LossTokens, kind: str) -> Tensor:
-    """How much likelier each token became ("token"), or its sequence: per token ("sequence_mean") or all of it."""
+    """Ratio of each token ("token"), or of its sequence: the geometric mean ("sequence_mean") or the product."""
     if kind == "token":
         return _exp(log_ratio_L)
     empty_S = log_ratio_L.new_zeros(tokens.num_sequences)
     where = (tokens.sequences_L,)
-    # index_put adds in a fixed order on a GPU, index_add does not, and the same seed is to give the same run
+    # on a GPU index_put adds in a fixed order, index_add does not, and the same seed must give the same run
     log_ratio_S = empty_S.index_put(where, log_ratio_L, accumulate=True)
     if kind == "sequence_mean":
         lengths_S = empty_S.index_put(where, torch.ones_like(log_ratio_L), accumulate=True)
@@ -112,11 +118,11 @@ def importance_ratio(log_ratio_L: Tensor, tokens: LossTokens, kind: str) -> Tens
 
 
 def policy_terms(ratio_L: Tensor, logprobs_L: Tensor, advantages_L: Tensor, options: ObjectiveOptions) -> Tensor:
-    """What each token costs, before weights.
+    """The policy loss of each token, before weights.
 
-    "clip": for both signs of the advantage the smaller of the clipped and the unclipped gain counts, so a token never
-    gains by moving further out, and a bad one that became likelier is always pushed back.
-    "cispo": a weighted logprob. The clipped ratio is a mere weight, so even a clipped token has a gradient.
+    "clip": the smaller of the clipped and the unclipped gain, for both signs of the advantage. A token never gains by
+    moving further out, and a bad token that became more likely is always pushed back.
+    "cispo": a weighted logprob. The clipped ratio is only a weight, so even a clipped token has a gradient.
     """
     if options.surrogate == "cispo":
         return -ratio_L.detach().clamp(max=1 + options.clip_high) * advantages_L * logprobs_L
@@ -128,7 +134,7 @@ def policy_terms(ratio_L: Tensor, logprobs_L: Tensor, advantages_L: Tensor, opti
 
 
 def clipped(ratio_L: Tensor, advantages_L: Tensor, options: ObjectiveOptions) -> tuple[Tensor, Tensor]:
-    """Which tokens the surrogate cuts off because their ratio is too low, and which because it is too high."""
+    """Which tokens the surrogate clips because their ratio is too low, and which because it is too high."""
     if options.surrogate == "cispo":
         return torch.zeros_like(ratio_L, dtype=torch.bool), ratio_L > 1 + options.clip_high
     is_low_L = (ratio_L < 1 - options.clip_low) & (advantages_L < 0)
@@ -139,7 +145,7 @@ def clipped(ratio_L: Tensor, advantages_L: Tensor, options: ObjectiveOptions) ->
 
 
 def kl_terms(log_ratio_L: Tensor, estimator: str) -> Tensor:
-    """An estimate of KL(policy, target) from each token's log of policy over target.
+    """Estimate KL(policy, target) per token from log(policy / target).
 
     >>> [round(kl_terms(torch.tensor(0.5), estimator).item(), 6) for estimator in ("k1", "k2", "k3")]
     [0.5, 0.125, 0.106531]
@@ -148,7 +154,7 @@ def kl_terms(log_ratio_L: Tensor, estimator: str) -> Tensor:
         return log_ratio_L
     if estimator == "k2":
         return log_ratio_L.square() / 2
-    return _expm1(-log_ratio_L) + log_ratio_L  # expm1: near the target, e^x - 1 would leave few digits of the result
+    return _expm1(-log_ratio_L) + log_ratio_L  # expm1 keeps precision near the target
 
 
 def _kl_to_target(logprobs_L: Tensor, rollout_L: Tensor, tokens: LossTokens, options: ObjectiveOptions) -> Tensor:
@@ -156,15 +162,15 @@ def _kl_to_target(logprobs_L: Tensor, rollout_L: Tensor, tokens: LossTokens, opt
     if target_L is None:
         if options.kl_coef:
             raise ValueError("kl_against is 'reference' and kl_coef is not 0, but there are no reference_logprobs_L")
-        return torch.zeros_like(logprobs_L)  # nobody asked how far the reference is, so nobody scored it
+        return torch.zeros_like(logprobs_L)  # the reference was not scored, because it is not needed
     return kl_terms(logprobs_L - target_L, options.kl_estimator)
 
 
 def _exp(exponent_L: Tensor) -> Tensor:
-    """e^x, past MAX_LOG_RATIO continued by its tangent.
+    """e^x, continued by its tangent beyond MAX_LOG_RATIO.
 
-    A plain clamp would have no gradient there: a bad token that became vastly likelier would no longer be pushed back,
-    and k3 would even push the wrong way.
+    A plain clamp has no gradient there: a bad token that became far more likely would not be pushed back, and k3 would
+    push in the wrong direction.
     """
     return exponent_L.clamp(max=MAX_LOG_RATIO).exp() + _tangent(exponent_L)
 
@@ -175,3 +181,172 @@ def _expm1(exponent_L: Tensor) -> Tensor:
 
 def _tangent(exponent_L: Tensor) -> Tensor:
     return math.exp(MAX_LOG_RATIO) * (exponent_L - MAX_LOG_RATIO).relu()
+
+
+# ---- metrics
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredTokens:
+    """Values per token of a micro, from which the metrics are computed."""
+
+    policy_loss_L: Tensor  # weighted
+    kl_loss_L: Tensor  # weighted, times kl_coef
+    logprobs_L: Tensor
+    entropy_L: Tensor
+    advantages_L: Tensor
+    ratio_L: Tensor
+    is_clipped_low_L: Tensor
+    is_clipped_high_L: Tensor
+    kl_L: Tensor  # the configured estimator against its target
+    rollout_kl_L: Tensor  # k3 against the policy that sampled
+    own_logprobs_L: Tensor  # the trainer's before the first update on the batch
+    rollout_logprobs_L: Tensor
+    log_mismatch_L: Tensor  # own - rollout, bounded so that its exponential's square fits fp32
+    is_known_L: Tensor  # the environment sent the engine's logprob
+    is_masked_L: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LossStats:
+    """Sums and maxima over the tokens of micros. They stay on the device; only `metrics` synchronizes.
+
+    >>> none = LossStats().add(LossStats()).metrics()
+    >>> none["loss"], none["mean_ratio"]
+    (0.0, nan)
+    """
+
+    sum_names: tuple[str, ...] = ()
+    maximum_names: tuple[str, ...] = ()
+    sums: Tensor = field(default_factory=lambda: torch.zeros(0))
+    maxima: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def add(self, other: LossStats) -> LossStats:
+        """Combine both as if their tokens were in one micro; `LossStats()` is the neutral element."""
+        if not self.sum_names or not other.sum_names:
+            return self if self.sum_names else other
+        return LossStats(
+            self.sum_names, self.maximum_names, self.sums + other.sums, torch.maximum(self.maxima, other.maxima)
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics by name. Without any token, means are NaN, which is drawn as a gap. Without engine logprobs,
+        trainer and engine count as equal: ratios are 1, distances 0."""
+        names = (*self.sum_names, *self.maximum_names)
+        values = torch.cat([self.sums, self.maxima]).tolist()  # the only synchronization with the device
+        total: defaultdict[str, float] = defaultdict(float, zip(names, values, strict=True))
+        num_tokens, num_known = total["tokens"], total["known"]
+
+        def mean(name: str, count: float = num_tokens, empty: float = 0.0) -> float:
+            return total[name] / count if count else empty
+
+        def over_known(name: str) -> float:
+            return mean(name, num_known)
+
+        num_clipped = total["clipped_low"] + total["clipped_high"]
+        clipped_fraction = num_clipped / num_tokens if num_tokens else 0.0
+        effective = total["weight"] ** 2 / (num_known * total["weight_squared"]) if num_known else 1.0
+        found = {
+            "loss": total["policy_loss"] + total["kl_loss"],  # the minimized value, with the KL term
+            "policy_loss": total["policy_loss"],  # without the KL term
+            "kl": mean("kl"),  # the configured estimator against its target, per token
+            "entropy": mean("entropy"),  # of the distribution that each token was sampled from
+            "mean_ratio": mean("ratio"),  # the ratio that is clipped, per token
+            "mean_kl": over_known("rollout_kl"),  # k3 of the current policy against the one that sampled
+            "clipped_fraction": clipped_fraction,  # tokens that the surrogate clips
+            "clip_ratio/low_mean": mean("clipped_low"),  # of these, with a ratio below the range
+            "clip_ratio/high_mean": mean("clipped_high"),  # and above it
+            "clip_ratio/region_mean": clipped_fraction,  # clipped_fraction under TRL's name
+            "sampling/sampling_logp_difference/mean": over_known("difference"),  # |trainer's - engine's logprob|
+            "sampling/sampling_logp_difference/max": total["max_difference"] if num_known else 0.0,
+            # trainer's probability before the first update divided by the engine's
+            "sampling/importance_sampling_ratio/mean": mean("weight", num_known, empty=1.0),
+            "sampling/importance_sampling_ratio/min": _exp_of(-total["max_negated_log_weight"]) if num_known else 1.0,
+            "sampling/importance_sampling_ratio/max": _exp_of(total["max_log_weight"]) if num_known else 1.0,
+            "rollout_corr/kl": over_known("k1"),  # engine's - trainer's logprob: KL(engine, trainer), unbiased
+            "rollout_corr/k3_kl": over_known("k3"),  # the same KL by the non-negative estimator
+            "rollout_corr/chi2_token": over_known("chi2"),  # mean squared weight - 1
+            "rollout_corr/training_ppl": _exp_of(-over_known("own_logprob")) if num_known else 0.0,  # e^-mean logprob
+            "rollout_corr/rollout_ppl": _exp_of(-over_known("rollout_logprob")) if num_known else 0.0,  # the engine's
+            # 1 if all importance weights are equal
+            "rollout_corr/rollout_is_eff_sample_size": min(effective, 1.0),  # rounding may exceed 1
+            "rollout_corr/rollout_is_oob_ratio": over_known("out_of_bounds"),  # weights outside of mask, cap or 0.5..2
+            "rollout_corr/rollout_rs_masked_fraction": over_known("masked"),  # tokens without loss because of the mask
+            "batch/without_logprobs_frac": 1 - num_known / num_tokens if num_tokens else 0.0,  # engine's were not sent
+            "pos_logp": mean("positive_logprob", total["positive"]),  # own logprob of tokens with positive advantage
+            "neg_logp": mean("negative_logprob", total["negative"]),  # with negative advantage
+            "pos_count": total["positive"],  # number of tokens with positive advantage
+            "neg_count": total["negative"],  # with negative advantage
+        }
+        if num_tokens:
+            return found
+        return {name: value if name in SUM_METRICS else math.nan for name, value in found.items()}
+
+
+@torch.no_grad()
+def measure(tokens: MeasuredTokens, options: ObjectiveOptions) -> LossStats:
+    """The sums of one micro, in float64 so that millions of tokens lose no precision."""
+    is_known_L, log_weight_L = tokens.is_known_L, tokens.log_mismatch_L
+    weight_L = log_weight_L.exp()
+    difference_L = tokens.own_logprobs_L - tokens.rollout_logprobs_L
+    is_positive_L, is_negative_L = tokens.advantages_L > 0, tokens.advantages_L < 0
+    over_all = {
+        "tokens": torch.ones_like(tokens.logprobs_L),
+        "known": is_known_L,
+        "policy_loss": tokens.policy_loss_L,
+        "kl_loss": tokens.kl_loss_L,
+        "kl": tokens.kl_L,
+        "entropy": tokens.entropy_L,
+        "ratio": tokens.ratio_L,
+        "clipped_low": tokens.is_clipped_low_L,
+        "clipped_high": tokens.is_clipped_high_L,
+        "positive": is_positive_L,
+        "negative": is_negative_L,
+        "positive_logprob": tokens.logprobs_L.masked_fill(~is_positive_L, 0.0),
+        "negative_logprob": tokens.logprobs_L.masked_fill(~is_negative_L, 0.0),
+    }
+    over_known = {
+        "rollout_kl": tokens.rollout_kl_L,
+        "difference": difference_L.abs(),
+        "weight": weight_L,
+        "weight_squared": weight_L.square(),
+        "k1": -difference_L,
+        "k3": torch.expm1(log_weight_L) - log_weight_L,
+        "chi2": torch.expm1(2 * log_weight_L),  # weight squared - 1, without cancellation
+        "own_logprob": tokens.own_logprobs_L,
+        "rollout_logprob": tokens.rollout_logprobs_L,
+        "out_of_bounds": outside(weight_L, *_bounds(options)).to(weight_L.dtype),
+        "masked": tokens.is_masked_L.to(weight_L.dtype),
+    }
+    largest = {
+        "max_difference": difference_L.abs(), "max_log_weight": log_weight_L, "max_negated_log_weight": -log_weight_L,
+    }  # fmt: skip
+    # Masks instead of indices: a result whose length depends on values would wait for the device.
+    rows = [*over_all.values(), *(row_L.masked_fill(~is_known_L, 0.0) for row_L in over_known.values())]
+    maxima = torch.stack([row_L.masked_fill(~is_known_L, -math.inf) for row_L in largest.values()])
+    return LossStats(
+        (*over_all, *over_known),
+        tuple(largest),
+        torch.stack([row_L.double() for row_L in rows]).sum(1),
+        pad(maxima.double(), (0, 1), value=-math.inf).amax(1),  # padded, so that there is a maximum without tokens
+    )
+
+
+def outside(values_L: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Which values are outside of [low, high]; None is no bound. A NaN is inside: it must not be masked away."""
+    is_outside_L = torch.zeros_like(values_L, dtype=torch.bool)
+    if low is not None:
+        is_outside_L = is_outside_L | (values_L < low)
+    if high is not None:
+        is_outside_L = is_outside_L | (values_L > high)
+    return is_outside_L
+
+
+def _bounds(options: ObjectiveOptions) -> tuple[float, float]:
+    lows = (options.importance_mask_low, USUAL_MISMATCH[0])
+    highs = (options.importance_mask_high, options.importance_cap, USUAL_MISMATCH[1])
+    return next(low for low in lows if low is not None), next(high for high in highs if high is not None)
+
+
+def _exp_of(exponent: float) -> float:
+    return math.exp(min(exponent, MAX_EXPONENT)) if not math.isnan(exponent) else exponent

@@ -1,58 +1,216 @@
-"""The files of a model or an adapter: weights, and everything needed to load them elsewhere."""
+"""Write folders of models and adapters atomically, with everything needed to load them elsewhere.
+
+.step_25.partial/   being written, or half deleted       .step_25.old/   being replaced
+step_25/            complete: every file synced, then the folder renamed, then its parent synced
+"""
 
 from __future__ import annotations
 
 import copy
+import errno
+import hashlib
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.train.durable import write_tensors
+from treadle.errors import DiskFull
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+SMALL_BYTES = 1 << 20
+SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in shards
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt", "added_tokens.json",
 )  # fmt: skip
 
+# ---- atomic folders
+
+
+def write_folder(root: Path, name: str, fill: Callable[[Path], None], *, is_durable: bool = True) -> Path:
+    """Let `fill` write the files of a folder, then rename it to `root/name`, replacing an existing one.
+    `is_durable`: it survives a power failure. It survives the end of this process in any case.
+
+    If `fill` fails, its files are removed and nothing has changed; a full disk raises DiskFull.
+    """
+    staging, target, old = staging_folder(root, name), root / name, root / f".{name}.old"
+    shutil.rmtree(staging, ignore_errors=True)
+    with detect_full_disk(target):
+        try:
+            staging.mkdir()
+            fill(staging)
+            if is_durable:
+                for file in staging.iterdir():
+                    _sync(file)
+                _sync(staging)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        if is_durable:
+            _sync(root)
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def staging_folder(root: Path, name: str) -> Path:
+    """Where the files of `root/name` are written before the rename."""
+    return root / f".{name}.partial"
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that it is never seen half deleted."""
+    doomed = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Clean up after a killed process: delete partial folders; restore a replaced one if its replacement is missing."""
+    for half in root.glob(".*.partial"):
+        shutil.rmtree(half)
+    for old in root.glob(".*.old"):
+        target = root / old.name.removeprefix(".").removesuffix(".old")
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+    save_file(_contiguous(tensors), file, metadata={"format": "pt", **(metadata or {})})
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors. Small ones on a GPU are copied to the host together: with other users of the GPU, one wait is
+    cheaper than many."""
+    found = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    small = {name: tensor for name, tensor in found.items() if tensor.is_cuda and tensor.nbytes <= SMALL_BYTES}
+    return found | host_copies(small)
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors of one device and dtype to the host together.
+    >>> host_copies({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    found: dict[str, Tensor] = {}
+    for kind in {(tensor.device, tensor.dtype) for tensor in tensors.values()}:
+        same = {name: tensor for name, tensor in tensors.items() if (tensor.device, tensor.dtype) == kind}
+        together = torch.cat([tensor.view(-1) for tensor in same.values()]).cpu()
+        parts = together.split([tensor.numel() for tensor in same.values()])
+        found |= {name: part.view(same[name].shape) for name, part in zip(same, parts, strict=True)}
+    return found
+
+
+def shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, in dicts of about SHARD_BYTES."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def sync_and_hash(path: Path) -> str:
+    """Make a written file durable; returns its sha256."""
+    _sync(path)
+    return sha256(path)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_all(paths: list[Path]) -> list[str]:
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        return list(pool.map(sha256, paths))
+
+
+@contextmanager
+def detect_full_disk(folder: Path) -> Iterator[None]:
+    """Turn the errors of a full disk or quota into DiskFull."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not _is_full(error):
+            raise
+        raise DiskFull(
+            f"the disk is full while writing {folder}; the checkpoint before it is kept",
+            fix="free some space and continue with treadle run --resume",
+        ) from error
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL_DISK
+    # safetensors wraps the operating system's errors: "... No space left on device (os error 28)"
+    return any(f"(os error {number})" in str(error) for number in FULL_DISK)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- models and adapters
+
 
 @dataclass(frozen=True)
-class Kind:
-    """What full training and adapters call their files."""
+class FolderKind:
+    """File names of a full model or of an adapter."""
 
     prefix: str
     final: str
     weights: str
-    copied: tuple[str, ...]  # from the folder of the model that training began with
+    copied: tuple[str, ...]  # from the folder of the starting model
 
 
-FULL = Kind("step_", "final_model", "model.safetensors", MODEL_FILES + TOKENIZER_FILES)
-# PEFT finds the model by adapter_config.json; a config.json would make the folder look like a model of its own.
-ADAPTER = Kind("adapter_step_", "final_adapter", "adapter_model.safetensors", TOKENIZER_FILES)
+FULL = FolderKind("step_", "final_model", "model.safetensors", MODEL_FILES + TOKENIZER_FILES)
+# PEFT finds the model by adapter_config.json; with a config.json the folder would look like a full model.
+ADAPTER = FolderKind("adapter_step_", "final_adapter", "adapter_model.safetensors", TOKENIZER_FILES)
 
 
 def write_model(folder: Path, weights: Mapping[str, Tensor], base: Path) -> None:
-    """`base` is the folder of the model that training began with."""
+    """`base`: the folder of the starting model."""
     write_tensors(weights, folder / FULL.weights)
     _copy(FULL, base, folder)
 
 
 def write_adapter(folder: Path, adapter: Any, live: Mapping[str, Tensor], base: Path | None = None) -> None:
-    """`adapter` is PEFT's model, `live` its trained parameters by the names that PEFT saves. `base`: whose tokenizer
-    goes with it; an engine that serves the model has that."""
+    """`adapter`: PEFT's model. `live`: its trained parameters by PEFT's names. `base`: its tokenizer is copied; not
+    needed by an engine, which has it."""
     write_tensors(live, folder / ADAPTER.weights)
     config = copy.copy(adapter.active_peft_config)
-    config.inference_mode = True  # whoever loads it is not training, unless they say so
+    config.inference_mode = True  # PEFT's default for loading
     config.save_pretrained(folder)
     if base is not None:
         _copy(ADAPTER, base, folder)
 
 
-def _copy(kind: Kind, base: Path, folder: Path) -> None:
+def _copy(kind: FolderKind, base: Path, folder: Path) -> None:
     for name in kind.copied:
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)

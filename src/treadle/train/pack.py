@@ -1,19 +1,18 @@
-"""Groups -> what the model forwards: no padding, and what rollouts have in common only once. Pure.
+"""Pack groups into micros for the model's forward: no padding, and shared tokens only once. Pure.
 
     two groups of two rollouts           packed:  R R R P P a a b Q s c d
       R R R P P a a .                    position 0 1 2 3 4 5 6 5 3 4 5 5
       R R R P P b .
-      R R R Q s c .                      R, the root, is what all stems of the micro begin with. A stem (P P, Q s) is
-      R R R Q s d .                      what several rollouts of a group begin with: the prompt, and the tokens of
-                                         their completions up to the first that differs.
+      R R R Q s c .                      R, the root, is the common start of all stems in the micro. A stem (P P, Q s)
+      R R R Q s d .                      is the common start of several rollouts of a group: the prompt, and tokens of
+                                         their completions up to the first difference.
 
 A token sees the root, its stem and its own rollout up to itself. The last token of a rollout (.) is predicted but
-predicts nothing, so it is not forwarded. A rollout is never cut, a group may be. Every token that carries loss brings
-its weight in the mean over the whole optimizer step, so the losses of micros add up to the same number however the step
-is split.
+predicts nothing, so it is not forwarded. A rollout is never split, a group may be. Every loss token has its weight in
+the mean over the whole optimizer step, so the losses of micros add up to the same number however the step is split.
 
-Rollouts without any advantage have no gradient (unless there is a KL term) and are not forwarded; their tokens still
-count in the mean.
+Rollouts without advantage have no gradient (unless there is a KL term) and are not forwarded; their tokens still count
+in the mean.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.config.train import ON_CPU
-from treadle.train.examine import Examined, TokenWeights, is_all_good, num_alike, rollout_logprobs, temperature_of
 from treadle.train.loss import LossTokens
-from treadle.train.partition import spread
+from treadle.train.prepare import PreparedGroup, TokenWeights, is_all_good, num_alike, rollout_logprobs, temperature_of
 from treadle.wire.groups import ScoredGroup
 
-SHARING_PAYS = 0.98  # forwarding this share of the tokens or less is worth the detour
-TOKEN_COST = 6 * 2048  # what a token costs in all other layers, in query-key pairs: about six times the hidden size
+SHARING_PAYS = 0.98  # shared tokens are packed once if at most this share of all tokens remains
+TOKEN_COST = 6 * 2048  # cost of a token in the linear layers, in query-key pairs: about six times the hidden size
+_LOSS_FIELDS = ("source", "target", "temperature", "logprob", "advantage", "weight", "sequence")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rollouts that share a stem: where the root, the rest of the stem and the rest of each rollout lie in the row."""
+    """Rollouts that share a stem: ranges of the root, the rest of the stem and the rest of each rollout in the row."""
 
     root: tuple[int, int]
     prompt: tuple[int, int]
@@ -48,8 +47,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Micro:
-    """What one forward takes. `_T` runs over packed tokens, `_L` over the tokens that carry loss, `_D` over distinct
-    predictions: rollouts that share a stem predict its tokens alike."""
+    """The input of one forward pass. `_T` runs over packed tokens, `_L` over loss tokens, `_D` over distinct
+    predictions: rollouts that share a stem have the same predictions for its tokens."""
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -60,7 +59,7 @@ class Micro:
     first_D: Tensor  # index into L of the first of each distinct prediction
     prediction_L: Tensor  # index into D of each loss token's prediction
     loss_tokens: LossTokens
-    origins: tuple[tuple[ScoredGroup, int], ...]  # of each sequence: its group, and which rollout of it
+    origins: tuple[tuple[ScoredGroup, int], ...]  # group and rollout index of each sequence
     cost: float
 
     @property
@@ -68,8 +67,8 @@ class Micro:
         return len(self.token_ids_T)
 
     @property
-    def places_L(self) -> Tensor:
-        """Where in its rollout each loss token stands."""
+    def rollout_positions_L(self) -> Tensor:
+        """Index of each loss token in its rollout."""
         return self.positions_T[self.source_L] + 1
 
 
@@ -77,13 +76,13 @@ class Micro:
 class PackedBatch:
     micros: tuple[Micro, ...]
     num_tokens: int  # of all rollouts
-    num_taught_tokens: int  # of the rollouts that teach something
-    num_masked_tokens: int  # completion tokens of rollouts that were cut off and therefore carry no loss
-    num_rejected: int  # rollouts whose numbers cannot be used
+    num_taught_tokens: int  # of rollouts with loss tokens
+    num_masked_tokens: int  # completion tokens without loss because the rollout was cut off
+    num_rejected: int  # rollouts with unusable numbers
     num_cut_off: int
-    num_positive_logprobs: int  # sampled tokens whose logprob cannot be one
+    num_positive_logprobs: int  # sampled tokens with a positive logprob
     completion_lengths: Sequence[int]  # sampled tokens of each rollout
-    repetitions: Sequence[float]  # of each completion that is long enough to tell
+    repetitions: Sequence[float]  # of each completion of at least MIN_REPEATING tokens
     groups: Sequence[ScoredGroup]
 
     @property
@@ -92,12 +91,12 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Those that were forwarded for their own sake."""
+        """Tokens that carry loss."""
         return sum(len(micro.targets_L) for micro in self.micros)
 
-    @np.errstate(over="ignore", invalid="ignore")  # odd scores were rejected; here they merely show
+    @np.errstate(over="ignore", invalid="ignore")  # overflows of odd scores, which were rejected
     def metrics(self, version: int) -> dict[str, float]:
-        """What the batch looked like: rewards, lengths, age against the policy `version` it is trained on."""
+        """Rewards, lengths and staleness of the batch; `version`: of the policy that is trained on it."""
         spreads_G = np.array([np.std(g.scores) for g in self.groups])
         is_dead_G = np.array([min(g.scores) == max(g.scores) for g in self.groups])
         is_good_G = is_dead_G & np.array([is_all_good(g) for g in self.groups])
@@ -121,7 +120,7 @@ class PackedBatch:
             "completions/max_length": float(np.max(lengths)),
             "completions/clipped_ratio": self.num_cut_off / len(lengths),
             **({"completions/repetition": float(np.mean(self.repetitions))} if self.repetitions else {}),
-            "sample/staleness_mean": float(np.mean(ages)) if ages else math.nan,  # nobody said
+            "sample/staleness_mean": float(np.mean(ages)) if ages else math.nan,  # unknown
             "sample/staleness_max": float(np.max(ages)) if ages else math.nan,
             "batch/groups_per_step": len(self.groups),
             "batch/samples_per_step": len(lengths),
@@ -138,6 +137,32 @@ class PackedBatch:
         }
 
 
+def pack_into_bins(items: Sequence[tuple[int, float]], capacity: int) -> list[list[int]]:
+    """Indices of (size, cost) items by bin. A bin holds at most `capacity`; a larger item gets a bin of its own.
+
+    Greedy: the most expensive item first, each into the cheapest bin with space, so that the worst bin is at most a
+    third above the optimum. Deterministic; items keep their order within a bin.
+
+    >>> pack_into_bins([(4, 4.0), (3, 3.0), (3, 3.0), (2, 2.0)], capacity=6)
+    [[0, 3], [1, 2]]
+    """
+    num_bins = -(-sum(min(size, capacity) for size, _ in items) // capacity)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    sizes, costs = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
+    for index in sorted(range(len(items)), key=lambda i: (-items[i][1], i)):
+        size, cost = items[index]
+        has_space = (sizes == 0) | (sizes + size <= capacity)
+        if not has_space.any():
+            bins.append([])
+            sizes, costs = np.append(sizes, 0), np.append(costs, 0.0)
+            has_space = np.append(has_space, True)
+        chosen = int(np.where(has_space, costs, np.inf).argmin())
+        bins[chosen].append(index)
+        sizes[chosen] += size
+        costs[chosen] += cost
+    return [sorted(chosen) for chosen in bins if chosen]
+
+
 def pack(
     groups: Sequence[ScoredGroup],
     config: TrainConfig,
@@ -145,30 +170,31 @@ def pack(
     token_cost: float = TOKEN_COST,
     vocab_size: int | None = None,
 ) -> PackedBatch:
-    """Pack groups into micros of at most `config.micro_tokens`, alike in cost (a longer rollout gets its own)."""
-    examined = [Examined(group, config, vocab_size) for group in groups]
-    weights = TokenWeights(examined, config)
-    share = _pays_to_share(examined, config)
+    """Pack groups into micros of at most `config.micro_tokens` and similar cost; a longer rollout gets its own
+    micro."""
+    prepared = [PreparedGroup(group, config, vocab_size) for group in groups]
+    weights = TokenWeights(prepared, config)
+    share = _pays_to_share(prepared, config)
     budget = config.micro_tokens or ON_CPU["micro_tokens"]
-    num_root = root_length([e.tokens[i][: e.prefix] for e in examined for i in e.rollouts[:1]]) if share else 0
-    portions = [portion for e in examined for portion in cut_into_portions(e, budget, num_root, share=share)]
-    bins = spread([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
+    num_root = root_length([g.tokens[i][: g.prefix] for g in prepared for i in g.rollouts[:1]]) if share else 0
+    portions = [portion for g in prepared for portion in cut_into_portions(g, budget, num_root, share=share)]
+    bins = pack_into_bins([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
     return PackedBatch(
         micros=tuple(_build([portions[i] for i in chosen], weights, token_cost) for chosen in bins),
-        num_taught_tokens=sum(len(e.tokens[i]) for e in examined for i in e.rollouts),
+        num_taught_tokens=sum(len(g.tokens[i]) for g in prepared for i in g.rollouts),
         num_tokens=sum(len(tokens) for group in groups for tokens in group.tokens),
-        num_masked_tokens=sum(e.num_masked for e in examined),
-        num_rejected=sum(sum(e.is_rejected) for e in examined),
-        num_cut_off=sum(int(e.is_cut_off.sum()) for e in examined),
-        num_positive_logprobs=sum(e.num_positive for e in examined),
-        completion_lengths=[length for e in examined for length in e.completion_lengths],
-        repetitions=[share for e in examined for share in e.repetitions],
+        num_masked_tokens=sum(g.num_masked for g in prepared),
+        num_rejected=sum(sum(g.is_rejected) for g in prepared),
+        num_cut_off=sum(int(g.is_cut_off.sum()) for g in prepared),
+        num_positive_logprobs=sum(g.num_positive for g in prepared),
+        completion_lengths=[length for g in prepared for length in g.completion_lengths],
+        repetitions=[share for g in prepared for share in g.repetitions],
         groups=groups,
     )
 
 
 def root_length(prompts: Sequence[np.ndarray]) -> int:
-    """How many tokens all prompts begin with alike; each keeps at least one token of its own."""
+    """Number of leading tokens that all prompts share; each keeps at least one token of its own."""
     if len(prompts) < 2:
         return 0
     return max(0, min(num_alike(prompts), min(map(len, prompts)) - 1))
@@ -176,56 +202,56 @@ def root_length(prompts: Sequence[np.ndarray]) -> int:
 
 @dataclass(frozen=True)
 class _Portion:
-    """Rollouts of one group that are forwarded together behind the `stem` tokens that they share."""
+    """Rollouts of one group that are forwarded together after their shared `stem` tokens."""
 
-    examined: Examined
+    prepared: PreparedGroup
     rollouts: tuple[int, ...]
     stem: int
 
     @property
     def stem_tokens(self) -> np.ndarray:
-        return self.examined.tokens[self.rollouts[0]][: self.stem]
+        return self.prepared.tokens[self.rollouts[0]][: self.stem]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each rollout behind the stem, without the last."""
-        return [len(self.examined.tokens[i]) - 1 - self.stem for i in self.rollouts]
+        """Tokens of each rollout after the stem, without the last."""
+        return [len(self.prepared.tokens[i]) - 1 - self.stem for i in self.rollouts]
 
     @property
     def num_tokens(self) -> int:
         return self.stem + sum(self.lengths)
 
     def cost(self, token_cost: float) -> float:
-        """In query-key pairs: what the linear layers take, and the triangles and rectangles of attention."""
+        """In query-key pairs: the linear layers, and the causal and full parts of attention."""
         pairs = self.stem**2 / 2 + sum(n * (self.stem + n / 2) for n in self.lengths)
         return self.num_tokens * token_cost + pairs
 
 
-def cut_into_portions(examined: Examined, budget: int, num_root: int = 0, *, share: bool) -> list[_Portion]:
-    """The rollouts in portions of at most `budget` tokens, each with the stem that its rollouts share. Every further
-    portion repeats a stem, except for the `num_root` tokens that the whole micro shares."""
+def cut_into_portions(prepared: PreparedGroup, budget: int, num_root: int = 0, *, share: bool) -> list[_Portion]:
+    """Split the rollouts into portions of at most `budget` tokens, each with the stem that its rollouts share. Each
+    further portion repeats the stem, except for the `num_root` tokens that the whole micro shares."""
     if not share:
-        return [_Portion(examined, (i,), 0) for i in examined.rollouts]
+        return [_Portion(prepared, (i,), 0) for i in prepared.rollouts]
     portions: list[_Portion] = []
-    for rollouts, stem in find_stems(examined.tokens, examined.rollouts, num_root) if examined.rollouts else []:
+    for rollouts, stem in find_stems(prepared.tokens, prepared.rollouts, num_root) if prepared.rollouts else []:
         chosen: list[int] = []
         size = stem
         for i in rollouts:
-            length = len(examined.tokens[i]) - 1 - stem
+            length = len(prepared.tokens[i]) - 1 - stem
             if chosen and size + length > budget:
-                portions.append(_Portion(examined, tuple(chosen), stem))
+                portions.append(_Portion(prepared, tuple(chosen), stem))
                 chosen, size = [], stem
             chosen.append(i)
             size += length
-        portions.append(_Portion(examined, tuple(chosen), stem))
+        portions.append(_Portion(prepared, tuple(chosen), stem))
     return portions
 
 
 def find_stems(tokens: Sequence[np.ndarray], rollouts: Sequence[int], num_root: int) -> list[tuple[list[int], int]]:
-    """Rollouts by what they begin with in common: [(rollouts, length of their stem)].
+    """Group rollouts by their common start: [(rollouts, length of their stem)].
 
-    Rollouts that go on alike behind the stem of all get a stem of their own where that saves tokens, although the
-    shorter one is then forwarded once more.
+    Rollouts that continue equally after the common stem get a longer stem of their own if that saves tokens, although
+    the common stem is then forwarded again.
 
     >>> rows = [np.array(row) for row in ([7, 1, 2, 3, 4], [7, 1, 2, 3, 5], [7, 9, 9])]
     >>> find_stems(rows, [0, 1, 2], num_root=0)
@@ -247,15 +273,16 @@ def find_stems(tokens: Sequence[np.ndarray], rollouts: Sequence[int], num_root: 
 
 
 def _stem(rollouts: Sequence[np.ndarray]) -> int:
-    """How many tokens rollouts begin with alike. The last of each is not forwarded, so it is no part of a stem."""
+    """Number of leading tokens that rollouts share. The last token of each is not forwarded, so it cannot be in a
+    stem."""
     return min(num_alike(rollouts), min(map(len, rollouts)) - 1)
 
 
-def _pays_to_share(examined: Sequence[Examined], config: TrainConfig) -> bool:
+def _pays_to_share(prepared: Sequence[PreparedGroup], config: TrainConfig) -> bool:
     if config.share_prompts != "auto":
         return config.share_prompts == "on"
-    whole = sum(len(e.group.tokens[i]) for e in examined for i in e.rollouts)
-    saved = sum(e.prefix * (len(e.rollouts) - 1) for e in examined if e.rollouts)
+    whole = sum(len(g.group.tokens[i]) for g in prepared for i in g.rollouts)
+    saved = sum(g.prefix * (len(g.rollouts) - 1) for g in prepared if g.rollouts)
     return whole > 0 and (whole - saved) / whole <= SHARING_PAYS
 
 
@@ -269,7 +296,7 @@ def _build(portions: Sequence[_Portion], weights: TokenWeights, token_cost: floa
 
 
 class _MicroBuilder:
-    """Lays portions behind their root."""
+    """Appends portions to their root."""
 
     def __init__(self, root: np.ndarray, weights: TokenWeights) -> None:
         self._weights = weights
@@ -288,7 +315,7 @@ class _MicroBuilder:
         completions = []
         for i in portion.rollouts:
             start = self._num_tokens
-            tokens = portion.examined.tokens[i]
+            tokens = portion.prepared.tokens[i]
             self._append(tokens, portion.stem, len(tokens) - 1)
             completions.append((start, self._num_tokens))
             self._add_loss_tokens(portion, i, stem_start, start)
@@ -300,18 +327,18 @@ class _MicroBuilder:
         self._num_tokens += max(0, end - start)
 
     def _add_loss_tokens(self, portion: _Portion, rollout: int, stem_start: int, own_start: int) -> None:
-        examined, group = portion.examined, portion.examined.group
-        places = np.flatnonzero(examined.carries_loss[rollout])
-        before = places - 1
+        prepared, group = portion.prepared, portion.prepared.group
+        positions = np.flatnonzero(prepared.carries_loss[rollout])
+        before = positions - 1
         in_stem = np.where(before < self._root[1], before, stem_start + before - self._root[1])
         values = {
             "source": np.where(before < portion.stem, in_stem, own_start + before - portion.stem),
-            "target": examined.tokens[rollout][places],
-            "temperature": np.full(len(places), temperature_of(group, rollout)),
-            "logprob": rollout_logprobs(group, rollout, places),
-            "advantage": examined.advantages[rollout][places],
-            "weight": np.full(len(places), self._weights.of(int(examined.lengths[rollout]))),
-            "sequence": np.full(len(places), len(self._origins)),
+            "target": prepared.tokens[rollout][positions],
+            "temperature": np.full(len(positions), temperature_of(group, rollout)),
+            "logprob": rollout_logprobs(group, rollout, positions),
+            "advantage": prepared.advantages[rollout][positions],
+            "weight": np.full(len(positions), self._weights.of(int(prepared.lengths[rollout]))),
+            "sequence": np.full(len(positions), len(self._origins)),
         }
         for name, array in values.items():
             self._per_loss_token[name].append(array)
@@ -347,6 +374,3 @@ class _MicroBuilder:
             origins=tuple(self._origins),
             cost=cost,
         )
-
-
-_LOSS_FIELDS = ("source", "target", "temperature", "logprob", "advantage", "weight", "sequence")

@@ -1,11 +1,11 @@
-"""The model that is trained: the weights that forwards use, and how packed rollouts go through it.
+"""The policy: the model that is trained, its live weights, and how packed rollouts are scored.
 
-      optimizer ──on_publish──> live weights (bf16, perhaps shared with the engine) ──> what the engine reads
+      optimizer ──on_publish──> live weights (bf16, possibly shared with the engine) ──> what the engine reads
           ^                          |
           └────── gradients <── backward
 
-Live weights may be what an engine generates from, so they change only in `write_live_weights`, which a sync mode calls
-while the engine is held.
+An engine may generate from the live weights, so they change only in `write_live_weights`, which a sync mode calls while
+the engine is paused.
 """
 
 from __future__ import annotations
@@ -28,24 +28,28 @@ from treadle.loading import choose_device, choose_matmul_backend, loading_option
 from treadle.sync.layout import Layout
 from treadle.sync.protocol import Attached, TokenScores
 from treadle.sync.shared_memory import bind_parameters, map_weights
-from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, plan_attention, plug_in
-from treadle.train.durable import write_folder, write_tensors
-from treadle.train.lean import make_lean
+from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, install_attention, plan_attention
 from treadle.train.logprobs import chosen_logprobs
-from treadle.train.model_files import FULL, write_adapter, write_model
+from treadle.train.model_files import FULL, write_adapter, write_folder, write_model, write_tensors
+from treadle.train.model_setup import (
+    check_packed,
+    choose_trainable,
+    make_lean,
+    packed_sample,
+    prepare_layers,
+    score_unpacked,
+    use_fused_kernels,
+)
 from treadle.train.pack import Micro, Segment
 from treadle.train.ranks import ALONE, Ranks
 from treadle.train.reference import Reference, build_reference
-from treadle.train.self_test import ask_the_model, check_agreement, packed_sample
-from treadle.train.speed import prepare_layers, use_fused_kernels
-from treadle.train.trainable import choose_trainable
 
 if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
 
 
 class Policy:
-    """`score(micro)` gives logprobs; backward leaves gradients on `live`, for the optimizer's hooks to take."""
+    """`score(micro)` returns logprobs; backward leaves gradients on `live` for the optimizer's hooks."""
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class Policy:
         ranks: Ranks = ALONE,
         is_the_engines: bool = False,
     ) -> None:
-        """`is_the_engines`: the model's weights, with adapters those of the base, are the engine's own bytes."""
+        """`is_the_engines`: the weights (with adapters: the base model's) are the engine's own memory."""
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise ModelError("the output layer has a bias, which the trainer does not handle", fix="use another model")
         self.model = model
@@ -66,8 +70,8 @@ class Policy:
         self.adapter: Any | None = None
         self._served_adapter: ServedAdapter | None = None
         self._config = config
-        self._folder = folder or Path(model.name_or_path)  # of the model that training began with
-        self._shared = shared or {}  # where an engine reads the weights, when they are not the live ones themselves
+        self._folder = folder or Path(model.name_or_path)  # of the starting model
+        self._shared = shared or {}  # where an engine reads the weights, if these are not the live weights
         self._write: Callable[[], None] = lambda: None
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext  # around long computations
         self.device: torch.device = next(model.parameters()).device
@@ -75,26 +79,26 @@ class Policy:
         self._attention = choose_kind(
             config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
         )
-        model.eval()  # no dropout: the rollout policy had none either
-        # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
+        model.eval()  # no dropout, as in the rollout policy
+        # With a four-dimensional mask transformers builds no mask; packed attention ignores it.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        expected = ask_the_model(model)
-        plug_in(model)
+        expected = score_unpacked(model)
+        install_attention(model)
         use_fused_kernels(model, config)
         if self.device.type == "cpu":
             make_lean(model)
             choose_matmul_backend(model)
         with torch.no_grad():
-            check_agreement(model, self.score(packed_sample(model))[0], expected)
+            check_packed(model, self.score(packed_sample(model))[0], expected)
         self.live: dict[str, nn.Parameter]
         self.weights: dict[str, nn.Parameter]
         if config.lora:
             self._train_adapters()
         else:
             choose_trainable(model, config.train_layer_indices)
-            self.weights = dict(model.named_parameters())  # a tied parameter comes once
+            self.weights = dict(model.named_parameters())  # a tied parameter appears once
             self.live = {name: p for name, p in self.weights.items() if p.requires_grad}
-        # liger's kernels stop torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
+        # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
         can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none"
         prepare_layers(model, config, can_compile=can_compile)
 
@@ -108,23 +112,23 @@ class Policy:
 
     @property
     def token_cost(self) -> float:
-        """What the linear layers do with one token, in query-key pairs of attention (see pack)."""
+        """Cost of one token in the linear layers, in query-key pairs of attention (see pack)."""
         return 6.0 * self.model.get_input_embeddings().weight.shape[1]
 
     @property
     def flops_per_token(self) -> float:
-        """2 operations per weight forward, 2 backward, and 2 for the gradient of a weight that is trained. An embedding
-        that is not the output layer too is looked up, not multiplied."""
+        """2 operations per weight forward, 2 backward, and 2 for the gradient of a trained weight. An embedding that is
+        not also the output layer is looked up, not multiplied."""
         embedding, output = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         multiplied = [p for p in self.weights.values() if p is output or p is not embedding]
         return sum((6.0 if p.requires_grad else 4.0) * num_weights(p) for p in multiplied)
 
     def score(self, micro: Micro) -> tuple[Tensor, Tensor]:
-        """(logprobs_L, entropy_L) of the tokens that carry loss, in fp32."""
+        """(logprobs_L, entropy_L) of the loss tokens, in fp32."""
         return self._score(self.model, micro)
 
     def reference(self, folder: Path) -> Reference:
-        """The policy that training began with; `folder` is the base model's."""
+        """The starting policy; `folder`: of the base model."""
         return build_reference(
             self._score,
             adapted=self.adapter,
@@ -132,20 +136,20 @@ class Policy:
             dtype=self.dtype,
             device=self.device,
             offload=self._config.reference_offload,
-            prepare=plug_in,
+            prepare=install_attention,
         )
 
     def on_publish(self, write: Callable[[], None]) -> None:
-        """The optimizer says how its last step gets into the live weights."""
+        """Set the function that writes the optimizer's last step into the live weights."""
         self._write = write
 
     def update_live_weights(self) -> None:
-        """For further epochs on a batch. Never while an engine generates from the live weights themselves."""
+        """For further epochs on a batch. Not allowed while an engine generates from the live weights."""
         self._write()
 
     @torch.no_grad()
     def write_live_weights(self) -> None:
-        """The last step into the live weights, and from there to where the engine reads."""
+        """Write the last step into the live weights, and copy them to where the engine reads."""
         self._write()
         if self._shared and self.adapter is not None:
             from treadle.train.lora import merged_weights
@@ -156,14 +160,14 @@ class Policy:
             for name, weight in self.live.items():
                 self._shared[name].copy_(weight)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # another process reads them next
+            torch.cuda.synchronize(self.device)  # they are read next by another process
 
     @property
     def merges_adapters(self) -> bool:
         return self.adapter is not None
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """By name, as an engine serves them: adapters are merged into their weights, one at a time."""
+        """The weights that an engine serves, by name, with adapters merged one at a time."""
         merged: set[str] = set()
         if self.adapter is not None:
             from treadle.train.lora import merged_weights
@@ -177,7 +181,7 @@ class Policy:
 
     @cached_property
     def _plain_weights(self) -> dict[str, Tensor]:
-        """Without their gradients. Nothing gives a parameter other memory once the policy is built."""
+        """Without gradients. The memory of parameters does not change after the policy is built."""
         return {name: parameter.detach() for name, parameter in self.weights.items()}
 
     def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
@@ -185,13 +189,13 @@ class Policy:
 
         if self._served_adapter is None:
             self._served_adapter = ServedAdapter(self.adapter, self.dtype)
-        self._served_adapter.renew()
+        self._served_adapter.refresh()
         yield from self._served_adapter.named.items()
 
     def score_tokens(self, token_ids: Sequence[int]) -> TokenScores:
-        """One text by itself, through the same packed forward as training.
+        """Score one text by itself, through the same packed forward as training.
 
-        Gradients are not switched off, merely dropped: compiled layers would be compiled once more without them.
+        Gradients are computed and dropped: without them, compiled layers would be compiled again.
         """
         with self.computing():
             return self._score_tokens(torch.tensor(token_ids, device=self.device))
@@ -255,14 +259,14 @@ class Policy:
 
 
 def _write_live(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """For an engine, which reads it now: after a loss of power everything is published again."""
+    """Not durable: after a power failure everything is published again."""
     return write_folder(root, name, fill, is_durable=False)
 
 
 def load_policy(
     folder: Path, config: TrainConfig, *, shared: dict[str, Tensor] | None = None, ranks: Ranks = ALONE
 ) -> Policy:
-    """A policy with weights of its own; what is published goes to `shared` too."""
+    """A policy with its own weights; publishes are also written to `shared`."""
     kind: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     device = choose_device(config.device)
     options = loading_options(config.base_quantization, kind, device)
@@ -272,13 +276,13 @@ def load_policy(
 
 
 def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, has_one_copy: bool = True) -> Policy:
-    """A policy whose live weights are the engine's: the model is built empty and bound to the shared bytes.
+    """A policy whose live weights are the engine's: the model is built empty and bound to the shared memory.
 
-    The weights are a copy, written to the shared bytes at every publish, in these cases: not `has_one_copy`; the
-    engine's weights are not where the trainer computes; adapters are merged or a batch is trained on more than once, so
-    that the weights differ from the engine's between publishes; several ranks, of which rank 0 writes its own.
+    The weights are a copy that is written to the shared memory at every publish if: not `has_one_copy`; the engine's
+    weights are on another device; adapters are merged or a batch is trained on more than once, so that the weights
+    differ from the engine's between publishes; or there are several ranks, of which rank 0 writes its copy.
 
-    Where adapters are published as such, the base is frozen: it is always the engine's own, and nobody writes it.
+    Modes that publish adapters have a frozen base: it is always the engine's memory, and never written.
     """
     is_elsewhere = bool(layout.storages) != (choose_device(config.device).type == "cuda")
     if is_elsewhere and config.single_copy:
@@ -296,18 +300,18 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
     if not has_one_copy or is_elsewhere or ranks.size > 1:
         own = config.model_copy(update={"dtype": layout.dtype})
         return load_policy(Path(layout.model), own, shared=map_weights(layout) if ranks.leads else None, ranks=ranks)
-    # Only parameters are left empty; buffers (the rotary frequencies among them) are computed by the model's own code.
+    # Only parameters are empty; buffers (such as the rotary frequencies) are computed by the model's code.
     model_config = AutoConfig.from_pretrained(layout.model)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, layout.dtype))
-    model.tie_weights()  # emptying gives tied parameters two names; they are one parameter
+    model.tie_weights()  # tied parameters were separated when they were emptied
     bind_parameters(model, layout)
-    model.to(next(model.parameters()).device)  # its buffers: the parameters are there
+    model.to(next(model.parameters()).device)  # moves the buffers; the parameters are there
     return Policy(model, config, folder=Path(layout.model), is_the_engines=True)
 
 
 def build_policy(engine: Attached, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
-    """The policy that fits what a sync mode found."""
+    """Build the policy for what a sync mode attached to."""
     if engine.layout is None:
         own = config.model_copy(update={"dtype": engine.dtype})
         return load_policy(engine.folder, own, ranks=ranks)

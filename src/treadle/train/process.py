@@ -1,6 +1,9 @@
-"""The trainer process: put the parts together, restore, and run the loop."""
+"""Run the trainer process: build its parts, restore a checkpoint, run the loop, report to the watchdog."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
 
 import httpx
 import torch
@@ -11,33 +14,124 @@ from treadle.config.secret_settings import without_secrets
 from treadle.errors import EngineError, HubError, OutOfMemory, SyncError, UserError, is_out_of_memory
 from treadle.loading import choose_device, report_loading
 from treadle.log import get_logger
+from treadle.net.urls import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
+from treadle.sync.protocol import Attached, Publishable, Receipt, SyncMode
 from treadle.sync.verify import check_saved_weights
-from treadle.track import Tracker, build_tracker
+from treadle.track import Metric, Tracker, build_tracker
 from treadle.track.fan import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.feed import HubFeed
-from treadle.train.join import join_ranks
+from treadle.train.feed import HubFeed, open_feed
 from treadle.train.loop import Sync, train
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import build_policy
-from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
-from treadle.train.ranks import Ranks
+from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.train.token_record import open_token_record
-from treadle.train.watched import Progress, WatchedMode
-from treadle.watch.waits import Waits
-from treadle.watch.watchdog import Watchdog
-from treadle.wire.hub import RegisterTrainer, Trackers
+from treadle.watch.waits import Waits, Wanted
+from treadle.watch.watchdog import About, Watchdog
+from treadle.wire.hub import RegisterTrainer, Trackers, WorkReport
 
+LOADING_S = 900.0
+# A publish fails at its deadline; stacks are dumped before that, while all processes are still where they hang.
+SHARE_OF_DEADLINE = 0.5
 MAX_REASON_CHARS = 1000
-# What goes wrong around a batch and not with it: settings, a full disk, the hub, the engine, the files, a key press.
-AROUND_THE_BATCH = (
+# Errors that a batch cannot cause: settings, a full disk, the hub, the engine, files, a key press.
+NOT_CAUSED_BY_BATCH = (
     UserError, HubError, EngineError, SyncError, OSError, httpx.HTTPError, SafetensorError,
     KeyboardInterrupt, SystemExit,
 )  # fmt: skip
 log = get_logger("trainer")
+
+
+class WatchedSync:
+    """SyncMode wrapper that registers every wait with the watchdog. `version`: the last one that the engine adopted."""
+
+    def __init__(self, mode: SyncMode, waits: Waits, config: TrainConfig) -> None:
+        self._mode = mode
+        self._waits = waits
+        self._config = config
+        self.version: int | None = None
+
+    def attach(self) -> Attached:
+        loaded = Wanted(
+            f"the engine at {shown_url(self._config.engine_url)} to be ready",
+            fix="start it with `treadle engine`, or name another with --engine-url; its log says how far it is",
+            of="engine",
+            deadline_s=LOADING_S,
+        )
+        with self._waits.waiting(loaded):
+            return self._mode.attach()
+
+    def settle(self) -> None:
+        answer = Wanted(
+            "the engine to say which weights it has",
+            fix="the engine's log says what it does; --publish-timeout-s ends this wait",
+            of="engine",
+            deadline_s=SHARE_OF_DEADLINE * self._config.publish_deadline_s,
+        )
+        with self._waits.waiting(answer):
+            self._mode.settle()
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        self.settle()
+        adoption = Wanted(
+            f"the engine to adopt version {version}",
+            fix="the engine's log says what it does; --publish-timeout-s ends this wait",
+            of="engine",
+            holding=f"step {version}",
+            deadline_s=SHARE_OF_DEADLINE * self._config.publish_deadline_s,
+        )
+        with self._waits.waiting(adoption):
+            receipt = self._mode.publish(policy, version)
+        self.version = receipt.version
+        return receipt
+
+
+class TrainerProgress:
+    """The trainer's report for the watchdog: a step may take longer than others wait without a sign of life."""
+
+    def __init__(self, mode: WatchedSync, check_stop: Callable[[], None]) -> None:
+        self._mode = mode
+        self._check_stop = check_stop
+        self._num_micros = 0
+        self._loading: WorkReport | None = None  # None: unknown
+
+    def loads(self, what: str, done: int, total: int) -> None:
+        """Called before the first publish."""
+        self._loading = WorkReport(what=what, done=done, total=total)
+
+    def check(self) -> None:
+        """Called before each micro."""
+        self._num_micros += 1
+        self._check_stop()
+
+    def about(self) -> About:
+        version = self._mode.version
+        if version is None:
+            return About(state="loading", work=self._loading)
+        state = f"training step {version + 1}"
+        return About(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
+
+
+class FollowerSync:
+    """For ranks other than 0: writes the new weights, while rank 0 publishes and the engine is paused."""
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        started = time.monotonic()
+        policy.write_live_weights()
+        return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
+
+
+class FollowerTracker:
+    """For ranks other than 0: writes nothing, because rank 0 logs the metrics of all."""
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None: ...
+
+    def truncate_after(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def run_trainer(config: TrainConfig) -> None:
@@ -48,21 +142,21 @@ def run_trainer(config: TrainConfig) -> None:
         torch.set_num_threads(config.threads)
     config = config.on_device(gpu=choose_device(config.device).type == "cuda")
     waits = Waits()
-    mode = WatchedMode(choose_sync(config), waits, config)
+    mode = WatchedSync(choose_sync(config), waits, config)
     name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
-    progress = Progress(mode, stop.check)
+    progress = TrainerProgress(mode, stop.check)
     with Watchdog("trainer", name, waits, config.atropos_url, progress.about):
         try:
             _train(config, ranks, mode, waits, stop, progress)
         except RuntimeError as error:
-            if (told := no_room(error, config)) is not None:
-                raise told from error
+            if (out_of_memory := out_of_memory_error(error, config)) is not None:
+                raise out_of_memory from error
             raise
-    ranks.leave()
+    ranks.close()
 
 
-def no_room(error: RuntimeError, config: TrainConfig) -> OutOfMemory | None:
-    """For an error of torch's that says that there is no memory left."""
+def out_of_memory_error(error: RuntimeError, config: TrainConfig) -> OutOfMemory | None:
+    """OutOfMemory with a fix, for an error of torch that reports a lack of memory."""
     words = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(words):
         return None
@@ -77,34 +171,34 @@ def no_room(error: RuntimeError, config: TrainConfig) -> OutOfMemory | None:
 
 
 def _train(
-    config: TrainConfig, ranks: Ranks, mode: WatchedMode, waits: Waits, stop: StopSwitch, progress: Progress
+    config: TrainConfig, ranks: Ranks, mode: WatchedSync, waits: Waits, stop: StopSwitch, progress: TrainerProgress
 ) -> None:
     engine = mode.attach()
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
-    sync: Sync = mode if ranks.leads else FollowingSync()
+    sync: Sync = mode if ranks.leads else FollowerSync()
     if not ranks.leads:
-        torch.manual_seed(config.seed + ranks.rank)  # adapters begin alike everywhere, dropouts differ
+        torch.manual_seed(config.seed + ranks.rank)  # adapters start equal on all ranks, dropout differs
     reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(config.save_path, engine.folder, config.keep_checkpoints, ranks)
     restored = checkpoints.restore(policy, optimizer)
     has_frozen_base = policy.is_the_engines and policy.adapter is not None
     if engine.layout is not None and restored.step == 0 and not has_frozen_base:
-        _refuse_trained_weights(engine.layout)
+        _check_untrained(engine.layout)
     if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
         weights = ((name, weight.detach()) for name, weight in policy.weights.items())
         log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
-    tracker = _open_tracker(config) if ranks.leads else FollowingTracker()
+    tracker = _open_tracker(config) if ranks.leads else FollowerTracker()
     tracker.truncate_after(restored.step)
     feed = open_feed(
         ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
     )
     policy.computing = stop.computing
-    stop.install()  # from here on there is something to end in order; before, a signal simply ends the process
+    stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)
-    is_done = restored.step >= config.steps  # killed between its last checkpoint and its final model
+    is_done = restored.step >= config.steps  # it was killed between the last checkpoint and the final model
     if not is_done:
         feed.register(registration)
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
@@ -115,13 +209,13 @@ def _train(
             tokens=open_token_record(config, config.metrics_path, ranks.rank),
         )  # fmt: skip
         if is_done:
-            feed.register(registration)  # not before the weights are published: environments now evaluate them
+            feed.register(registration)  # after the publish: environments now evaluate the weights
     except StopRequested:
         feed.give_back("the trainer was stopped", counts=False)
         log.info("stopped", reason="asked to")
     except BaseException as error:
-        # A batch that failed too often is set aside: only what it can have caused itself may count.
-        counts = not isinstance(error, AROUND_THE_BATCH)
+        # The hub sets a batch aside after several failures, so only errors that it may have caused count.
+        counts = not isinstance(error, NOT_CAUSED_BY_BATCH)
         feed.give_back(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS], counts=counts)
         raise
     finally:
@@ -132,11 +226,11 @@ def _open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
 
 
-def _refuse_trained_weights(layout: Layout) -> None:
-    """Without a checkpoint training begins from the engine's weights: they must be those that it loaded.
+def _check_untrained(layout: Layout) -> None:
+    """Without a checkpoint training starts from the engine's weights: they must be the ones that it loaded.
 
-    A trainer that was killed leaves what it last published, or, when that was not finished, something half written
-    with the engine held. A checkpoint makes up for both: it writes every weight that is trained, and no other changes.
+    A killed trainer leaves the weights that it published last, or half-written ones with the engine paused. With a
+    checkpoint neither matters: all trained weights are written, and the others never change.
     """
     if layout.policy_version not in (None, 0):
         problem = f"the engine already serves version {layout.policy_version} of this policy"
@@ -156,7 +250,7 @@ def _registration(config: TrainConfig, step: int, vocab_size: int) -> RegisterTr
         group=group_of(config, config.metrics_path) if config.sinks else "",
     )
     uses_wandb = "wandb" in config.sinks
-    return RegisterTrainer(  # environments of Atropos log to this project and group at W&B
+    return RegisterTrainer(  # Atropos' environments log to this W&B project and group
         wandb_group=trackers.group if uses_wandb else "",
         wandb_project=trackers.project if uses_wandb else "",
         batch_size=config.sequences_per_step,

@@ -1,32 +1,60 @@
-"""Several trainer processes that act as one: each takes its part of the micros and keeps its part of the optimizer.
+"""Run several trainer processes as one: each takes a share of the micros and owns a share of the optimizer state.
 
     rank 0   leases ──batch──> all      each: own micros ──> gradients ──sum──> owner of each parameter
                                         owner: clip, step ──> its live weights ──> all ──> rank 0 publishes
 
-Every parameter has one owner, which alone keeps its master and moments (the first stage of ZeRO). Weights and gradients
-are whole on every rank. `Ranks` is a trainer that runs alone; `Together` is one of several. The loop knows neither.
+Every parameter has one owner, which alone keeps its master and moments (ZeRO stage 1). Weights and gradients are
+complete on every rank. `Ranks` is a single process, `DistributedRanks` one of several; the loop does not know which.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.errors import ProcessDied
+from treadle.config import TrainConfig
+from treadle.errors import ConfigError, ProcessDied
+from treadle.log import get_logger
 from treadle.sync.process_group import first_sentence
-from treadle.train.loss_stats import Stats
-from treadle.train.partition import deal
+from treadle.train.loss import LossStats
 from treadle.train.stop import StopRequested
+
+log = get_logger("ranks")
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Variables of Atropos' weight broadcast. torchrun sets MASTER_* too, together with WORLD_SIZE.
+BROADCAST_VARIABLES = ("NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT")
+USE_TORCHRUN = "start the trainer with torchrun --nproc-per-node N -m treadle train ..."
+
+
+def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Indices of items by rank, such that the total costs are about equal. Deterministic. Pure.
+
+    Greedy: the most expensive item first, each to the rank with the lowest total.
+
+    >>> balance([4.0, 3.0, 3.0, 2.0], 2), balance([5.0], 3)
+    ([[0, 3], [1, 2]], [[0], [], []])
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        cheapest = min(range(num_ranks), key=lambda rank: totals[rank])
+        shares[cheapest].append(index)
+        totals[cheapest] += costs[index]
+    return [sorted(share) for share in shares]
 
 
 class Ranks:
-    """A trainer that runs alone: everything is its own, and there is nobody to agree with."""
+    """A single trainer process: nothing is shared."""
 
     rank: int = 0
     size: int = 1
@@ -34,59 +62,59 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that talks to the hub, the engine and the sinks, and writes the model."""
+        """Whether this rank talks to hub, engine and trackers, and writes the model."""
         return self.rank == 0
 
     def own(self, costs: Sequence[float]) -> list[int]:
-        """The places of this rank's share of things that cost so much; all ranks must ask about the same things."""
-        return deal(costs, self.size)[self.rank]
+        """Indices assigned to this rank, balanced by cost. All ranks must pass the same costs."""
+        return balance(costs, self.size)[self.rank]
 
     def owners(self, live: Mapping[str, Tensor]) -> dict[str, int]:
-        """The rank that keeps each parameter's optimizer state, such that all keep about as much."""
+        """The rank that keeps each parameter's optimizer state, balanced by size."""
         names = list(live)
-        hands = deal([float(live[name].numel()) for name in names], self.size)
-        return {names[place]: rank for rank, hand in enumerate(hands) for place in hand}
+        shares = balance([float(live[name].numel()) for name in names], self.size)
+        return {names[index]: rank for rank, share in enumerate(shares) for index in share}
 
     def owned(self, live: Mapping[str, Tensor]) -> set[str]:
         return {name for name, rank in self.owners(live).items() if rank == self.rank}
 
     def agreeing(self, check_stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around work that a request to stop may interrupt: it then ends in StopRequested on all ranks or on none."""
+        """Around work that a stop may interrupt: StopRequested is then raised on all ranks or on none."""
         return nullcontext()
 
-    def total(self, stats: Stats) -> Stats:
-        """Those of all ranks, as if one had trained on everything."""
+    def total(self, stats: LossStats) -> LossStats:
+        """LossStats of all ranks together."""
         return stats
 
     def total_number(self, number: float) -> float:
         return number
 
     def total_norm(self, norm: float) -> float:
-        """The norm of everything, from that of each rank's part."""
+        """The total norm, from the norm of each rank's part."""
         return norm
 
     def largest_number(self, number: float) -> float:
         return number
 
     def sum_to_owners(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up each gradient over the ranks at its parameter's owner; elsewhere it becomes zero."""
+        """Sum each gradient over the ranks at its parameter's owner; it becomes zero on the other ranks."""
 
-    def hand_out(self, live: Mapping[str, Tensor]) -> None:
-        """Every owner's weights to all ranks."""
+    def broadcast_weights(self, live: Mapping[str, Tensor]) -> None:
+        """Send every owner's weights to all ranks."""
 
-    def meet(self, phase: str) -> None:
-        """Wait until all ranks are here; `phase` says what they are doing, should one not come."""
+    def barrier(self, phase: str) -> None:
+        """Wait for all ranks; `phase` names the work in errors."""
 
-    def tell(self, phase: str, message: bytes = b"") -> bytes:
-        """Rank 0's message, on every rank; what the others pass is not looked at."""
+    def broadcast(self, phase: str, message: bytes = b"") -> bytes:
+        """Rank 0's message, on every rank; the argument of other ranks is ignored."""
         return message
 
     def gather(self, phase: str, message: bytes) -> list[bytes]:
-        """Every rank's message, in the order of ranks, on every rank."""
+        """The messages of all ranks in order, on every rank."""
         return [message]
 
-    def leave(self) -> None:
-        """At the end of a run that went well: waits for the others."""
+    def close(self) -> None:
+        """Wait for the others at the end of a successful run."""
 
 
 ALONE = Ranks()
@@ -99,11 +127,11 @@ class _SentStats(msgspec.Struct, frozen=True):
     maxima: list[float]
 
 
-class Together(Ranks):
-    """One rank of several, over torch.distributed, whose process group the caller has opened with `timeout_s`.
+class DistributedRanks(Ranks):
+    """One rank of several, over torch.distributed; the caller has opened the process group with `timeout_s`.
 
-    Tensors on a GPU go through NCCL; what is in host memory (messages, the gradients of adamw_cpu) goes through Gloo,
-    where waiting for it does not wait for the GPU.
+    GPU tensors use NCCL. Data in host memory (messages, the gradients of adamw_cpu) use Gloo, which does not wait for
+    the GPU.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -116,19 +144,19 @@ class Together(Ranks):
         wants_to_stop = False
         try:
             yield
-            check_stop()  # a rank without any work of its own may be the one that was asked
+            check_stop()  # a rank without micros may be the one that got the signal
         except StopRequested:
             wants_to_stop = True
         if self._reduce("agreeing whether to stop", float(wants_to_stop), dist.ReduceOp.MAX):
             raise StopRequested
 
-    def total(self, stats: Stats) -> Stats:
+    def total(self, stats: LossStats) -> LossStats:
         own = _SentStats(stats.sum_names, stats.maximum_names, stats.sums.tolist(), stats.maxima.tolist())
-        added = Stats()
+        added = LossStats()
         for packed in self.gather("adding up the metrics", msgspec.msgpack.encode(own)):
             sent = msgspec.msgpack.decode(packed, type=_SentStats)
             sums, maxima = (torch.tensor(values, dtype=torch.float64) for values in (sent.sums, sent.maxima))
-            added = added.add(Stats(sent.sum_names, sent.maximum_names, sums, maxima))
+            added = added.add(LossStats(sent.sum_names, sent.maximum_names, sums, maxima))
         return added
 
     def total_number(self, number: float) -> float:
@@ -149,20 +177,20 @@ class Together(Ranks):
                 work.wait()
         for name, gradient in gradients.items():
             if owners[name] != self.rank:
-                gradient.zero_()  # sums of some ranks may have been left there
+                gradient.zero_()  # partial sums may have been left there
 
     @torch.no_grad()
-    def hand_out(self, live: Mapping[str, Tensor]) -> None:
+    def broadcast_weights(self, live: Mapping[str, Tensor]) -> None:
         owners = self.owners(live)
         with self._during("handing out the new weights"):
             started = [dist.broadcast(p.detach(), src=owners[name], async_op=True) for name, p in live.items()]
             for work in started:
                 work.wait()
 
-    def meet(self, phase: str) -> None:
+    def barrier(self, phase: str) -> None:
         self.gather(phase, b"")
 
-    def tell(self, phase: str, message: bytes = b"") -> bytes:
+    def broadcast(self, phase: str, message: bytes = b"") -> bytes:
         length = torch.tensor([len(message)])
         with self._during(phase):
             dist.broadcast(length, src=0)
@@ -177,12 +205,12 @@ class Together(Ranks):
             dist.all_gather(lengths, torch.tensor([len(message)]))
             longest = max(map(int, lengths))
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            if longest:  # rows of one length is what all_gather takes
+            if longest:  # all_gather needs rows of equal length
                 dist.all_gather(rows, _as_tensor(message.ljust(longest, b"\0")))
         return [row.numpy().tobytes()[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
-    def leave(self) -> None:
-        self.meet("ending")
+    def close(self) -> None:
+        self.barrier("ending")
         dist.destroy_process_group()
 
     def _reduce(self, phase: str, number: float, operation: dist.ReduceOp.RedOpType) -> float:
@@ -193,16 +221,102 @@ class Together(Ranks):
 
     @contextmanager
     def _during(self, phase: str) -> Iterator[None]:
-        """Whatever ends a rank ends the others here: at once when its connections close, else after `timeout_s`."""
+        """A lost rank ends the others here: at once when its connections close, else after `timeout_s`."""
         try:
             yield
-        except RuntimeError as error:  # torch has no narrower one that both of its backends raise
+        except RuntimeError as error:  # the narrowest class that both of torch's backends raise
             raise ProcessDied(
                 f"rank {self.rank} of {self.size} lost the others while {phase}: {first_sentence(error)}",
-                fix="the rank that ended first says why in its log; mend that and start all of them again. If none "
+                fix="the rank that ended first says why in its log; fix that and start all of them again. If none "
                 f"ended, one was silent for {self.timeout_s:g} s: give --ranks-timeout-s more",
             ) from error
 
 
 def _as_tensor(message: bytes) -> Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+
+
+def join_ranks(config: TrainConfig) -> Ranks:
+    """Join the other ranks, as set by torchrun or by --trainer-rank and --world-size; `ALONE` without others."""
+    rank, size, local_rank = _rank_and_size(config)
+    if rank == 0 and (note := unused_variables(os.environ, size)):
+        log.warning("variables_without_effect", note=note)
+    if size == 1:
+        return ALONE
+    if not 0 <= rank < size:
+        raise ConfigError(f"there is no rank {rank} among {size}", fix=f"number the ranks from 0 to {size - 1}")
+    device = choose_rank_device(config.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises an error instead of aborting
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=config.init_method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=config.ranks_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ProcessDied(
+            f"rank {rank} of {size} did not find the others: {first_sentence(error)}", fix=USE_TORCHRUN
+        ) from error
+    if rank > 0:
+        logging.getLogger("treadle").setLevel(logging.ERROR)  # rank 0 logs for all
+    ranks = DistributedRanks(rank, size, config.ranks_timeout_s)
+    _check_same_settings(config, ranks)
+    log.info("ranks", size=size, backend=backend, timeout_s=config.ranks_timeout_s)
+    return ranks
+
+
+def choose_rank_device(wanted: str, local_rank: int) -> torch.device:
+    """Each rank of a machine uses the GPU with its local rank."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if wanted not in ("auto", "cuda"):
+        raise ConfigError(f"several ranks cannot all use {wanted}", fix="--device cuda, or CUDA_VISIBLE_DEVICES")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}",
+            fix=f"torchrun --nproc-per-node {max(1, torch.cuda.device_count())}",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _check_same_settings(config: TrainConfig, ranks: Ranks) -> None:
+    """Ranks that split the same batch differently would silently train on nonsense."""
+    own = config.model_dump(mode="json", exclude={"trainer_rank"})
+    leaders = msgspec.json.decode(ranks.broadcast("comparing the settings", msgspec.json.encode(own)))
+    different = sorted(name for name in own if own[name] != leaders[name])
+    if different:
+        raise ConfigError(
+            f"rank {ranks.rank} has another {', '.join(different)} than rank 0", fix="give all ranks the same flags"
+        )
+
+
+def unused_variables(environment: Mapping[str, str], num_ranks: int) -> str:
+    """A sentence about variables of Atropos' broadcast that have no effect here; "" if none is set.
+
+    >>> unused_variables({"NUM_INFERENCE_NODES": "0", "MASTER_PORT": "29500"}, 2)
+    'NUM_INFERENCE_NODES has no effect: the trainer finds the engine by --engine-url'
+    """
+    of_ranks = num_ranks > 1 or "WORLD_SIZE" in environment
+    names = [
+        name for name in BROADCAST_VARIABLES if name in environment and not (of_ranks and name.startswith("MASTER"))
+    ]
+    verb = "has" if len(names) == 1 else "have"
+    return f"{', '.join(names)} {verb} no effect: the trainer finds the engine by --engine-url" if names else ""
+
+
+def _rank_and_size(config: TrainConfig) -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this machine)"""
+    if config.world_size > 1:
+        return config.trainer_rank, config.world_size, int(os.environ.get("LOCAL_RANK", config.trainer_rank))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1, 0
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(f"WORLD_SIZE is set and {', '.join(missing)} is not", fix=USE_TORCHRUN)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

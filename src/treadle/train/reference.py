@@ -1,10 +1,10 @@
-"""The frozen policy that a KL term stays near: the one training began with.
+"""The frozen reference policy of a KL term: the model that training started from.
 
-    with adapters     the policy itself, adapters off       no memory of its own
+    with adapters     the policy with its adapters off      no additional memory
     without           a second copy of the model            its weights once more, on the device
-    offloaded         the same, weights in host memory      one layer at a time on the device
+    offloaded         a copy in host memory                 one layer at a time on the device
 
-Copies are made from the folder of the base model, never from a checkpoint: a resumed run keeps its reference.
+Copies are loaded from the folder of the base model, not from a checkpoint: a resumed run keeps its reference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from treadle.log import get_logger
+from treadle.train.model_setup import layer_number
 from treadle.train.pack import Micro
-from treadle.train.trainable import layer_number
 
 if TYPE_CHECKING:
-    from peft import PeftModel  # not imported where there are no adapters: it takes a second
+    from peft import PeftModel  # importing it takes a second, so only with adapters
 
-Score = Callable[[Any, Micro], tuple[Tensor, Tensor]]  # (model, micro) -> (logprobs_L, entropy_L), as for the policy
+Score = Callable[[Any, Micro], tuple[Tensor, Tensor]]  # (model, micro) -> (logprobs_L, entropy_L)
 Reference = Callable[[Micro], Tensor]  # micro -> logprobs_L, without gradient
 
 log = get_logger("reference")
@@ -40,10 +40,10 @@ def build_reference(
     offload: bool,
     prepare: Callable[[Any], None],
 ) -> Reference:
-    """The reference that fits: `adapted` is the policy's model when it has adapters, else a copy is made.
+    """`adapted`: the policy's model if it has adapters; otherwise a copy is made from `folder`, the base model's.
 
-    `folder` is the base model's; `prepare` does to the copy what was done to the policy (its attention), so that
-    before the first step both give the same logprobs: `reference(micro)` equals `score(policy_model, micro)[0]`.
+    `prepare` installs the policy's attention in the copy, so that before the first step both give the same logprobs:
+    `reference(micro)` equals `score(policy_model, micro)[0]`.
     """
     if adapted is not None:
         log.info("reference", kind="the policy with its adapters off")
@@ -58,7 +58,7 @@ def build_reference(
 
 
 class AdaptersOff:
-    """The policy's own model without its adapters, which are on again afterwards."""
+    """The policy's model with its adapters switched off during the call."""
 
     def __init__(self, adapted: PeftModel, score: Score) -> None:
         self._adapted = adapted
@@ -71,7 +71,7 @@ class AdaptersOff:
 
 
 class FrozenCopy:
-    """A model of its own that nothing trains."""
+    """A separate model that is not trained."""
 
     def __init__(self, model: Any, score: Score) -> None:
         self._model = model.eval().requires_grad_(False)
@@ -83,52 +83,52 @@ class FrozenCopy:
 
 
 class HostCopy:
-    """A frozen copy in host memory: each layer's weights are on the device while the layer runs and no longer.
+    """A frozen copy in host memory: each layer's weights are on the device only while the layer runs.
 
-    What stands outside of the layers (embeddings, last norm, output layer) is there during a whole score, because the
-    output layer's weight is read without a call of its module, where no hook could bring it.
+    Parameters outside of the layers (embeddings, last norm, output layer) are on the device during a whole score,
+    because the output layer's weight is read without calling its module, so no hook could load it.
     """
 
     def __init__(self, model: Any, score: Score, device: torch.device) -> None:
         self._copy = FrozenCopy(model, score)
         for buffer in model.buffers():  # small, and not always inside of a layer
             buffer.data = buffer.data.to(device)
-        named = list(model.named_parameters())  # a tied parameter comes once
-        self._outer = _Visitors((p for name, p in named if layer_number(name) is None), device)
+        named = list(model.named_parameters())  # a tied parameter appears once
+        self._outer = _OffloadedParameters((p for name, p in named if layer_number(name) is None), device)
         for layer in _layers(model):
-            visitors = _Visitors(layer.parameters(), device)
-            layer.register_forward_pre_hook(lambda *_, v=visitors: v.bring())
-            layer.register_forward_hook(lambda *_, v=visitors: v.send_home(), always_call=True)
+            parameters = _OffloadedParameters(layer.parameters(), device)
+            layer.register_forward_pre_hook(lambda *_, p=parameters: p.load())
+            layer.register_forward_hook(lambda *_, p=parameters: p.offload(), always_call=True)
 
     def __call__(self, micro: Micro) -> Tensor:
-        self._outer.bring()
+        self._outer.load()
         try:
             return self._copy(micro)
         finally:
-            self._outer.send_home()
+            self._outer.offload()
 
 
-class _Visitors:
-    """Parameters whose home is host memory. The device's copy is dropped, not copied back: nothing changes it."""
+class _OffloadedParameters:
+    """Parameters in host memory. The device's copy is dropped, not copied back: nothing changes it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._device = device
-        # Pinned memory is copied by the device itself, while the host goes on to queue the layer's work.
+        # Pinned memory is copied asynchronously, while the host queues the layer's work.
         pinned = device.type == "cuda"
-        self._homes = [(p, p.data.pin_memory() if pinned else p.data) for p in parameters]
-        self.send_home()
+        self._on_host = [(p, p.data.pin_memory() if pinned else p.data) for p in parameters]
+        self.offload()
 
-    def bring(self) -> None:
-        for parameter, home in self._homes:
-            parameter.data = home.to(self._device, non_blocking=True, copy=True)
+    def load(self) -> None:
+        for parameter, data in self._on_host:
+            parameter.data = data.to(self._device, non_blocking=True, copy=True)
 
-    def send_home(self) -> None:
-        for parameter, home in self._homes:
-            parameter.data = home
+    def offload(self) -> None:
+        for parameter, data in self._on_host:
+            parameter.data = data
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The numbered layers themselves, without the modules inside of them."""
+    """The numbered layers, without the modules inside of them."""
     return [
         module
         for name, module in model.named_modules()

@@ -13,7 +13,7 @@ from treadle.track.fan import check_sinks
 
 
 def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Path | None = None) -> None:
-    """Raise all problems of these settings; `model_folder`: the model, where it is on this machine already."""
+    """Raise all problems of these settings; `model_folder`: the model, if it is on this machine."""
     problems = Problems()
     with problems.collected():
         require("train", "torch", "transformers")
@@ -31,7 +31,7 @@ def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Pat
 
 
 def check_layers(config: TrainConfig, model_folder: Path) -> None:
-    """Refuse layers that the model does not have, as far as its config.json says how many there are."""
+    """Refuse layers that the model does not have, if its config.json says how many there are."""
     number = num_layers_in(model_folder)
     if number:
         refuse_missing(config.train_layer_indices or (), range(number), flag="--train-layer-indices")
@@ -40,7 +40,7 @@ def check_layers(config: TrainConfig, model_folder: Path) -> None:
 
 
 def has_flash4() -> bool:
-    """FlashAttention 2 has the same package name; 4 is a folder in it, with a compiler of its own."""
+    """Whether FlashAttention 4 is installed: version 2 has the same package name, 4 is a subfolder of it."""
     package = importlib.util.find_spec("flash_attn")
     folders = [] if package is None else package.submodule_search_locations or []
     return any((Path(folder) / "cute").is_dir() for folder in folders) and bool(importlib.util.find_spec("cutlass"))

@@ -1,4 +1,4 @@
-"""Stop in order: SIGTERM and SIGINT ask, and the loop obeys where its state is consistent."""
+"""Turn SIGTERM and SIGINT into StopRequested, raised where the trainer's state is consistent."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from types import FrameType
 
 from treadle.log import get_logger
 
-GRACE_S = 30.0  # for a computation to come to its end
+GRACE_S = 30.0  # for a running computation to finish
 log = get_logger("trainer")
 
 
 class StopRequested(Exception):
-    """Raised between two pieces of work after someone asked the trainer to stop."""
+    """Raised between two pieces of work after a stop was requested."""
 
 
 class StopSwitch:
     """Turns signals into StopRequested, raised by `check`.
 
-    A single forward and backward can take minutes: of a large model, or in a number format that the processor does not
-    have. When one goes on for longer than `grace_s` after the request, the process ends without it. That loses
-    nothing but time: the next life goes on from the last checkpoint, with the same batches.
+    A single forward and backward pass can take minutes: for a large model, or in a number format that the CPU emulates.
+    If one runs for longer than `grace_s` after the request, the process exits without it. Only time is lost: the next
+    start resumes from the last checkpoint with the same batches.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -43,7 +43,7 @@ class StopSwitch:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around work of which nothing is kept before it ends."""
+        """Around work whose intermediate results are discarded on a stop."""
         self._num_computing += 1
         try:
             yield

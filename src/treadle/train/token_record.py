@@ -1,10 +1,9 @@
-"""Keeps what a step knew of its single tokens: the page colours them by it. Beside the training, never in its way."""
+"""Record per-token logprob differences and advantages of the newest steps, for the colours on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,24 +11,16 @@ from torch import Tensor
 from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.track.token_files import FOLDER, RolloutTokens, TokenFiles
+from treadle.train.loop import NO_TOKENS, FrozenLogprobs, TokenRecord
 from treadle.train.pack import Micro, PackedBatch
-from treadle.train.step import FrozenLogprobs
 from treadle.wire.groups import fingerprint
 
 LARGEST = float(np.finfo(np.float16).max)
 log = get_logger("trainer")
 
 
-class TokenRecord(Protocol):
-    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
-
-
-class NoTokens:
-    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
-
-
-class NewestTokens:
-    """One rank's share of the newest steps. A disk that refuses them costs colours on a page, not the training."""
+class RecentTokenRecord:
+    """One rank's tokens of the newest steps. A write error is logged and does not stop the training."""
 
     def __init__(self, folder: Path, num_steps: int, rank: int = 0) -> None:
         self._files = TokenFiles(folder)
@@ -37,7 +28,7 @@ class NewestTokens:
         self._rank = rank
 
     def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None:
-        """`step` is the one that `batch` was trained in; `frozen` has its logprobs from before the update."""
+        """`frozen`: the logprobs of `batch` from before the update."""
         try:
             self._files.write(step, self._rank, list(tokens_of(batch, frozen)))
             self._files.forget_before(step - self._num_steps + 1)
@@ -47,21 +38,21 @@ class NewestTokens:
 
 def open_token_record(config: TrainConfig, metrics_file: Path, rank: int) -> TokenRecord:
     if config.keep_token_steps == 0:
-        return NoTokens()
-    return NewestTokens(metrics_file.parent / FOLDER, config.keep_token_steps, rank)
+        return NO_TOKENS
+    return RecentTokenRecord(metrics_file.parent / FOLDER, config.keep_token_steps, rank)
 
 
 def tokens_of(batch: PackedBatch, frozen: FrozenLogprobs) -> Iterator[RolloutTokens]:
     names: dict[int, int] = {id(group): fingerprint(group) for group in batch.groups}
-    for place, logprobs_L in frozen.own.items():
-        yield from _tokens_of_micro(batch.micros[place], logprobs_L, names)
+    for index, logprobs_L in frozen.own.items():
+        yield from _tokens_of_micro(batch.micros[index], logprobs_L, names)
 
 
 def _tokens_of_micro(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Iterator[RolloutTokens]:
     tokens = micro.loss_tokens
     differences_L = _small(logprobs_L.float().cpu() - tokens.rollout_logprobs_L)
     advantages_L = _small(tokens.advantages_L)
-    places_L = micro.places_L.numpy()
+    positions_L = micro.rollout_positions_L.numpy()
     ends_S = np.bincount(tokens.sequences_L.numpy(), minlength=tokens.num_sequences).cumsum().tolist()
     for (group, rollout), start, end in zip(micro.origins, [0, *ends_S], ends_S, strict=False):
         advantages = advantages_L[start:end]
@@ -69,7 +60,7 @@ def _tokens_of_micro(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) ->
         yield RolloutTokens(
             group=names[id(group)],
             rollout=rollout,
-            runs=_runs(places_L[start:end]),
+            runs=_runs(positions_L[start:end]),
             differences=differences_L[start:end].tobytes(),
             advantages=(advantages[:1] if are_alike else advantages).tobytes(),
         )
@@ -79,8 +70,8 @@ def _small(values_L: Tensor) -> np.ndarray:
     return values_L.numpy().clip(-LARGEST, LARGEST).astype("<f2")
 
 
-def _runs(places: np.ndarray) -> list[int]:
-    """Where each stretch of neighbours begins, and its length: `_runs([4, 5, 6, 9])` is [4, 3, 9, 1]."""
-    starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
-    lengths = np.diff(starts, append=len(places))
-    return np.stack([places[starts], lengths], axis=1).ravel().tolist()
+def _runs(positions: np.ndarray) -> list[int]:
+    """(start, length) of each run of consecutive positions, flat: `_runs([4, 5, 6, 9])` is [4, 3, 9, 1]."""
+    starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    lengths = np.diff(starts, append=len(positions))
+    return np.stack([positions[starts], lengths], axis=1).ravel().tolist()

@@ -22,7 +22,7 @@ from treadle.launch.doctor.settings import ModelFacts
 from treadle.launch.doctor.sharing import Surroundings, Trial, Trials, check_cuda_sharing, check_memory_sharing
 from treadle.launch.doctor.software import DriverFacts, Packages, TorchFacts
 from treadle.launch.process import describe_exit
-from treadle.train.health_rules import ALIGNMENT
+from treadle.train.health import ALIGNMENT
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
 
 ROOT = Path(__file__).parents[3]

@@ -50,7 +50,7 @@ def delta_trainer(folder, tmp_path, url, **settings):
     return Trainer(folder, tmp_path, url, **({"weight_bridge_mode": "delta", "lr": 1e-6} | settings))
 
 
-def test_a_small_step_sends_a_small_part_of_weights_that_nearly_all_changed(engine, folder, tmp_path):
+def test_a_small_step_sends_a_small_part_of_nearly_all_weights(engine, folder, tmp_path):
     with serving(engine) as url:
         trainer = delta_trainer(folder, tmp_path, url)
         trainer.run(last=4)
@@ -106,7 +106,7 @@ def test_an_engine_that_was_restarted_gets_everything(engine, folder, tmp_path):
 
 
 @pytest.mark.parametrize("route", ["/reload_weights", "/bridge/fingerprints"], ids=["before", "after"])
-def test_after_a_publish_that_failed_before_or_after_it_was_taken_over_everything_is_sent(folder, tmp_path, route):
+def test_after_a_failed_publish_everything_is_sent(folder, tmp_path, route):
     engine = ReloadingEngine(folder, dtype=torch.bfloat16)
     with serving(engine) as url:
         trainer = delta_trainer(folder, tmp_path, url)
@@ -124,7 +124,7 @@ def test_after_a_publish_that_failed_before_or_after_it_was_taken_over_everythin
     assert last < whole
 
 
-def test_of_32_bit_weights_no_copy_is_kept_and_those_that_changed_are_sent_whole():
+def test_changed_32_bit_weights_are_sent_whole_without_a_copy():
     weights = {"a": torch.randn(8, 8), "b": torch.randn(8, 8), "half": torch.zeros(8, 8).half()}
     known = KnownWeights(weights.items())
     weights["a"].view(-1)[3] += 1

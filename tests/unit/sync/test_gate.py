@@ -114,7 +114,7 @@ def test_the_death_of_a_trainer_is_seen_at_once(path):
         trainer.wait()
 
 
-def test_a_trainer_that_has_written_may_leave_before_the_engine_has_gone_on(path):
+def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
     number = new_publish_id()
 
     async def look():

@@ -72,7 +72,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
-def test_an_engine_ends_with_the_trainers_weights_and_every_publish_is_proved(folder, tmp_path, settings):
+def test_engine_gets_the_trainers_weights_and_each_publish_is_verified(folder, tmp_path, settings):
     shares = settings.get("weight_bridge_mode", "shared_vllm") == "shared_vllm"
     engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights" if shares else None)
     with serving(engine) as url:
@@ -116,7 +116,7 @@ def test_two_copies_leave_the_engine_alone_between_publishes(folder, tmp_path):
         assert any(not torch.equal(before[name], p) for name, p in engine.base.named_parameters())
 
 
-def test_a_delta_sends_what_changed_and_everything_to_an_engine_that_was_restarted(folder, tmp_path):
+def test_delta_sends_changes_and_everything_after_an_engine_restart(folder, tmp_path):
     engine = SmallEngine(folder)
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, weight_bridge_mode="delta", train_layer_indices="1")
@@ -174,9 +174,7 @@ def test_the_trainer_goes_on_while_the_engine_restarts(folder, tmp_path):
         assert trainer.publish(6).version == 6  # the last one waits for itself
 
 
-def test_a_resumed_trainer_begins_with_the_model_it_began_with_not_with_what_the_engine_was_restarted_from(
-    folder, tmp_path
-):
+def test_a_resumed_trainer_starts_from_its_model_not_the_engines(folder, tmp_path):
     engine = SmallEngine(folder)
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, weight_bridge_mode="none", vllm_restart_interval=2)
@@ -224,7 +222,7 @@ def test_an_engine_that_shares_no_memory_gets_a_broadcast_by_itself(folder, tmp_
     assert trainer.receipts[-1].num_bytes == sum(p.nbytes for p in engine.base.parameters())
 
 
-def test_another_model_of_another_machine_is_refused_by_the_names_of_its_weights(folder, tmp_path, monkeypatch):
+def test_another_model_on_another_machine_is_refused_by_weight_names(folder, tmp_path, monkeypatch):
     """Folders say nothing there. Only 127.0.0.1 is taken for this machine, its other addresses are not."""
     monkeypatch.setenv("NO_PROXY", OTHER_MACHINE)
     other = write_tiny_model(tmp_path / "other", hidden_size=48, num_layers=2)

@@ -224,7 +224,7 @@ def attach(folder, tmp_path, url, path):
         ({"VLLM_BRIDGE_CONFIG_PATH": "/b.json", "LOGDIR": "/logs"}, "/b.json"),
     ],
 )
-def test_an_engine_writes_it_where_the_environment_says_and_else_beside_the_weights(env, place):
+def test_bridge_file_is_written_by_environment_or_beside_weights(env, place):
     assert bridge_file_path(WEIGHTS, env, HERE) == Path(place)
 
 
@@ -296,7 +296,7 @@ def test_a_file_of_an_earlier_process_is_refused_by_name(engine, folder, tmp_pat
             assert "delete the file" in error.value.fix
 
 
-def test_a_file_is_checked_against_the_engine_and_so_is_what_the_engine_serves(engine, folder, tmp_path, no_variables):
+def test_bridge_file_must_agree_with_the_engine(engine, folder, tmp_path, no_variables):
     file = Path.cwd() / FILE_NAME
     write_bridge_file(file, engine.layout)
     engine.version, engine.is_paused = 4, True

@@ -93,7 +93,7 @@ def test_an_adapter_that_does_not_answer_is_caught_by_the_canary(folder, tmp_pat
     print(error.value)
 
 
-def test_canaries_take_no_more_of_the_time_than_their_share_and_the_last_publish_has_one(folder, tmp_path):
+def test_canaries_keep_to_their_share_and_the_last_publish_has_one(folder, tmp_path):
     def canaries(share):
         with serving(SmallEngine(folder)) as url:
             trainer = Trainer(folder, tmp_path, url, **RELOAD, canary_share=share)
@@ -149,7 +149,7 @@ def test_training_goes_on_while_the_engine_reads_its_weights(folder, tmp_path, s
         assert engine.version == 1
 
 
-def test_a_step_between_two_publishes_is_not_counted_under_weights_that_are_not_proved(folder, tmp_path):
+def test_a_step_is_not_counted_before_its_weights_are_verified(folder, tmp_path):
     engine = SmallEngine(folder)
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, vllm_restart_interval=3, **RELOAD)
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_publish_is_named_at_once(folder,
         process.wait()
 
 
-def test_an_engine_that_was_restarted_is_noticed_before_anything_is_written(folder, tmp_path):
+def test_a_restarted_engine_is_detected_before_a_write(folder, tmp_path):
     engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url)
@@ -227,7 +227,7 @@ def test_an_engine_that_was_restarted_is_noticed_before_anything_is_written(fold
         assert not engine.is_paused  # it goes on for whom it belongs to
 
 
-def test_an_engine_that_serves_other_memory_than_is_written_is_noticed_before(folder, tmp_path):
+def test_an_engine_with_other_memory_is_detected_before_a_write(folder, tmp_path):
     engine = SmallEngine(folder, weights_file=tmp_path / "shared.weights")
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url)

@@ -23,13 +23,13 @@ from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import OfflineSync
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.join import join_ranks
-from treadle.train.loop import FROM_THE_START, train
+from treadle.train.feed import open_feed
+from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.rank_ports import FollowingSync, FollowingTracker, open_feed
-from treadle.train.step import accumulate_gradients
+from treadle.train.process import FollowerSync, FollowerTracker
+from treadle.train.ranks import join_ranks
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
@@ -86,7 +86,7 @@ class ListFeed:
         raise AssertionError(registration)
 
 
-class ListTracker(FollowingTracker):
+class ListTracker(FollowerTracker):
     def __init__(self):
         self.rows = []
 
@@ -124,13 +124,13 @@ def run_job(job, ranks):
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(Path(job["checkpoints"]), model, 2, ranks)
     restored = checkpoints.restore(policy, optimizer) if job.get("resume") else FROM_THE_START
-    tracker = ListTracker() if ranks.leads else FollowingTracker()
+    tracker = ListTracker() if ranks.leads else FollowerTracker()
     trouble = Trouble(ranks.rank, **job.get("trouble", {}))
     feed = open_feed(ranks, lambda: None, lambda check: ListFeed(groups, check))
     was_stopped = False
     try:
         train(
-            config, policy, optimizer, feed, OfflineSync(config) if ranks.leads else FollowingSync(), checkpoints,
+            config, policy, optimizer, feed, OfflineSync(config) if ranks.leads else FollowerSync(), checkpoints,
             tracker, restored=restored, check_stop=trouble,
         )  # fmt: skip
     except StopRequested:
@@ -160,7 +160,7 @@ def exchange(ranks):
     return {
         "sums": [g.abs().max().item() for g in gradients.values()],
         "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
-        "told": [ranks.tell("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
+        "told": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
         "numbers": [ranks.total_number(ranks.rank + 1.0), ranks.largest_number(ranks.rank)],
         "owned": sorted(ranks.owned(gradients)),
     }
@@ -179,7 +179,7 @@ def run_rank(run, rank, port):
         for job in run["jobs"]:
             run_job(job, ranks)
         Path(run["folder"], f"exchanged-{rank}.json").write_text(json.dumps(exchange(ranks)))
-        ranks.leave()
+        ranks.close()
     except TreadleError as error:
         sys.stderr.write(f"treadle: {error}\n")
         code = 1

@@ -16,7 +16,7 @@ from treadle.config import TrainConfig
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.reload import read_weights
 from treadle.errors import ConfigError, DiskFull, TrainingError
-from treadle.train import durable
+from treadle.train import model_files
 from treadle.train.checkpoint import Checkpoints, Restored, Totals
 from treadle.train.optim import OPTIMIZERS, build_optimizer
 from treadle.train.policy import load_policy
@@ -66,7 +66,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize(("optimizer_name", "lora"), CASES)
 def test_a_restored_run_goes_on_bit_for_bit(model_folder, tmp_path, monkeypatch, optimizer_name, lora):
-    monkeypatch.setattr(durable, "SHARD_BYTES", 1 << 14)
+    monkeypatch.setattr(model_files, "SHARD_BYTES", 1 << 14)
     policy, optimizer = new_parts(model_folder, optimizer_name, lora=lora)
     take_steps(policy, optimizer, 1, 3)
     Checkpoints(tmp_path, model_folder, keep=2).save(3, policy, optimizer, Totals(elapsed_s=12.5, num_tokens=99))
@@ -251,7 +251,7 @@ def test_when_all_are_damaged_they_are_named_and_nothing_is_loaded(model_folder,
         TrainingError, match=r"step_2 \(config.json is missing\), step_1 \(the sha256 of state"
     ) as error:
         checkpoints.restore(policy, optimizer)
-    assert "begin anew" in error.value.fix
+    assert "start a fresh run" in error.value.fix
     policy.write_live_weights()
     assert_same(everything(policy, optimizer), before)
 
@@ -263,9 +263,9 @@ def test_checkpoints_of_the_first_release_are_read(model_folder, tmp_path):
     state = {k: v for k, v in optimizer.state().items() if not k.startswith("counter.")}
     folder = tmp_path / "step_2"
     folder.mkdir()
-    durable.write_tensors(state, folder / "state-000.safetensors")
-    durable.write_tensors(policy.weights, folder / "model.safetensors")
-    hashes = {"state-000.safetensors": durable.sha256(folder / "state-000.safetensors")}
+    model_files.write_tensors(state, folder / "state-000.safetensors")
+    model_files.write_tensors(policy.weights, folder / "model.safetensors")
+    hashes = {"state-000.safetensors": model_files.sha256(folder / "state-000.safetensors")}
     (folder / "trainer.json").write_text(json.dumps({"step": 2, "sha256": hashes}, indent=2) + "\n")
     resumed, resumed_optimizer = new_parts(model_folder)
     assert Checkpoints(tmp_path, model_folder, keep=2).restore(resumed, resumed_optimizer) == Restored(step=2)
@@ -298,9 +298,9 @@ def test_a_failed_write_leaves_nothing_behind(model_folder, tmp_path, monkeypatc
     policy, optimizer = save_steps(checkpoints, model_folder, 1)
 
     def full(*_args, **_kwargs):
-        raise durable.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise model_files.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(durable, "save_file", full)
+    monkeypatch.setattr(model_files, "save_file", full)
     with pytest.raises(DiskFull, match="the checkpoint before it is kept"):
         checkpoints.save(2, policy, optimizer, Totals(elapsed_s=20.0))
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]

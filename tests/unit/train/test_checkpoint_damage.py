@@ -15,11 +15,10 @@ from tests.e2e.test_bad_input import small_disk
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.errors import DiskFull
-from treadle.train import durable
-from treadle.train.checkpoint import Checkpoints, Restored, Totals
-from treadle.train.manifest import Damaged, Manifest, verify, write_manifest
+from treadle.train import model_files
+from treadle.train.checkpoint import Checkpoints, ModelOrigin, Restored, Totals
+from treadle.train.checkpoint_files import CheckpointDamaged, Manifest, verify, write_manifest
 from treadle.train.optim import build_optimizer
-from treadle.train.origin import ModelOrigin
 from treadle.train.policy import load_policy
 
 
@@ -44,7 +43,7 @@ def flips(raw, every=1):
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(tmp_path):
     (tmp_path / "state").write_bytes(b"state")
     whole = Manifest(
-        step=25, sha256={"state": durable.sha256(tmp_path / "state")}, format=1, optimizer="adamw", elapsed_s=310.5,
+        step=25, sha256={"state": model_files.sha256(tmp_path / "state")}, format=1, optimizer="adamw", elapsed_s=310.5,
         num_tokens=70_123, origin=ModelOrigin(config="c0ffee", weights="5eed"),
     )  # fmt: skip
     write_manifest(tmp_path, whole)
@@ -55,7 +54,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(tmp_path)
         (tmp_path / "trainer.json").write_bytes(flipped)
         try:
             read = verify(tmp_path, 25)
-        except Damaged:
+        except CheckpointDamaged:
             continue
         unnoticed += 1
         assert {name: getattr(read, name) for name in meaning} | {
@@ -66,7 +65,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_changes_nothing(tmp_path)
     assert unnoticed <= 8 * len("checksum")  # without its name the checksum is not looked for
 
 
-def test_a_flipped_bit_in_a_manifest_costs_one_checkpoint_and_never_the_run(model_folder, tmp_path):
+def test_a_flipped_bit_in_a_manifest_costs_one_checkpoint(model_folder, tmp_path):
     policy, optimizer = new_parts(model_folder)
     checkpoints = Checkpoints(tmp_path, model_folder, keep=2)
     for step in (1, 2):
@@ -88,7 +87,7 @@ def test_a_flipped_bit_in_a_manifest_costs_one_checkpoint_and_never_the_run(mode
 )
 def test_a_manifest_of_nonsense_is_damage(tmp_path, text):
     (tmp_path / "trainer.json").write_text(text)
-    with pytest.raises(Damaged, match="cannot be read"):
+    with pytest.raises(CheckpointDamaged, match="cannot be read"):
         verify(tmp_path, 1)
 
 
@@ -120,23 +119,25 @@ def to_a_full_device(folder):
     [
         raising(OSError(errno.ENOSPC, "No space left on device")),
         raising(OSError(errno.EDQUOT, "Disk quota exceeded")),
-        raising(durable.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
-        raising(durable.SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")),
+        raising(
+            model_files.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        ),
+        raising(model_files.SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)")),
         to_a_full_device,
     ],
 )
 def test_a_full_disk_is_named_wherever_it_was_met(tmp_path, fill):
     with pytest.raises(DiskFull, match=rf"{tmp_path}/step_9; the checkpoint before it is kept") as error:
-        durable.write_folder(tmp_path, "step_9", fill)
+        model_files.write_folder(tmp_path, "step_9", fill)
     assert "--resume" in error.value.fix
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_errors_are_left_as_they_are(tmp_path):
     with pytest.raises(PermissionError):
-        durable.write_folder(tmp_path, "step_9", raising(PermissionError(errno.EACCES, "Permission denied")))
-    with pytest.raises(durable.SafetensorError, match="os error 5"):
-        durable.write_folder(tmp_path, "step_9", raising(durable.SafetensorError("I/O error (os error 5)")))
+        model_files.write_folder(tmp_path, "step_9", raising(PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(model_files.SafetensorError, match="os error 5"):
+        model_files.write_folder(tmp_path, "step_9", raising(model_files.SafetensorError("I/O error (os error 5)")))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,23 +149,23 @@ def test_no_room_for_the_folder_itself_or_when_it_is_synced(tmp_path, monkeypatc
         with monkeypatch.context() as full:
             full.setattr(module, name, no_room)
             with pytest.raises(DiskFull, match="step_9; the checkpoint before it is kept"):
-                durable.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
+                model_files.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_what_must_outlive_a_loss_of_power_is_synced(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    durable.write_folder(tmp_path, "live", lambda folder: (folder / "file").touch(), is_durable=False)
+    model_files.write_folder(tmp_path, "live", lambda folder: (folder / "file").touch(), is_durable=False)
     assert not synced
-    durable.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
+    model_files.write_folder(tmp_path, "step_9", lambda folder: (folder / "file").touch())
     assert len(synced) == 3  # the file, its folder, and the folder that this one is in
     assert (tmp_path / "live" / "file").is_file()
 
 
 def test_tensors_that_were_copied_together_are_written_as_they_were(tmp_path):
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 2), "none": torch.empty(0)}
-    durable.write_tensors(durable.host_copies(tensors), tmp_path / "file")
+    model_files.write_tensors(model_files.host_copies(tensors), tmp_path / "file")
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -74,7 +74,7 @@ def test_the_edge_of_a_range_is_inside(name: str, value: float) -> None:
     assert HealthCheck(max_age=1).check(1, {**HEALTHY, name: value}) == []
 
 
-def test_what_lasts_is_said_again_after_twenty_steps_and_what_grows_at_once() -> None:
+def test_lasting_problems_are_repeated_and_growing_ones_at_once() -> None:
     health = HealthCheck(max_age=1)
     assert list(said(health, range(1, 45), clipped_fraction=0.34)) == [1, 21, 41]
     assert list(said(health, range(45, 50), clipped_fraction=0.5)) == []

@@ -15,11 +15,10 @@ from treadle.processor import fast_dtype
 from treadle.sync.modes import OfflineSync
 from treadle.track.names import METRICS
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.loop import FROM_THE_START, train
+from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.step import accumulate_gradients
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
 
@@ -106,7 +105,7 @@ def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
     assert emitted <= catalogued, emitted - catalogued
 
 
-def test_a_step_with_nothing_to_train_on_has_no_value_of_what_was_not_measured(folder, tmp_path):
+def test_a_step_without_tokens_has_no_values_for_unmeasured_metrics(folder, tmp_path):
     scene = Scene(folder, tmp_path, [[group([1.0, 1.0])], [group([1.0, 0.0])]])
     scene.run()
     first, second = scene.tracker.rows
@@ -162,7 +161,7 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path,
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_moves_nothing_and_five_end_the_training(folder, tmp_path, bad):
+def test_a_gradient_that_is_not_finite_is_skipped_and_five_are_an_error(folder, tmp_path, bad):
     scene = Scene(folder, tmp_path, [[group([1.0, 0.0])]] * 10)
     good = group([1.0, 0.0])
     poisoned = group([1.0, 0.0])
@@ -260,7 +259,7 @@ def test_later_epochs_keep_the_first_ones_logprobs(folder, tmp_path):
     assert thrice.tracker.rows[0][same] == pytest.approx(once.tracker.rows[0][same], rel=1e-6)
 
 
-def test_a_group_without_logprobs_is_trained_as_sampled_by_this_policy_and_counted(folder, tmp_path):
+def test_a_group_without_logprobs_counts_as_on_policy(folder, tmp_path):
     bare, full = group([1.0, 0.0]), group([1.0, 0.0])
     bare.inference_logprobs = None
     scene = Scene(folder, tmp_path, [[bare, full]])

@@ -54,7 +54,7 @@ def hidden(model):
     return model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state
 
 
-def test_new_adapters_change_nothing_and_trained_ones_reach_the_inner_model(folder):
+def test_new_adapters_change_nothing_and_trained_ones_take_effect(folder):
     before = hidden(load(folder))
     adapted = adapt(folder)
     torch.testing.assert_close(hidden(adapted.get_base_model()), before, atol=0, rtol=0)
@@ -108,7 +108,7 @@ def test_merged_weights_equal_pefts_own_merge(folder, dtype, tolerance):
     assert all(torch.equal(before[name], p) for name, p in original_weights(adapted).items())
 
 
-def test_a_plain_model_with_the_merged_weights_computes_what_the_adapted_one_does(folder):
+def test_merged_weights_compute_the_same_as_adapters(folder):
     adapted = adapt(folder, lora_target_modules=EVERYWHERE)
     scramble(adapted)
     plain = load(folder)
@@ -119,12 +119,12 @@ def test_a_plain_model_with_the_merged_weights_computes_what_the_adapted_one_doe
 
 @pytest.mark.parametrize("alpha", [32, 48])  # a scale that the number formats round, and one that they have
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_served_is_bit_for_bit_what_an_engine_makes_of_the_saved_adapter(folder, dtype, alpha):
+def test_served_adapter_equals_an_engines_copy_of_the_saved_one(folder, dtype, alpha):
     adapted = add_adapters(load(folder), LoraOptions(lora=True, lora_r=24, lora_alpha=alpha))
     served = ServedAdapter(adapted, dtype)
     for _ in range(2):
         scramble(adapted)
-        served.renew()
+        served.refresh()
         assert len(served.named) == len(adapter_parameters(adapted))
         for name, parameter in adapter_parameters(adapted).items():
             expected = parameter.detach().to(dtype)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from treadle.config.train import MISMATCHES, OBJECTIVES, ObjectiveOptions
-from treadle.train.loss import LossTokens, policy_loss
-from treadle.train.loss_stats import Stats
+from treadle.train.loss import LossStats, LossTokens, policy_loss
 
 NAN = math.nan
 NEUTRAL_ONES = {
@@ -173,7 +172,7 @@ class TestStats:
     def test_without_any_token_sums_are_zero_and_nothing_else_has_a_value(self):
         loss, _, of_no_tokens = score([], make_tokens([]))
         assert loss == 0.0
-        for metrics in (of_no_tokens, Stats().metrics()):
+        for metrics in (of_no_tokens, LossStats().metrics()):
             valued = {name: value for name, value in metrics.items() if not math.isnan(value)}
             assert valued == {"loss": 0.0, "policy_loss": 0.0, "pos_count": 0.0, "neg_count": 0.0}
             assert {"entropy", "kl", "mean_kl", "mean_ratio", "clipped_fraction"} <= metrics.keys() - valued.keys()
@@ -224,7 +223,7 @@ class TestStats:
         _, _, metrics = score([math.log(4.0), math.log(0.1)], make_tokens([0.0, 0.0], [0.0, 0.0]), dual_clip=3.0)
         assert metrics["clipped_fraction"] == 0.0
 
-    def test_of_two_micros_means_are_over_all_tokens_and_extremes_the_outermost(self):
+    def test_stats_of_two_micros_combine_to_those_of_all_tokens(self):
         options = ObjectiveOptions()
         _, first = policy_loss(torch.tensor([0.5]), torch.tensor([1.0]), make_tokens([0.0]), options)
         _, second = policy_loss(torch.tensor([-1.5, 0.0]), torch.tensor([2.0, 6.0]), make_tokens([0.0, 0.0]), options)

@@ -9,11 +9,11 @@ from tests.processors import NEEDS_BF16
 from tests.tiny_policy import TinyPolicy, gradients_of
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, TrainingError
-from treadle.train import gradients
-from treadle.train.gradients import Gradients
 from treadle.train.optim import OPTIMIZERS, build_optimizer, learning_rate
-from treadle.train.optim.adafactor import Adafactor
-from treadle.train.optim.eight_bit import BLOCK, Moment, round_stochastically
+from treadle.train.optim import optimizer as optimizer_module
+from treadle.train.optim.eight_bit import BLOCK, QuantizedMoment, round_stochastically
+from treadle.train.optim.masters import Adafactor
+from treadle.train.optim.optimizer import Gradients
 
 NAMES = [pytest.param(name, marks=NEEDS_BF16) if name == "muon" else name for name in OPTIMIZERS]
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}
@@ -63,7 +63,7 @@ def test_live_weights_change_when_published_and_not_before(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loss_or_gradient_that_is_not_finite_changes_nothing_and_is_counted(name):
+def test_a_step_that_is_not_finite_is_skipped_and_counted(name):
     policy, optimizer = new_parts(name)
     take_step(policy, optimizer, 1)
     before = everything(policy, optimizer)
@@ -224,7 +224,7 @@ class TestEightBit:
     def test_codes_keep_the_peak_exactly_and_the_rest_on_average(self):
         values = torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(1))
         for dtype, num_squarings, wanted in ((torch.int8, 1, values), (torch.uint8, 2, values.square())):
-            moment = Moment(8, torch.device("cpu"), dtype=dtype, num_squarings=num_squarings)
+            moment = QuantizedMoment(8, torch.device("cpu"), dtype=dtype, num_squarings=num_squarings)
             generator = torch.Generator().manual_seed(2)
             reads = []
             for _ in range(400):
@@ -239,7 +239,7 @@ class TestEightBit:
 
     def test_a_mean_square_follows_slow_changes(self):
         """Rounded to the nearest code, one that falls by 1 % a step would stand still."""
-        moment = Moment(1, torch.device("cpu"), dtype=torch.uint8, num_squarings=2)
+        moment = QuantizedMoment(1, torch.device("cpu"), dtype=torch.uint8, num_squarings=2)
         generator = torch.Generator().manual_seed(0)
         values = torch.cat([torch.ones(1, 1), 0.1 * torch.ones(1, BLOCK - 1)], 1)
         moment.write(slice(None), values, generator)
@@ -277,7 +277,7 @@ class TestGradients:
         parts = new_parts(name, gradient_dtype="bfloat16")
         for step in (1, 2):
             take_step(*whole, step)
-        monkeypatch.setattr(gradients, "PIECE_BYTES", 100_000)
+        monkeypatch.setattr(optimizer_module, "PIECE_BYTES", 100_000)
         assert len(list(parts[1]._gradients.pieces())) > 2
         for step in (1, 2):
             take_step(*parts, step)

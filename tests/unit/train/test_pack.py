@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from treadle.config import TrainConfig
-from treadle.train.examine import shared_prefix, temperature_of, token_advantages
-from treadle.train.pack import find_stems, pack
-from treadle.train.partition import spread
+from treadle.train.pack import find_stems, pack, pack_into_bins
+from treadle.train.prepare import shared_prefix, temperature_of, token_advantages
 from treadle.wire.groups import IGNORED, ScoredGroup
 
 PLAIN = TrainConfig(normalize_std=False, micro_tokens=100)
@@ -153,8 +152,8 @@ def test_micros_cost_about_the_same():
 def test_the_spread_is_deterministic_and_keeps_capacity():
     random = np.random.default_rng(1)
     things = [(int(size), float(size)) for size in random.integers(1, 30, 200)]
-    bins = spread(things, 100)
-    assert bins == spread(things, 100)
+    bins = pack_into_bins(things, 100)
+    assert bins == pack_into_bins(things, 100)
     assert sorted(i for chosen in bins for i in chosen) == list(range(200))
     assert all(sum(things[i][0] for i in chosen) <= 100 for chosen in bins)
     assert len(bins) <= sum(size for size, _ in things) // 100 + 2
@@ -203,7 +202,7 @@ def test_repetition_is_that_of_completions_long_enough_to_tell():
     assert "completions/repetition" not in pack([group([5], [[1], [3]], [1.0, 0.0])], PLAIN).metrics(0)
 
 
-def test_shared_prefix_stops_where_rollouts_differ_and_before_the_first_trained_token():
+def test_shared_prefix_ends_at_a_difference_or_a_trained_token():
     def prefix(tokens, masks):
         return shared_prefix([np.array(t) for t in tokens], [np.array(m) != IGNORED for m in masks])
 
@@ -211,7 +210,7 @@ def test_shared_prefix_stops_where_rollouts_differ_and_before_the_first_trained_
     assert prefix([[1, 2, 3], [1, 9, 3]], [[-100, -100, 3]] * 2) == 1
 
 
-def test_environments_own_token_advantages_win_and_wrong_lengths_are_ignored():
+def test_token_advantages_of_the_environment_win_if_their_length_fits():
     own = group([1], [[2, 3], [4, 5]], [1.0, 0.0], advantages=[[9.0, 0.25, -0.5], [1.0]])
     first, second = advantages_of(own)
     assert first.tolist() == [0.0, 0.25, -0.5]  # masked where the prompt is
@@ -249,7 +248,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_what_cannot_be_used_is_rejected_and_counted_and_the_rest_is_trained(odd):
+def test_unusable_rollouts_are_rejected_and_the_rest_is_trained(odd):
     bad = group([1], [[2], [3]], [1.0, 0.0])
     for name, value in odd.items():
         setattr(bad, name, value)
@@ -267,7 +266,7 @@ def test_a_logprob_that_cannot_be_is_unknown(logprob):
     assert pack([odd], PLAIN).micros[0].loss_tokens.rollout_logprobs_L.isnan().tolist() == [True, False, False]
 
 
-def test_metrics_of_several_environments_are_means_over_those_that_have_them():
+def test_environment_metrics_are_means_over_groups_that_have_them():
     one = group([1], [[2], [3]], [1.0, 0.0], metrics={"accuracy": 1.0, "latency": 2.0})
     other = group([1], [[2], [3], [4], [5]], [1.0, 1.0, 1.0, 0.0], metrics={"wins": 3.0})
     metrics = pack([one, other], PLAIN).metrics(0)

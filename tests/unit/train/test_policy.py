@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.step import accumulate_gradients
 
 
 @pytest.fixture(scope="module")

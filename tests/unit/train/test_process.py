@@ -1,4 +1,4 @@
-"""The trainer process against real neighbours: an engine that was trained already, and a hub that counts failures."""
+"""The trainer process: restores, refusals, out-of-memory errors, batches that are given back, and progress."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
@@ -22,13 +23,15 @@ from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.surface.app import build_app
 from treadle.engines.transformers_server import TransformersServer
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
+from treadle.loading import report_loading
+from treadle.sync.modes import OfflineSync
 from treadle.sync.shared_vllm import SingleCopySync
-from treadle.train import durable
+from treadle.train import model_files
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.feed import HubFeed
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import share_policy
-from treadle.train.process import _registration, no_room, run_trainer
+from treadle.train.process import TrainerProgress, WatchedSync, _registration, out_of_memory_error, run_trainer
 from treadle.watch.waits import Waits
 
 
@@ -48,13 +51,13 @@ def signals_as_before():
     ],
 )
 def test_no_memory_left_is_told_with_settings_that_take_less(error):
-    found = no_room(error, TrainConfig(micro_tokens=4096))
+    found = out_of_memory_error(error, TrainConfig(micro_tokens=4096))
     assert isinstance(found, OutOfMemory)
     assert "--micro-tokens 2048, --gradient-checkpointing true, --gradient-dtype bfloat16" in found.fix
     assert "treadle plan" in found.fix
     leaner = TrainConfig(micro_tokens=4096, gradient_checkpointing=True, gradient_dtype="bfloat16")
-    assert no_room(error, leaner).fix.startswith("--micro-tokens 2048, --optimizer adafactor")
-    assert no_room(RuntimeError("shapes do not fit"), leaner) is None
+    assert out_of_memory_error(error, leaner).fix.startswith("--micro-tokens 2048, --optimizer adafactor")
+    assert out_of_memory_error(RuntimeError("shapes do not fit"), leaner) is None
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +126,13 @@ def test_a_trainer_does_not_begin_at_step_0_from_weights_that_are_trained(engine
     assert not (tmp_path / "saved" / "metrics.jsonl").exists()
 
 
-def test_a_trainer_does_not_begin_from_weights_whose_first_publish_was_cut_short(engine_url, folder, tmp_path):
+def test_a_trainer_does_not_start_from_half_published_weights(engine_url, folder, tmp_path):
     httpx.post(f"{engine_url}/bridge/pause")  # and then the trainer was killed: still version 0
     with pytest.raises(SyncError, match="its weights may be half written, and there is no checkpoint"):
         run_trainer(settings(folder, tmp_path, engine_url=engine_url))
 
 
-def test_with_a_checkpoint_a_trainer_goes_on_at_an_engine_that_is_ahead_and_held(engine_url, folder, tmp_path):
+def test_with_a_checkpoint_an_engine_may_be_ahead_and_held(engine_url, folder, tmp_path):
     config = settings(folder, tmp_path, engine_url=engine_url, steps=2)
     policy, optimizer = publish_steps(config, 1, 2)
     Checkpoints(config.save_path, folder, keep=1).save(2, policy, optimizer, Totals())
@@ -155,10 +158,14 @@ def failing(error):
     return fail
 
 
-NO_ROOM = durable.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+NO_ROOM = model_files.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 AROUND_IT = [
     ("save_file", NO_ROOM, DiskFull),
-    ("save_file", durable.SafetensorError("I/O error: Input/output error (os error 5)"), durable.SafetensorError),
+    (
+        "save_file",
+        model_files.SafetensorError("I/O error: Input/output error (os error 5)"),
+        model_files.SafetensorError,
+    ),
     ("fsync", OSError(errno.EIO, "Input/output error"), OSError),
     ("backward", SyncError("the engine did not answer"), SyncError),
     ("backward", HubError("the hub does not serve /v1/lease"), HubError),
@@ -167,7 +174,7 @@ AROUND_IT = [
     ("backward", httpx.DecodingError("not gzip"), httpx.DecodingError),
     ("backward", KeyboardInterrupt(), KeyboardInterrupt),
 ]
-PLACES = {"save_file": (durable, "save_file"), "fsync": (os, "fsync"), "backward": (torch.Tensor, "backward")}
+PLACES = {"save_file": (model_files, "save_file"), "fsync": (os, "fsync"), "backward": (torch.Tensor, "backward")}
 
 
 def test_the_hub_learns_the_project_and_group_at_wandb(folder, tmp_path):
@@ -209,3 +216,18 @@ def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path,
             assert fail_once(*case) == 0, case
         guilty = ("backward", RuntimeError("out of memory"), OutOfMemory)
         assert [fail_once(*guilty), fail_once(*guilty)] == [0, 2]
+
+
+def test_the_weights_of_a_load_are_counted_until_the_first_version_is_out(tmp_path):
+    config = TrainConfig(weight_bridge_mode="offline", save_path=tmp_path)
+    mode = WatchedSync(OfflineSync(config), Waits(), config)
+    progress = TrainerProgress(mode, lambda: None)
+    assert progress.about().work is None
+    with report_loading(progress.loads):
+        model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
+    told = progress.about()
+    assert told.state == "loading"
+    assert told.work is not None
+    assert told.work.done == told.work.total == len(list(model.named_parameters()))
+    mode.version = 3
+    assert (progress.about().state, progress.about().work) == ("training step 4", None)

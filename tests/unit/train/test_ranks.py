@@ -23,9 +23,7 @@ from tests.unit.train import rank_worker
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.processor import fast_dtype
-from treadle.train.join import choose_rank_device, join_ranks
-from treadle.train.partition import deal
-from treadle.train.ranks import ALONE
+from treadle.train.ranks import ALONE, balance, choose_rank_device, join_ranks
 from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
 
@@ -110,7 +108,7 @@ def whole_looks(settings):
     """How often rank 1 of 2 looks whether to stop in one step: before each of its micros, and at the end."""
     config = TrainConfig(**(rank_worker.SETTINGS | settings))
     micros = rank_worker.pack(rank_worker.batches("alive", 1)[0], config).micros
-    return len(deal([m.cost for m in micros], 2)[1]) + 1
+    return len(balance([m.cost for m in micros], 2)[1]) + 1
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,11 @@ from treadle.config import TrainConfig
 from treadle.sync.modes import OfflineSync
 from treadle.track.token_files import RolloutTokens, TokenFiles
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.loop import train
+from treadle.train.loop import FrozenLogprobs, NoTokenRecord, accumulate_gradients, train
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.step import FrozenLogprobs, accumulate_gradients
-from treadle.train.token_record import NewestTokens, NoTokens, open_token_record
+from treadle.train.token_record import RecentTokenRecord, open_token_record
 from treadle.wire.binary import pack_group, unpack_group
 from treadle.wire.groups import IGNORED, NO_LOGPROB, LeasedBatch, ScoredGroup, fingerprint
 
@@ -54,7 +53,7 @@ def kept(policy, folder, groups, **settings) -> TokenFiles:
     config = TrainConfig(**(SETTINGS | settings))
     batch, frozen = pack(groups, config), FrozenLogprobs()
     accumulate_gradients(policy, batch, config, frozen)
-    NewestTokens(folder, num_steps=10).keep(7, batch, frozen)
+    RecentTokenRecord(folder, num_steps=10).keep(7, batch, frozen)
     return TokenFiles(folder)
 
 
@@ -67,7 +66,7 @@ def own_logprobs(policy, tokens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("split", [{}, {"micro_tokens": 8}, {"share_prompts": "off"}, {"share_prompts": "on"}])
-def test_each_token_has_the_trainers_logprob_minus_the_engines_and_its_advantage(policy, tmp_path, split):
+def test_each_token_has_its_logprob_difference_and_advantage(policy, tmp_path, split):
     groups = [group([1.0, 0.0]), group([0.0, 3.0, 0.0], offset=10)]
     files = kept(policy, tmp_path, groups, **split)
     for one, advantages in zip(groups, ([0.5, -0.5], [-1.0, 2.0, -1.0]), strict=True):
@@ -89,7 +88,7 @@ def test_a_group_without_a_lesson_is_not_in_a_step_that_is_kept(policy, tmp_path
     assert files.of_group(8, fingerprint(even)) is None
 
 
-def test_a_token_that_the_engine_told_nothing_of_has_no_difference_and_its_own_advantage_stays(policy, tmp_path):
+def test_a_token_without_engine_logprob_keeps_its_advantage(policy, tmp_path):
     odd = group([1.0, 0.0], advantages=[[0.0, 0.0, 0.25, 0.5, 0.0, 0.0, 1e9], [0.0] * 7])
     odd.inference_logprobs = None
     found = kept(policy, tmp_path, [odd]).of_group(7, fingerprint(odd))
@@ -137,20 +136,20 @@ def run(folder, tmp_path, tokens, steps=4):
     return feed.seen
 
 
-def test_the_newest_steps_are_kept_and_each_is_there_before_its_batch_is_acknowledged(folder, tmp_path):
-    seen = run(folder, tmp_path, NewestTokens(tmp_path / "tokens", num_steps=2))
+def test_newest_steps_are_written_before_their_batch_is_acknowledged(folder, tmp_path):
+    seen = run(folder, tmp_path, RecentTokenRecord(tmp_path / "tokens", num_steps=2))
     names = [f"step-{step:06d}.rank-0" for step in (1, 2, 3, 4)]
     assert seen == [names[:1], names[:2], names[1:3], names[2:4]]
 
 
 def test_a_disk_that_refuses_them_does_not_stop_the_training(folder, tmp_path):
     (tmp_path / "a file").write_text("")
-    assert run(folder, tmp_path, NewestTokens(tmp_path / "a file" / "tokens", num_steps=2)) == [[]] * 4
+    assert run(folder, tmp_path, RecentTokenRecord(tmp_path / "a file" / "tokens", num_steps=2)) == [[]] * 4
 
 
 def test_zero_keeps_nothing_and_else_they_lie_beside_the_metrics(tmp_path, policy):
     metrics_file = tmp_path / "run" / "metrics.jsonl"
-    assert isinstance(open_token_record(TrainConfig(keep_token_steps=0), metrics_file, 0), NoTokens)
+    assert isinstance(open_token_record(TrainConfig(keep_token_steps=0), metrics_file, 0), NoTokenRecord)
     record = open_token_record(TrainConfig(keep_token_steps=1), metrics_file, 3)
     record.keep(5, pack([group([1.0, 0.0])], TrainConfig(**SETTINGS)), FrozenLogprobs())
     assert [path.name for path in (tmp_path / "run" / "tokens").iterdir()] == ["step-000005.rank-3"]

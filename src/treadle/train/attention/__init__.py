@@ -1,10 +1,10 @@
-"""How packed tokens attend: each completion sees the root, its group's prompt and itself, and nothing else.
+"""Choose and apply attention for packed rows: each completion sees the root, its group's prompt and itself.
 
     on a CPU    short completions: dense blocks (blocks.py); long ones: piece by piece (sdpa.py)
-    on CUDA     variable-length kernels (varlen.py): FlashAttention 4's where they are installed and fit the card
-                (flash4.py), else torch's; fp32, for which there are none, piece by piece
+    on CUDA     variable-length kernels (varlen.py): FlashAttention 4 if it is installed and supports the card, else
+                torch's; fp32, which has no such kernel, piece by piece
 
-The plan of a micro is made once; it travels to every layer's attention as arguments of the model's forward.
+The plan of a micro is made once and passed to every layer through arguments of the model's forward.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from treadle.errors import ConfigError, ModelError
-from treadle.train.attention import blocks, flash4
+from treadle.train.attention import blocks
 from treadle.train.attention.sdpa import SdpaPlan
-from treadle.train.attention.varlen import GATHERING, VarlenPlan, attend_varlen
+from treadle.train.attention.varlen import GATHERING, VarlenPlan, attend_varlen, can_use_flash4, require_flash4
 from treadle.train.pack import Segment
 
 ATTENTION = "treadle_packed"
-MAX_BLOCK_PAIRS = 1_000_000  # of probabilities that dense blocks keep, per head and layer
-# Features that change the scores: a model that has one would be trained on other numbers than it is served with.
-_FOREIGN = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "position_bias": "position biases"}
+MAX_BLOCK_PAIRS = 1_000_000  # probabilities that dense blocks store, per head and layer
+# Features that change the scores: such a model would be trained on other numbers than it is served with.
+_UNSUPPORTED = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "position_bias": "position biases"}
 
 OTHER_MODEL = "use a model of another family (Llama, Qwen, Mistral, SmolLM)"
 
-Kind = Literal["auto", "blocks", "sdpa", "varlen", "flash4"]
-VARIABLE_LENGTH = ("varlen", "flash4")  # kernels that layers can be compiled around
+AttentionKind = Literal["auto", "blocks", "sdpa", "varlen", "flash4"]
+VARIABLE_LENGTH = ("varlen", "flash4")  # kernels that support compiled layers
 
 
-def plan_attention(segments: Sequence[Segment], device: torch.device, kind: Kind) -> dict[str, Any]:
-    """The arguments by which one micro's attention is done."""
+def plan_attention(segments: Sequence[Segment], device: torch.device, kind: AttentionKind) -> dict[str, Any]:
+    """Arguments of the model's forward for the attention of one micro."""
     if kind in VARIABLE_LENGTH:
         return {**VarlenPlan.of(segments, device).arguments(), "use_flash4": kind == "flash4"}
     few_pairs = blocks.num_pairs(segments) <= MAX_BLOCK_PAIRS
     if kind == "blocks" or (kind == "auto" and device.type == "cpu" and few_pairs):
-        return {"plan": blocks.lay_out(segments)}
+        return {"plan": blocks.plan_blocks(segments)}
     return {"plan": SdpaPlan.of(segments, device)}
 
 
-def choose_kind(wished: Kind, device: torch.device, dtype: torch.dtype, head_size: int) -> Kind:
-    """Variable-length attention where there is a kernel for it; else "auto", which each micro decides by its size."""
+def choose_kind(requested: AttentionKind, device: torch.device, dtype: torch.dtype, head_size: int) -> AttentionKind:
+    """Variable-length attention if there is a kernel; else "auto", which is decided by the size of each micro."""
     has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wished in VARIABLE_LENGTH and not has_kernel:
+    if requested in VARIABLE_LENGTH and not has_kernel:
         raise ConfigError(f"there is no variable-length attention for {dtype} on {device.type}", fix="--attention auto")
-    if wished == "flash4":
-        flash4.require(device, head_size)
-    if wished == "blocks" and device.type != "cpu":
+    if requested == "flash4":
+        require_flash4(device, head_size)
+    if requested == "blocks" and device.type != "cpu":
         raise ConfigError("attention in blocks is for CPUs", fix="--attention auto")
-    if wished == "auto" and has_kernel:
-        return "flash4" if flash4.is_usable(device, head_size) else "varlen"
-    return wished
+    if requested == "auto" and has_kernel:
+        return "flash4" if can_use_flash4(device, head_size) else "varlen"
+    return requested
 
 
 def head_size(config: Any) -> int:
-    """Numbers per attention head, as a model's configuration says or implies."""
-    said = getattr(config, "head_dim", None)
-    return int(said or config.hidden_size // config.num_attention_heads)
+    """Size of an attention head, given or implied by a model's configuration."""
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
 
 
-def plug_in(model: Any) -> None:
-    """Make `model` attend by plans, through transformers' public attention interface."""
+def install_attention(model: Any) -> None:
+    """Make `model` use packed attention, through transformers' attention interface."""
     AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation(ATTENTION)
 
@@ -81,8 +81,8 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: [1, heads, T, D] in, [1, T, heads, D] out."""
-    for name, meaning in _FOREIGN.items():
+    """Called by transformers in every layer: [1, heads, T, D] in, [1, T, heads, D] out."""
+    for name, meaning in _UNSUPPORTED.items():
         if more.get(name) is not None:
             raise ModelError(f"the model's attention has {meaning}, which the trainer does not do", fix=OTHER_MODEL)
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -1,13 +1,13 @@
-"""Attention in dense blocks, for short completions on a CPU.
+"""Compute attention in dense blocks, for short completions on a CPU.
 
-Batched products over blocks instead of a mask over the whole row: for G completions of C tokens behind P prompt tokens
+Batched products over blocks instead of a mask over the whole row: for G completions of C tokens after P prompt tokens
 it costs G*C*(P+C), not (P+G*C)^2. On a CPU this is several times faster than a masked scaled_dot_product_attention,
-above all backward. It pads prompts and completions to the longest, and keeps the probabilities.
+especially backward. Prompts and completions are padded to the longest, and probabilities are stored.
 
     prompts:      queries [N, kv, R*P]       keys [N, kv, P]           N groups, R query heads per kv head
     completions:  queries [N, kv, G, R*C]    keys [N, kv, G, P+C]      each completion's keys begin with its prompt's
 
-Tokens go to blocks and come back by one gather of rows each: a row is one head of one token.
+Tokens are gathered into blocks and back by rows: a row is one head of one token.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch import Tensor
 
 from treadle.train.pack import Segment
 
-FORBIDDEN = -1e30  # finite, so that a row of padding gives numbers (which nobody reads), not NaN
+FORBIDDEN = -1e30  # finite, so that rows of padding give unused numbers instead of NaN
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the blocks as rows of the tokens, and back, for one number of heads."""
+    """Index maps between rows of blocks and rows of tokens, for one number of heads."""
 
-    of_blocks: Tensor  # which row of [T * heads] stands in each row of all blocks, prompts first
-    of_tokens: Tensor  # which row of all blocks has each row of [T * heads]
-    idle: Tensor  # rows of the blocks that are no token's own: padding, and repetitions of the root
+    of_blocks: Tensor  # the row of [T * heads] in each row of all blocks, prompts first
+    of_tokens: Tensor  # the row of all blocks for each row of [T * heads]
+    idle: Tensor  # block rows that are padding or repetitions of the root
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where packed tokens stand in the padded blocks. P is the longest prompt, C the longest completion of a micro."""
+    """Positions of packed tokens in the padded blocks. P: the longest prompt, C: the longest completion of a micro."""
 
-    num_root: int  # the first columns of every prompt are the tokens that all groups begin with
+    num_root: int  # the first columns of every prompt are the shared root
     prompt_NP: Tensor  # index into T; padding points at token 0
     completion_NGC: Tensor
-    is_prompt_NP: Tensor  # a token's own place: real, and of the root only in the first group
+    is_prompt_NP: Tensor  # real tokens; those of the root only in the first group
     is_completion_NGC: Tensor
     prompt_bias: Tensor  # [N, 1, 1, P, P], added to scores: causal, and no padding as key
     completion_bias: Tensor  # [N, 1, 1, 1, C, P + C]
-    _rows: dict[Any, Rows] = field(default_factory=dict)  # made when the first layer asks; all layers have the same
+    _rows: dict[Any, Rows] = field(default_factory=dict)  # computed by the first layer, used by all
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [T, heads, D], key and value [T, kv heads, D] -> [T, heads, D]; fp32 inside."""
@@ -86,7 +86,7 @@ def _rows(blocks: Sequence[tuple[Tensor, Tensor]]) -> Rows:
 
 
 def num_pairs(segments: Sequence[Segment]) -> int:
-    """Query-key pairs whose probabilities are kept for the backward pass, padding included."""
+    """Query-key pairs whose probabilities are stored for the backward pass, with padding."""
     num_root = segments[0].root[1] - segments[0].root[0]
     prompt = max(num_root + s.prompt[1] - s.prompt[0] for s in segments)
     most = max(len(s.completions) for s in segments)
@@ -94,12 +94,12 @@ def num_pairs(segments: Sequence[Segment]) -> int:
     return len(segments) * (prompt**2 + most * longest * (prompt + longest))
 
 
-def lay_out(segments: Sequence[Segment]) -> Blocks:
-    """Plan the blocks of a micro once; every layer uses them."""
+def plan_blocks(segments: Sequence[Segment]) -> Blocks:
+    """Plan the blocks of a micro; every layer uses them."""
     num_groups = len(segments)
     root = segments[0].root
     num_root = root[1] - root[0]
-    longest_prompt = max(1, *(num_root + s.prompt[1] - s.prompt[0] for s in segments))  # one column at least
+    longest_prompt = max(1, *(num_root + s.prompt[1] - s.prompt[0] for s in segments))  # at least one column
     most = max(len(s.completions) for s in segments)
     longest = max(1, *(end - start for s in segments for start, end in s.completions))
     prompt = torch.zeros(num_groups, longest_prompt, dtype=torch.long)
@@ -134,7 +134,7 @@ def lay_out(segments: Sequence[Segment]) -> Blocks:
 class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scaling: float) -> Tensor:
-        layout = _Layout(query, key, blocks)
+        layout = _BlockShapes(query, key, blocks)
         _, queries = layout.queries_of(query, scaling)
         _, keys = layout.keys_of(key)
         _, values = layout.keys_of(value)
@@ -152,12 +152,12 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *probs = ctx.saved_tensors
-        layout = _Layout(query, key, ctx.blocks)
+        layout = _BlockShapes(query, key, ctx.blocks)
         _, queries = layout.queries_of(query, ctx.scaling)
         _, keys = layout.keys_of(key)
         _, values = layout.keys_of(value)
         flat, d_outs = layout.queries_of(grads[0], 1.0)
-        flat.index_fill_(0, layout.query_rows.idle, 0.0)  # a row that is no token's own must not speak for one
+        flat.index_fill_(0, layout.query_rows.idle, 0.0)  # padding and repetitions have no gradient
         d_query, d_queries = layout.empty_queries(query.shape[-1])
         d_key, d_keys = layout.empty_keys(query.shape[-1])
         d_value, d_values = layout.empty_keys(query.shape[-1])
@@ -178,8 +178,8 @@ class BlockAttention(torch.autograd.Function):
         )
 
 
-class _Layout:
-    """Tokens to blocks and back, for the shapes of one layer. Blocks of prompts and completions share one buffer."""
+class _BlockShapes:
+    """Gathers tokens into blocks and back for the shapes of one layer. All blocks share one buffer."""
 
     def __init__(self, query: Tensor, key: Tensor, blocks: Blocks) -> None:
         num_heads, self._num_kv = query.shape[1], key.shape[1]
@@ -219,8 +219,8 @@ class _Layout:
         return flat.index_select(0, self.key_rows.of_tokens).to(like.dtype).view(like.shape)
 
     def sum_shared(self, d_prompt: Tensor, d_completion: Tensor) -> None:
-        """Prompts are read by each of their completions, and the root by every group: their gradients are summed, the
-        root's where the first group has it."""
+        """Prompts are keys of all their completions, and the root of all groups: sum their gradients, the root's in the
+        first group."""
         num_groups, num_completions = self._sizes
         num_prompt = d_prompt.shape[1]
         prompt = d_prompt.view(num_groups, self._num_kv, num_prompt, -1)
@@ -231,7 +231,7 @@ class _Layout:
 
 
 def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The parts of a buffer of rows, as batches of rows."""
+    """Split a buffer of rows into batches of rows."""
     sizes = [batch * rows for batch, rows in shapes]
     parts = flat.split(sizes)
     return [part.view(*shape, flat.shape[-1]) for part, shape in zip(parts, shapes, strict=True)]

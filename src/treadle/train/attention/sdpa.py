@@ -1,7 +1,7 @@
-"""Attention by scaled_dot_product_attention, piece by piece, for long completions on a CPU.
+"""Compute attention piece by piece with scaled_dot_product_attention, for long completions on a CPU.
 
-Each prompt and each completion is a piece: its queries see the pieces before it on its own path (root, prompt) and
-itself up to the query. Nothing is padded and no probabilities are kept, so memory grows with tokens, not with pairs.
+Each prompt and each completion is a piece: its queries see the pieces before it (root, prompt) and, causally, itself.
+Nothing is padded and no probabilities are stored, so memory grows with tokens, not with pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from treadle.train.pack import Segment
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries at `own`, which see `before` whole and themselves causally. Pieces lie in the order of the packed row."""
+    """Queries at `own`, which see all of `before`, and themselves causally. Pieces are in the order of the packed
+    row."""
 
     before: tuple[tuple[int, int], ...]
     own: tuple[int, int]
@@ -54,7 +55,7 @@ def pieces_of(segments: Sequence[Segment]) -> list[Piece]:
 @dataclass(frozen=True)
 class SdpaPlan:
     pieces: tuple[Piece, ...]
-    masks: tuple[Tensor | None, ...]  # by piece: which keys a query sees; None: plain causal
+    masks: tuple[Tensor | None, ...]  # by piece: which keys a query sees; None: causal
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> SdpaPlan:

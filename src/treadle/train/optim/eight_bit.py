@@ -1,11 +1,11 @@
-"""AdamW with 8-bit moments, in place on the live weights: 8 bytes per parameter instead of 18.
+"""AdamW with 8-bit moments that updates the live weights in place: 8 bytes per parameter instead of 18.
 
-Three roundings could eat a small step; each is stochastic, so that what is lost in one step is made up for in another:
-the moments to 8 bits (each block of 256 has its own scale, see `Moment`), and the weights to bf16.
+Rounding could lose small steps, so it is stochastic: moments are rounded to 8 bits (each block of 256 has its own
+scale, see `QuantizedMoment`), weights to bf16.
 
-Ours rather than torchao's: that one needs a compiler at run time (a minute for the first step on a CPU), takes
-gradients only in the weights' bf16, keeps small tensors' moments in bf16, and rounds moments to the nearest code, where
-a mean square that changes by less than half a code in a step stands still.
+torchao's version is not used: it needs a compiler at run time (a minute for the first step on a CPU), takes gradients
+only in the weights' bf16, keeps small tensors' moments in bf16, and rounds moments to the nearest code, so a mean
+square that changes by less than half a code per step never changes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 EPSILON = 1e-8
-# Elements worked on at a time, a multiple of BLOCK: what a core's cache holds, or what fills a GPU but not its memory.
+# Elements per chunk, a multiple of BLOCK: what fits a core's cache, or what fills a GPU but not its memory.
 CPU_CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
 
 
-class Moment:
+class QuantizedMoment:
     """A running mean as 8-bit codes: value = peak of its block x (code / levels) squared `num_squarings` times.
 
     Squaring spends the codes where values are small: of 255 levels squared twice, the step at 1 % of the peak is an
@@ -49,7 +49,7 @@ class Moment:
         return self._share(codes.abs()).mul_(self.peaks[blocks]).copysign_(codes)
 
     def write(self, blocks: slice, values: Tensor, generator: torch.Generator) -> None:
-        """Round each value up or down at random, such that its mean is the value."""
+        """Round each value up or down at random, so that the expected result is the value."""
         sizes = values.abs()
         peaks = sizes.amax(1, keepdim=True)
         share = sizes.div_(peaks.clamp(min=torch.finfo(torch.float32).tiny))
@@ -64,7 +64,7 @@ class Moment:
         self.peaks[blocks] = peaks
 
     def _share(self, codes: Tensor) -> Tensor:
-        """What part of the peak each code stands for."""
+        """The fraction of the peak that each code represents."""
         share = codes / self._num_levels
         for _ in range(self._num_squarings):
             share.mul_(share)
@@ -72,7 +72,7 @@ class Moment:
 
 
 class AdamW8bit(Optimizer):
-    """The whole update happens in `_write`; until then the clipped gradients wait in their accumulators."""
+    """The whole update happens in `_write`; until then the clipped gradients stay in their accumulators."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         super().__init__(policy, config, policy.device)
@@ -86,17 +86,17 @@ class AdamW8bit(Optimizer):
         self._own = {name: p for name, p in policy.live.items() if name in owned}
         num_blocks = {name: -(-p.numel() // BLOCK) for name, p in self._own.items()}
         device = policy.device
-        # The mean has a sign; the square only matters by its root, so it gets the steeper map.
+        # The mean has a sign; of the square only the root matters, so it gets the steeper map.
         self._means, self._squares = (
-            {name: Moment(count, device, dtype=dtype, num_squarings=n) for name, count in num_blocks.items()}
+            {name: QuantizedMoment(count, device, dtype=dtype, num_squarings=n) for name, count in num_blocks.items()}
             for dtype, n in ((torch.int8, 1), (torch.uint8, 2))
         )
         self._has_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._generator = torch.Generator("cpu" if self._has_kernel else device)
         self._generator.manual_seed(config.seed + policy.ranks.rank)
         self._num_moves = 0
-        self._waiting_rate: float | None = None  # of a step that is not yet in the live weights
-        self._waiting_weights: Mapping[str, Tensor] = {}  # of a checkpoint, likewise
+        self._pending_rate: float | None = None  # of a step that is not yet in the live weights
+        self._pending_weights: Mapping[str, Tensor] = {}  # of a restored checkpoint
 
     def state(self) -> dict[str, Tensor]:
         tensors = super().state() | {"counter.num_moves": torch.tensor(self._num_moves)}
@@ -113,10 +113,10 @@ class AdamW8bit(Optimizer):
             for name, value in values.items():
                 value.copy_(saved[part][name])
         self._num_moves = int(tensors["counter.num_moves"])
-        if "rounding.generator" in tensors:  # a rank more than there were begins anew
+        if "rounding.generator" in tensors:  # absent for a rank that did not exist when it was saved
             self._generator.set_state(tensors["rounding.generator"].clone())
-        self._waiting_rate = None
-        self._waiting_weights = weights
+        self._pending_rate = None
+        self._pending_weights = weights
 
     def _parts(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -127,20 +127,20 @@ class AdamW8bit(Optimizer):
         }
 
     def _move(self, rate: float) -> None:
-        if self._waiting_rate is not None:
+        if self._pending_rate is not None:
             raise RuntimeError("the step before this one was not published")
-        self._waiting_rate = rate
+        self._pending_rate = rate
 
     @torch.no_grad()
     def _write(self) -> None:
-        for name, weights in self._waiting_weights.items():
+        for name, weights in self._pending_weights.items():
             self._live[name].copy_(weights)
-        self._waiting_weights = {}
-        if self._waiting_rate is not None:
-            self._move_own(self._waiting_rate)
-            self._waiting_rate = None
+        self._pending_weights = {}
+        if self._pending_rate is not None:
+            self._move_own(self._pending_rate)
+            self._pending_rate = None
             self.zero_gradients()
-        self._ranks.hand_out(self._live)
+        self._ranks.broadcast_weights(self._live)
 
     def _move_own(self, rate: float) -> None:
         self._num_moves += 1
@@ -186,7 +186,7 @@ class AdamW8bit(Optimizer):
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 to bf16, up or down at random, such that the mean is the value.
+    """fp32 to bf16, up or down at random, so that the expected result is the value.
 
     bf16 is the upper half of fp32. A random number below the lower half's range, added to the bits, carries into the
     upper half exactly as often as the lower half is far from zero.

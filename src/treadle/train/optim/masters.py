@@ -1,16 +1,19 @@
-"""Optimizers that move fp32 masters of the weights.
+"""Optimizers that keep fp32 masters of the weights: AdamW, Adafactor and Muon.
 
-      masters (fp32) ──write──> live (bf16, perhaps shared with the engine)
+      masters (fp32) ──write──> live (bf16, possibly shared with the engine)
           ^                         |
           └── rules <── gradients <── backward
 
-A step of 1e-6 is lost when added to a bf16 weight; added to its fp32 master it counts.
+A step of 1e-6 is lost when added to a bf16 weight, but not when added to its fp32 master.
+
+Adafactor is implemented here, because torch's version always scales the step by the size of the weights. Here that is
+optional; without it the step size is exactly the learning rate. (Shazeer and Stern, 2018; no first moment.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +21,74 @@ from torch import Tensor, nn
 from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.processor import fast_dtype
-from treadle.train.gradients import HostBridge
-from treadle.train.optim.adafactor import Adafactor, relative_rate
-from treadle.train.optim.optimizer import Optimizer, part_of
+from treadle.train.optim.optimizer import Optimizer, PinnedBuffer, part_of
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
 
+
 log = get_logger("trainer")
 Masters = dict[str, nn.Parameter]
 
+LARGEST_RELATIVE_RATE = 1e-2
+SMALLEST_SCALE = 1e-3  # lets a weight of zero change
+EPSILON = 1e-30  # added to squares
+DECAY_POWER = -0.8  # step t forgets t**-0.8 of the mean square
+
+
+def relative_rate(step: int) -> float:
+    """Adafactor's own step size instead of a learning rate: 1/sqrt(step), at most 0.01.
+
+    >>> relative_rate(1), relative_rate(40_000)
+    (0.01, 0.005)
+    """
+    return min(LARGEST_RELATIVE_RATE, step**-0.5)
+
+
+class Adafactor(torch.optim.Optimizer):
+    """The mean square of a matrix is stored as one row and one column. `scale_parameter`: multiply the learning rate by
+    the root mean square of the weights."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, weight_decay: float, scale_parameter: bool) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay, "scale_parameter": scale_parameter})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            if gradient.ndim >= 2:
+                state["row_square"] = gradient.new_zeros((*gradient.shape[:-1], 1))
+                state["column_square"] = gradient.new_zeros((*gradient.shape[:-2], 1, gradient.shape[-1]))
+            else:
+                state["square"] = torch.zeros_like(gradient)
+        state["step"] += 1
+        fresh = state["step"] ** DECAY_POWER  # stays on the device, without synchronization
+        square = gradient.square().add_(EPSILON)
+        if gradient.ndim >= 2:
+            row = state["row_square"].lerp_(square.mean(-1, keepdim=True), fresh)
+            column = state["column_square"].lerp_(square.mean(-2, keepdim=True), fresh)
+            update = torch.mul(row / row.mean(-2, keepdim=True), column, out=square).rsqrt_().mul_(gradient)
+        else:
+            update = state["square"].lerp_(square, fresh).rsqrt().mul_(gradient)
+        size = group["lr"] / _root_mean_square(update).clamp(min=1.0)  # clips the update's RMS to 1
+        if group["scale_parameter"]:
+            size = size * _root_mean_square(parameter).clamp(min=SMALLEST_SCALE)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(size))
+
+
+def _root_mean_square(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor) / tensor.numel() ** 0.5
+
 
 class MasterOptimizer(Optimizer):
-    """Masters on `device`, each moved by one of the torch optimizers that `rules` makes for them."""
+    """Masters on `device`, updated by the torch optimizers that `rules` creates for them."""
 
     def __init__(
         self,
@@ -50,7 +108,7 @@ class MasterOptimizer(Optimizer):
             if name in owned
         }
         self._live = policy.live
-        self._bridge = HostBridge(policy.live, device)
+        self._buffer = PinnedBuffer(policy.live, device)
         self._rules = rules(self.masters) if self.masters else []  # there may be more ranks than parameters
         self._own_rate = rate
 
@@ -75,7 +133,7 @@ class MasterOptimizer(Optimizer):
             part, _, name = key.partition(".")
             if name in self.masters and part not in ("master", "live"):
                 master = self.masters[name]
-                # A copy: what was loaded may be a window on a file that is deleted later.
+                # A copy: a loaded tensor may be a memory map of a file that is deleted later.
                 rule_of[master].state[master][part] = value.to(master.device, copy=True)
 
     def _rate(self, step: int) -> float:
@@ -85,7 +143,7 @@ class MasterOptimizer(Optimizer):
         for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = rate
-        for piece in self._gradients.pieces():  # a rule moves what has a gradient
+        for piece in self._gradients.pieces():  # torch optimizers update only parameters with a gradient
             for name, gradient in piece.items():
                 self.masters[name].grad = gradient
             for rule in self._rules:
@@ -97,8 +155,8 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def _write(self) -> None:
         for name, master in self.masters.items():
-            self._bridge.put(self._live[name], master)
-        self._ranks.hand_out(self._live)
+            self._buffer.put(self._live[name], master)
+        self._ranks.broadcast_weights(self._live)
 
 
 def adamw(policy: Policy, config: TrainConfig) -> MasterOptimizer:
@@ -106,7 +164,7 @@ def adamw(policy: Policy, config: TrainConfig) -> MasterOptimizer:
 
 
 def adamw_cpu(policy: Policy, config: TrainConfig) -> MasterOptimizer:
-    """Everything but the live weights in host memory: the step is slow, and 16 bytes per parameter are saved."""
+    """Keep everything except the live weights in host memory: slow steps, 16 bytes per parameter less on the device."""
     host = torch.device("cpu")
     return MasterOptimizer(policy, config, lambda masters: [_adamw_rule(masters, config)], device=host)
 
@@ -127,7 +185,7 @@ def adafactor(policy: Policy, config: TrainConfig) -> MasterOptimizer:
 
 
 def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
-    """Muon for the matrices inside the layers; AdamW for embeddings, the output layer, and all that is no matrix."""
+    """Muon for the matrices inside of the layers; AdamW for embeddings, the output layer, and vectors."""
     tables = {id(table.weight) for table in _vocabulary_tables(policy)}
     is_matrix = {name: p.ndim == 2 and id(p) not in tables for name, p in policy.live.items()}
 
@@ -135,7 +193,7 @@ def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
         matrices = {name: master for name, master in masters.items() if is_matrix[name]}
         others = {name: master for name, master in masters.items() if not is_matrix[name]}
         choice = ((_muon_rule, matrices), (_adamw_rule, others))
-        return [rule(part, config) for rule, part in choice if part]  # adapters, for one, are all matrices
+        return [rule(part, config) for rule, part in choice if part]  # adapters have only matrices
 
     if fast_dtype(policy.device.type) != "bfloat16":
         log.warning(
@@ -155,7 +213,7 @@ def _muon_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
         lr=config.lr,
         momentum=config.muon_momentum,
         weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",  # one learning rate then serves both: steps are as large as AdamW's
+        adjust_lr_fn="match_rms_adamw",  # makes one learning rate fit both optimizers
     )
 
 

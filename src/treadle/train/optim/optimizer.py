@@ -1,34 +1,158 @@
-"""What every optimizer does: judge the gradient, clip it, and hand it to its own way of moving the weights."""
+"""Define the optimizer base class, gradient accumulation and the learning rate schedule.
+
+    backward ──> parameter.grad ──hook──> accumulator += grad, parameter.grad freed
+
+A gradient has the number format of its parameter, often bf16, and exists only until its hook has run. Sums over micros
+are in fp32 (or in bf16 if configured), and low-precision gradients never accumulate.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.config import TrainConfig
 from treadle.errors import TrainingError
-from treadle.train.gradients import Gradients
-from treadle.train.optim.schedule import learning_rate
+from treadle.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
 
+
+PIECE_BYTES = 256 << 20  # fp32 copies of low-precision accumulators that exist at the same time
 MAX_SKIPPED_IN_A_ROW = 5
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of step `step`, counted from 1: linear warm-up, then the schedule until the last step.
+
+    >>> from treadle.config import TrainConfig
+    >>> c = TrainConfig(lr=3.0, warmup_steps=3, steps=10, schedule="constant")
+    >>> [learning_rate(s, c) for s in (1, 2, 3, 4)]
+    [1.0, 2.0, 3.0, 3.0]
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * max(left, 0.0)
+
+
+class Gradients:
+    """The accumulators of `live`, in `dtype`, on `device` (host memory for an optimizer that works there).
+
+    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> gradients = Gradients({"w": weight}, torch.float32, torch.device("cpu"))
+    >>> for _ in range(2):
+    ...     (weight * torch.tensor([3.0, 4.0])).sum().backward()
+    >>> gradients.norm(), weight.grad
+    (10.0, None)
+    """
+
+    def __init__(
+        self, live: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
+        self.by_name = {name: torch.zeros(p.shape, dtype=dtype, device=device) for name, p in live.items()}
+        self._ranks = ranks
+        owned = ranks.owned(live)
+        self._own = {name: gradient for name, gradient in self.by_name.items() if name in owned}
+        buffer = PinnedBuffer(live, device)
+        for name, parameter in live.items():
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(self.by_name[name], buffer))
+
+    def collect(self) -> None:
+        """Sum over all ranks at each parameter's owner. Call once per step, before the methods below."""
+        self._ranks.sum_to_owners(self.by_name)
+
+    def norm(self) -> float:
+        """The norm over all parameters, in fp32; synchronizes with the device once."""
+        own = 0.0
+        if self._own:  # there may be more ranks than parameters
+            norms = torch._foreach_norm(list(self._own.values()), 2, dtype=torch.float32)
+            own = float(torch.linalg.vector_norm(torch.stack(norms)))
+        return self._ranks.total_norm(own)
+
+    def scale(self, factor: float) -> None:
+        torch._foreach_mul_(list(self._own.values()), factor)
+
+    def zero(self) -> None:
+        torch._foreach_zero_(list(self.by_name.values()))
+
+    def pieces(self) -> Iterator[dict[str, Tensor]]:
+        """This rank's gradients in fp32, by name: all at once if they are fp32, else copies of a few at a time."""
+        if all(g.dtype == torch.float32 for g in self._own.values()):
+            yield dict(self._own)
+            return
+        piece: dict[str, Tensor] = {}
+        for name, gradient in self._own.items():
+            piece[name] = gradient.float()
+            if sum(g.nbytes for g in piece.values()) >= PIECE_BYTES:
+                yield piece
+                piece = {}
+        if piece:
+            yield piece
+
+
+class PinnedBuffer:
+    """Pinned host memory for one parameter, used for copies between the device and host memory.
+
+    Copies through pinned memory are several times faster. One buffer of the size of the largest parameter is enough;
+    pinning all masters and accumulators could take most of the machine's memory.
+    """
+
+    def __init__(self, live: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        largest = max((p.nbytes for p in live.values() if p.device != device), default=0)
+        self._buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=largest > 0)
+
+    def buffer_for(self, parameter: Tensor) -> Tensor:
+        """The pinned memory as a tensor like `parameter`."""
+        return self._buffer[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+
+    def fetch(self, value: Tensor, device: torch.device) -> Tensor:
+        """`value`, or a copy in the buffer if it is on another device; valid until the next copy."""
+        return value if value.device == device else self.buffer_for(value).copy_(value)
+
+    def put(self, target: Tensor, value: Tensor) -> None:
+        """Copy `value` into `target`; it is rounded before the transfer, which halves the bytes."""
+        target.copy_(value if value.device == target.device else self.buffer_for(target).copy_(value))
+
+
+def _accumulate_into(accumulator: Tensor, buffer: PinnedBuffer) -> Callable[[Tensor], None]:
+    add = choose_adder(accumulator)
+
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            add(accumulator, buffer.fetch(parameter.grad, accumulator.device))
+            parameter.grad = None
+
+    return hook
+
+
+def choose_adder(accumulator: Tensor) -> Callable[[Tensor, Tensor], object]:
+    """accumulator += gradient; on CUDA by a Triton kernel, because torch is slow at adding bf16 to fp32."""
+    if accumulator.is_cuda and accumulator.dtype == torch.float32 and importlib.util.find_spec("triton"):
+        from treadle.train import kernels
+
+        return kernels.add_to_fp32
+    return Tensor.add_
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     grad_norm: float  # before clipping
     learning_rate: float
-    skipped: bool  # the loss or the gradient was not a finite number: nothing moved
-    num_skipped: int  # steps of which that was so, since the training began
+    skipped: bool  # the loss or the gradient was not finite: nothing was changed
+    num_skipped: int  # skipped steps since the start of the training
     num_skipped_in_a_row: int
 
     def metrics(self) -> dict[str, float]:
@@ -41,10 +165,10 @@ class StepOutcome:
 
 
 class Optimizer(ABC):
-    """`step(n)` takes the gradients that backward left; publishing the policy puts the result into the live weights.
+    """`step(n)` uses the accumulated gradients; publishing the policy writes the result into the live weights.
 
-    An engine may be reading the live weights, so they change only inside `_write`, which the policy calls while the
-    engine is held. Publish after every step.
+    An engine may be reading the live weights, so they change only in `_write`, which the policy calls while the engine
+    is paused. Publish after every step.
     """
 
     def __init__(self, policy: Policy, config: TrainConfig, device: torch.device) -> None:
@@ -58,17 +182,17 @@ class Optimizer(ABC):
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """What backward has added up since the last step, by the parameter's name."""
+        """Accumulated since the last step, by parameter name."""
         return self._gradients.by_name
 
     def zero_gradients(self) -> None:
         self._gradients.zero()
 
     def step(self, step: int, *, loss_is_finite: bool = True) -> StepOutcome:
-        """Clip and move; `step` counts from 1.
+        """Clip the gradients and take step `step`, counted from 1.
 
-        A gradient of exactly zero (no group had anything to teach) moves nothing: momentum alone is not evidence. A
-        loss or gradient that is not finite moves nothing either; five of those in a row end the training.
+        A gradient of exactly zero (no group had a signal) changes nothing: momentum alone is not evidence. A loss or
+        gradient that is not finite is skipped; five in a row end the training.
         """
         rate = self._rate(step)
         self._gradients.collect()
@@ -85,15 +209,15 @@ class Optimizer(ABC):
         return StepOutcome(norm, rate, skipped, self.num_skipped, self.num_skipped_in_a_row)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of this rank that the next step depends on, by name, counters among them.
+        """Every tensor of this rank that the next step depends on, by name, with counters.
 
-        `<part>.<parameter's name>` belongs to the parameter; all else (counters, random generators) to the rank.
+        `<part>.<parameter>` belongs to a parameter; all others (counters, RNG state) belong to the rank.
         """
         return {f"counter.{name}": torch.tensor(getattr(self, name)) for name in COUNTERS}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, and `live.<name>` of the weights it belongs to; publish after it."""
-        for name in COUNTERS:  # the first release wrote none
+        """Restore what `state` returned, and `live.<name>` of the weights; publish after it."""
+        for name in COUNTERS:  # absent in checkpoints of format 0
             setattr(self, name, int(tensors.get(f"counter.{name}", 0)))
 
     def _skip(self) -> None:
@@ -112,15 +236,15 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _move(self, rate: float) -> None:
-        """Take the step with the clipped gradients, or leave it to `_write`; zero the gradients once they are used."""
+        """Take the step with the clipped gradients, or leave it to `_write`; zero the gradients after use."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Put the last step into the live weights."""
+        """Write the last step into the live weights."""
 
 
 def part_of(tensors: Mapping[str, Tensor], part: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors `<part>.<name>`, checked to be exactly those of `like`, of the same shapes."""
+    """The tensors `<part>.<name>`, which must have exactly the names and shapes of `like`."""
     found = {key.removeprefix(f"{part}."): value for key, value in tensors.items() if key.startswith(f"{part}.")}
     wrong = [name for name in found.keys() | like.keys() if name not in found or name not in like]
     wrong += [name for name in found.keys() & like.keys() if found[name].shape != like[name].shape]

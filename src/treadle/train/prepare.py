@@ -1,4 +1,5 @@
-"""What a group teaches: which tokens are trained, with what advantage, and what they weigh in the step. Pure."""
+"""Prepare groups for packing: validate rollouts, compute advantages, choose the tokens that carry loss. Pure, in
+float64."""
 
 from __future__ import annotations
 
@@ -8,21 +9,43 @@ from functools import cached_property
 import numpy as np
 
 from treadle.config import TrainConfig
-from treadle.train.advantage import group_advantages
+from treadle.config.train import ObjectiveOptions
 from treadle.wire.groups import IGNORED, ScoredGroup
 
-TEMPERATURES = (1e-3, 1e3)  # beyond these, logits over temperature leave what numbers can say
-# Nobody samples a token of probability 1e-11. An engine that says so, or that a logprob is positive, does not know it;
-# taken at its word, one such token would outweigh a whole step.
+TEMPERATURES = (1e-3, 1e3)  # outside of these, logits divided by the temperature overflow
+# No engine samples a token of probability 1e-11. Such a logprob, or a positive one, is wrong, and would let a single
+# token outweigh a whole step.
 LOGPROBS = (-25.0, 0.1)
-NOT_SAMPLED = 1.0  # what clients send in place of a logprob that they do not know
-REPEATED_TOKENS = 4  # a run of tokens that occurs again in the same completion is a repetition
-MIN_REPEATING = 32  # tokens of a completion: in shorter ones repetition says nothing
+NOT_SAMPLED = 1.0  # sent by clients in place of an unknown logprob
+REPEATED_TOKENS = 4  # length of a run that counts as repetition if it occurs again in the same completion
+MIN_REPEATING = 32  # tokens; repetition is not measured in shorter completions
 
 
-class Examined:
-    """A group, with what each of its rollouts teaches. What cannot be used is rejected, not raised: one client's odd
-    numbers must not stop a training."""
+def group_advantages(scores: Sequence[float], options: ObjectiveOptions) -> np.ndarray:
+    """Score minus the mean of the group (or of the other rollouts), divided by the standard deviation if configured.
+
+    The advantages of a group of one, and of one with equal scores, are exactly zero.
+
+    >>> group_advantages([1.0, 0.0, 0.0, 1.0], ObjectiveOptions(normalize_std=False)).tolist()
+    [0.5, -0.5, -0.5, 0.5]
+    >>> group_advantages([3.0, 0.0, 0.0], ObjectiveOptions(advantage="leave_one_out", normalize_std=False)).tolist()
+    [3.0, -1.5, -1.5]
+    """
+    scores_G = np.asarray(scores, dtype=np.float64)
+    size = len(scores_G)
+    if size < 2 or scores_G.min() == scores_G.max():  # compared, because the mean of three 0.1 is not exactly 0.1
+        return np.zeros(size)
+    advantages_G = scores_G - scores_G.mean()
+    if options.advantage == "leave_one_out":
+        advantages_G *= size / (size - 1)  # equal to subtracting the mean of the others
+    if options.normalize_std:
+        advantages_G /= scores_G.std(ddof=options.std_ddof) + options.std_epsilon
+    return advantages_G
+
+
+class PreparedGroup:
+    """A group with the advantages and loss tokens of its rollouts. Unusable rollouts are rejected without an error: odd
+    numbers from one client must not stop the training."""
 
     def __init__(self, group: ScoredGroup, config: TrainConfig, vocab_size: int | None = None) -> None:
         self.group = group
@@ -38,25 +61,25 @@ class Examined:
         ]
         self.prefix = shared_prefix(self.tokens, trainable)
         for flags in trainable:
-            flags[:1] = False  # nothing stands before the first token that could predict it
+            flags[:1] = False  # nothing predicts the first token
         self.num_masked = 0
         if config.mask_overlong:
             self.num_masked = sum(int(trainable[i].sum()) for i in np.flatnonzero(self.is_cut_off))
             trainable = [flags & ~cut for flags, cut in zip(trainable, self.is_cut_off, strict=True)]
         self.lengths = np.array([int(flags.sum()) for flags in trainable])  # tokens that count in the mean
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is rejected
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are rejected
             self.advantages = token_advantages(group, trainable, config)
             self.is_rejected = [self._is_unusable(i, config.seq_len, vocab_size) for i in range(group.size)]
         self.carries_loss = [self._needed(i, flags, config) for i, flags in enumerate(trainable)]
 
     def _needed(self, rollout: int, trainable: np.ndarray, config: TrainConfig) -> np.ndarray:
-        """The tokens that must be forwarded: those with a gradient, and what a sequence's own ratio is made of."""
+        """Tokens that must be forwarded: those with a gradient, and all that a sequence-level ratio needs."""
         if self.is_rejected[rollout]:
             return np.zeros_like(trainable)
-        taught = trainable & (self.advantages[rollout] != 0)
-        if config.kl_coef > 0 or (config.ratio != "token" and taught.any()):
+        has_gradient = trainable & (self.advantages[rollout] != 0)
+        if config.kl_coef > 0 or (config.ratio != "token" and has_gradient.any()):
             return trainable
-        return taught
+        return has_gradient
 
     def _is_unusable(self, rollout: int, seq_len: int, vocab_size: int | None) -> bool:
         tokens = self.tokens[rollout]
@@ -70,21 +93,21 @@ class Examined:
 
     @cached_property
     def rollouts(self) -> list[int]:
-        """Those with something to teach."""
+        """Indices of rollouts with loss tokens."""
         return [i for i, flags in enumerate(self.carries_loss) if flags.any()]
 
 
 class TokenWeights:
     """A token's share in the mean over the whole optimizer step."""
 
-    def __init__(self, examined: Sequence[Examined], config: TrainConfig) -> None:
-        self.num_tokens = sum(int(e.lengths.sum()) for e in examined)
-        self._num_sequences = sum(int(np.count_nonzero(e.lengths)) for e in examined)
+    def __init__(self, groups: Sequence[PreparedGroup], config: TrainConfig) -> None:
+        self.num_tokens = sum(int(group.lengths.sum()) for group in groups)
+        self._num_sequences = sum(int(np.count_nonzero(group.lengths)) for group in groups)
         self._aggregation = config.aggregation
         self._constant = config.aggregation_length or config.seq_len
 
     def of(self, num_tokens: int) -> float:
-        """The weight of each token of a sequence that has so many."""
+        """The weight of each token of a sequence with `num_tokens` loss tokens."""
         if self._aggregation == "token_mean":
             return 1 / max(1, self.num_tokens)
         if self._aggregation == "sequence_mean":
@@ -93,9 +116,9 @@ class TokenWeights:
 
 
 def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: TrainConfig) -> list[np.ndarray]:
-    """One advantage per token: the environment's own where it sent them, else the rollout's; zero if not `trained`."""
+    """Advantages per token: the environment's if it sent them, else the rollout's; zero where not `trained`."""
     per_rollout = group_advantages(group.scores, config)
-    own = group.advantages or []  # clients send them in any length; what does not fit is not meant per token
+    own = group.advantages or []  # only used if the length fits: some clients send other things here
     overrides = group.overrides or []
     result = []
     for i, flags in enumerate(trained):
@@ -110,52 +133,52 @@ def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: 
 
 
 def shared_prefix(tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray]) -> int:
-    """How many leading tokens all rollouts share, none of which is `trained`."""
+    """Number of leading tokens that all rollouts share and that are not `trained`."""
     first_trained = min(int(flags.argmax()) if flags.any() else len(flags) for flags in trained)
     return min(first_trained, num_alike(tokens))
 
 
 def num_alike(sequences: Sequence[np.ndarray]) -> int:
-    """How many leading entries all sequences share, as far as the shortest goes."""
+    """Number of leading entries that all sequences share."""
     shortest = min(map(len, sequences))
     differs = np.any([s[:shortest] != sequences[0][:shortest] for s in sequences], axis=0)
     return int(differs.argmax()) if differs.any() else shortest
 
 
 def temperature_of(group: ScoredGroup, rollout: int) -> float:
-    """The temperature a rollout was sampled at, in the order Atropos' trainer looks for it."""
-    places = (
+    """The sampling temperature of a rollout, from the same fields and in the same order as Atropos' trainer."""
+    sources = (
         group.overrides[rollout] if group.overrides else None, group.generation_params, group.group_overrides,
     )  # fmt: skip
-    for place in places:
-        if place and isinstance(place.get("temperature"), int | float) and place["temperature"] > 0:
-            return float(place["temperature"])
+    for source in sources:
+        if source and isinstance(source.get("temperature"), int | float) and source["temperature"] > 0:
+            return float(source["temperature"])
     return 1.0
 
 
 def was_cut_off(group: ScoredGroup, rollout: int, seq_len: int) -> bool:
-    """Whether a completion ended at the length limit: as its environment says, else when it fills the sequence."""
-    said = group.overrides[rollout].get("finish_reason") if group.overrides else None
-    return said == "length" if said is not None else len(group.tokens[rollout]) >= seq_len
+    """Whether a completion ended at the length limit: as the environment says, else if it fills the sequence."""
+    reason = group.overrides[rollout].get("finish_reason") if group.overrides else None
+    return reason == "length" if reason is not None else len(group.tokens[rollout]) >= seq_len
 
 
 def is_all_good(group: ScoredGroup) -> bool:
-    """Whether equal scores are those of success: as the environment says, else when they are positive."""
+    """Whether equal scores mean success: by the accuracy that the environment sent, else if they are positive."""
     accuracy = (group.metrics or {}).get("accuracy")
     return accuracy == 1 if accuracy is not None else min(group.scores) > 0
 
 
-def rollout_logprobs(group: ScoredGroup, rollout: int, places: np.ndarray) -> np.ndarray:
-    """The engine's logprobs of trained tokens; NaN where none is known."""
+def rollout_logprobs(group: ScoredGroup, rollout: int, positions: np.ndarray) -> np.ndarray:
+    """The engine's logprobs of the tokens at `positions`; NaN if unknown."""
     if group.inference_logprobs is None:
-        return np.full(len(places), np.nan)
-    values = np.array(group.inference_logprobs[rollout], dtype=np.float64)[places]
+        return np.full(len(positions), np.nan)
+    values = np.array(group.inference_logprobs[rollout], dtype=np.float64)[positions]
     low, high = LOGPROBS
     return np.where((values < low) | (values > high), np.nan, values)
 
 
 def num_positive_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray) -> int:
-    """How many trained tokens have a logprob that no probability has: the values are wrong, or belong elsewhere."""
+    """Number of trained tokens with a positive logprob: the values are wrong, or shifted."""
     if group.inference_logprobs is None:
         return 0
     values = np.array(group.inference_logprobs[rollout], dtype=np.float64)[trained]
@@ -163,7 +186,7 @@ def num_positive_logprobs(group: ScoredGroup, rollout: int, trained: np.ndarray)
 
 
 def repetition(tokens: np.ndarray) -> float:
-    """The share of runs of four tokens that occurred before in the same completion.
+    """Share of runs of four tokens that occurred before in the same completion.
 
     >>> repetition(np.array([1, 2, 3, 4, 5, 6, 7]))
     0.0
@@ -172,6 +195,6 @@ def repetition(tokens: np.ndarray) -> float:
     """
     num_runs = len(tokens) - REPEATED_TOKENS + 1
     runs = np.zeros(num_runs, dtype=np.uint64)
-    for place in range(REPEATED_TOKENS):  # a hash of each run; the multiplication wraps around
-        runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[place : place + num_runs].astype(np.uint64)
+    for offset in range(REPEATED_TOKENS):  # a hash of each run; the multiplication overflows on purpose
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + num_runs].astype(np.uint64)
     return 1 - len(np.unique(runs)) / num_runs

@@ -1,4 +1,4 @@
-"""How long the parts of a step take, and how fast the machine is used."""
+"""Measure the time of each part of a step, throughput, and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ import torch
 from treadle.train.checkpoint import Restored, Totals
 from treadle.train.pack import PackedBatch
 from treadle.train.policy import Policy
-from treadle.train.speed import peak_flops
+
+# bf16 matrix products per second according to a GPU's data sheet, dense, in 1e12.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "B200": 2250, "B300": 2250, "A100": 312, "L40S": 362,
+    "L40": 181, "L4": 121, "A10G": 70, "A40": 150, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155,
+}  # fmt: skip
 
 
-class Stopwatch:
-    """Laps of one step: {"perf/fwd_bwd_s": .., "perf/step_s": ..}; a name that comes again adds up."""
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 operations per second of this GPU; None if its data sheet is not known, and on a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for card, tflops in PEAK_TFLOPS.items() if card in name), None)
+
+
+class StepTimer:
+    """Times of one step by part; a repeated name adds up."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
@@ -30,8 +43,8 @@ class Stopwatch:
         return self._last - self._start
 
 
-class Speedometer:
-    """Rates of a run, and the totals that go on after a resume."""
+class ThroughputMeter:
+    """Rates of a run, and totals that continue after a resume."""
 
     def __init__(self, policy: Policy, restored: Restored) -> None:
         self._policy = policy
@@ -44,11 +57,11 @@ class Speedometer:
     def elapsed_s(self) -> float:
         return self._before_s + time.monotonic() - self._started
 
-    def carried(self) -> Totals:
+    def totals(self) -> Totals:
         return Totals(elapsed_s=self.elapsed_s, num_tokens=self._num_tokens)
 
-    def metrics(self, batch: PackedBatch, clock: Stopwatch, *, epochs: int) -> dict[str, float]:
-        """`epochs`: how often the batch was gone through."""
+    def metrics(self, batch: PackedBatch, clock: StepTimer, *, epochs: int) -> dict[str, float]:
+        """`epochs`: passes over the batch."""
         forwarded = batch.num_forwarded_tokens * epochs
         compute_s = clock.laps["fwd_bwd_s"]
         self._num_tokens += batch.num_tokens
