@@ -26,7 +26,6 @@ from treadle.errors import ConfigError, TrainingError
 from treadle.log import get_logger
 from treadle.sync.model_folders import ModelOrigin, origin_of
 from treadle.train.checkpoint_files import (
-    FORMAT,
     STATE_PREFIX,
     CheckpointDamaged,
     Manifest,
@@ -156,7 +155,6 @@ class Checkpoints:
             manifest = Manifest(
                 step=step,
                 sha256=hashes,
-                format=FORMAT,
                 optimizer=optimizer.name,
                 elapsed_s=totals.elapsed_s,
                 num_tokens=totals.num_tokens,
@@ -257,11 +255,10 @@ class Checkpoints:
             )
 
     def _check_same_policy(self, folder: Path, manifest: Manifest, policy: Policy) -> None:
-        if policy.adapter is not None and ADAPTER_CONFIG in manifest.sha256:
+        if policy.adapter is not None:
             check_same_adapters(folder, policy.adapter.active_peft_config)
-        if manifest.origin is not None:
-            is_frozen = policy.live.keys() != policy.weights.keys()
-            check_same_model(folder, manifest.origin, self._origin, is_frozen=is_frozen)
+        is_frozen = policy.live.keys() != policy.weights.keys()
+        check_same_model(folder, manifest.origin, self._origin, is_frozen=is_frozen)
 
     def _write_model(self, folder: Path, policy: Policy) -> None:
         """Write the served weights and everything needed to load them elsewhere."""

@@ -31,17 +31,14 @@ STATE_PREFIX = "state-"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Format 0 had hashes of state files only; early manifests of format 1 have no origin or checksum."""
-
     step: int
-    sha256: dict[str, str]
-    format: int = 0
+    sha256: dict[str, str]  # of every other file, by name
+    origin: ModelOrigin
+    format: int = FORMAT
     optimizer: str = "adamw"
     elapsed_s: float = 0.0
     num_tokens: int = 0
     num_ranks: int = 1  # number of ranks that wrote state files
-    origin: ModelOrigin | None = None
-    checksum: str | None = None  # of all other values
 
 
 class CheckpointDamaged(Exception):
@@ -51,7 +48,8 @@ class CheckpointDamaged(Exception):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write trainer.json, with its checksum.
 
-    >>> write_manifest(Path("step_25"), Manifest(step=25, sha256={"config.json": "9f86..."}))  # doctest: +SKIP
+    >>> manifest = Manifest(step=25, sha256={"config.json": "9f86..."}, origin=origin_of(folder))  # doctest: +SKIP
+    >>> write_manifest(Path("step_25"), manifest)  # doctest: +SKIP
     """
     values = msgspec.to_builtins(manifest)
     values["checksum"] = _checksum(values)
@@ -85,11 +83,11 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     # Invalid UTF-8, JSON or fields are ValueErrors; the others are huge numbers and deep nesting.
     except (ValueError, OverflowError, RecursionError, OSError) as error:
         raise CheckpointDamaged(f"{MANIFEST} cannot be read: {error}") from None
-    if manifest.format not in (0, FORMAT):
-        raise CheckpointDamaged(f"{MANIFEST} has format {manifest.format}, this release reads up to {FORMAT}")
+    if manifest.format != FORMAT:
+        raise CheckpointDamaged(f"{MANIFEST} has format {manifest.format}, this release reads {FORMAT}")
     if manifest.step != step:
         raise CheckpointDamaged(f"{MANIFEST} is of step {manifest.step}")
-    if manifest.checksum not in (None, checksum):
+    if values.get("checksum") != checksum:
         raise CheckpointDamaged(f"the checksum of {MANIFEST} is wrong")
     return manifest
 
@@ -108,7 +106,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(tensors: Mapping[str, Tensor]) -> None:
-    if "random.cpu" in tensors:  # absent in checkpoints of format 0
+    if "random.cpu" in tensors:  # absent for a rank that did not exist when it was saved
         torch.set_rng_state(tensors["random.cpu"].clone())
     for device in range(torch.cuda.device_count()):
         if f"random.cuda.{device}" in tensors:

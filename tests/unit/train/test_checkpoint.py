@@ -256,26 +256,6 @@ def test_when_all_are_damaged_they_are_named_and_nothing_is_loaded(model_folder,
     assert_same(everything(policy, optimizer), before)
 
 
-def test_checkpoints_of_the_first_release_are_read(model_folder, tmp_path):
-    """It wrote no format, no time, no optimizer, no random state, and hashes of the state files alone."""
-    policy, optimizer = new_parts(model_folder)
-    take_steps(policy, optimizer, 1, 2)
-    state = {k: v for k, v in optimizer.state().items() if not k.startswith("counter.")}
-    folder = tmp_path / "step_2"
-    folder.mkdir()
-    model_files.write_tensors(state, folder / "state-000.safetensors")
-    model_files.write_tensors(policy.weights, folder / "model.safetensors")
-    hashes = {"state-000.safetensors": model_files.sha256(folder / "state-000.safetensors")}
-    (folder / "trainer.json").write_text(json.dumps({"step": 2, "sha256": hashes}, indent=2) + "\n")
-    resumed, resumed_optimizer = new_parts(model_folder)
-    assert Checkpoints(tmp_path, model_folder, keep=2).restore(resumed, resumed_optimizer) == Restored(step=2)
-    resumed.write_live_weights()
-    assert_same(everything(resumed, resumed_optimizer), everything(policy, optimizer))
-    flip_a_bit(folder / "state-000.safetensors")
-    with pytest.raises(TrainingError, match=r"the sha256 of state-000.safetensors is wrong"):
-        Checkpoints(tmp_path, model_folder, keep=2).restore(resumed, resumed_optimizer)
-
-
 def test_a_process_killed_before_the_rename_leaves_the_checkpoint_before(model_folder, tmp_path):
     save_steps(Checkpoints(tmp_path, model_folder, keep=2), model_folder, 1, 2)
     (tmp_path / "step_2").rename(tmp_path / ".step_2.partial")  # all written, not yet renamed

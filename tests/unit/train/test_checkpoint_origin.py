@@ -97,15 +97,6 @@ def test_when_everything_is_trained_the_weights_come_from_the_checkpoint(model_f
         restore(tmp_path, edited)
 
 
-@pytest.mark.parametrize("settings", [LORA, {"train_layer_indices": "1"}])
-def test_a_checkpoint_that_does_not_say_is_accepted(model_folder, other_model, tmp_path, settings):
-    save(tmp_path, model_folder, **settings)
-    (manifest,) = tmp_path.glob("*/trainer.json")
-    values = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({k: v for k, v in values.items() if k not in ("origin", "checksum")}))
-    assert restore(tmp_path, other_model, **settings) == 3
-
-
 def test_one_changed_layer_in_any_file_makes_another_model(model_folder, tmp_path):
     tensors = load_file(model_folder / "model.safetensors")
     names = sorted(tensors)

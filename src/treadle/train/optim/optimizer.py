@@ -217,8 +217,8 @@ class Optimizer(ABC):
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned, and `live.<name>` of the weights; publish after it."""
-        for name in COUNTERS:  # absent in checkpoints of format 0
-            setattr(self, name, int(tensors.get(f"counter.{name}", 0)))
+        for name in COUNTERS:
+            setattr(self, name, int(tensors[f"counter.{name}"]))
 
     def _skip(self) -> None:
         self.zero_gradients()
