@@ -14,7 +14,7 @@ import torch
 from treadle.config import TrainConfig
 from treadle.errors import TreadleError
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import Attached
+from treadle.sync.protocol import AttachedModel
 from treadle.train.policy import build_policy
 
 MODES = {
@@ -32,10 +32,11 @@ SIZE = 0.02  # of the noise: a mixture of two versions has other logprobs than e
 class NumberedPolicy:
     """A policy whose live weights are set to those of a version."""
 
-    def __init__(self, attached: Attached, config: TrainConfig, write_s: float = 0.0) -> None:
+    def __init__(self, attached: AttachedModel, config: TrainConfig, write_s: float = 0.0) -> None:
         """`write_s`: that a write takes, so that it can be killed in the middle."""
         self.policy = build_policy(attached, config)
-        own = build_policy(Attached(folder=Path(config.model), dtype="float32"), config)  # the engine's may be torn
+        at_start = AttachedModel(folder=Path(config.model), dtype="float32")  # the engine's weights may be torn
+        own = build_policy(at_start, config)
         generator = torch.Generator().manual_seed(0)
         self._base = {name: weight.detach().clone() for name, weight in own.live.items()}
         self._noise = {name: SIZE * torch.randn(base.shape, generator=generator) for name, base in self._base.items()}

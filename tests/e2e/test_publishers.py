@@ -18,7 +18,7 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.e2e.publishing_trainer import MODES, NumberedPolicy, PublishingTrainer, publish_in_process
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.protocol import Attached
+from treadle.sync.protocol import AttachedModel
 
 PROMPT = [20, 21, 22, 23, 30]
 TOLERANCE = 1e-3  # a mixture of two versions is 0.002 and more away from both at one token at least (measured)
@@ -103,7 +103,7 @@ def trainer_process(engine, save_path, mode, versions, write_s=0.0):
 def check_versions(engine, mode, answers):
     """Each token's logprob is the one that a version of its completion gives it."""
     config = TrainConfig(model=str(engine.folder), device="cpu", logprob_chunk=64, lora_r=4, **MODES[mode])
-    numbered = NumberedPolicy(Attached(folder=engine.folder, dtype="float32"), config)
+    numbered = NumberedPolicy(AttachedModel(folder=engine.folder, dtype="float32"), config)
     distinct = {
         (tuple(answer["policy_versions"][0]), tuple(answer["token_ids"][0]), *sampled_logprobs(answer)): None
         for answer in answers

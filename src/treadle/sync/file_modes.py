@@ -22,13 +22,12 @@ from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.log import get_logger
-from treadle.sync.attach import attach_adapters, attach_own_weights
 from treadle.sync.delta import DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
-from treadle.sync.engine_link import EngineLink
+from treadle.sync.engine_link import EngineLink, attach_adapters, attach_own_weights
 from treadle.sync.fingerprint import whole_fingerprint
 from treadle.sync.layout import Layout
 from treadle.sync.model_folders import NUM_KEPT, LiveFolder
-from treadle.sync.protocol import NOT_VERIFIED, Attached, Publishable, Receipt, Verified
+from treadle.sync.protocol import NOT_VERIFIED, AttachedModel, Publishable, Receipt, Verified
 from treadle.sync.verify import ExpectedState, PublishVerifier
 from treadle.wire.bridge import (
     BridgeInfo,
@@ -51,7 +50,7 @@ class ReloadSync:
         self._verifier = PublishVerifier(config, self._engine)
         self._live = LiveFolder(config)
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         return attach_own_weights(self._config, self._engine)
 
     def settle(self) -> None:
@@ -158,7 +157,7 @@ class LoraSwapSync:
         self._kept: list[str] = []  # adapters that stay loaded
         self._suffix = secrets.token_hex(3)  # a resumed run must not reuse an adapter name
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         attached = attach_adapters(self._config, self._engine)
         if not self._config.single_copy:
             return attached
@@ -217,7 +216,7 @@ class RestartSync:
         self._served: int | None = None  # None: nothing published yet
         self._pending: Future[tuple[int, Verified]] | None = None
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         attach = attach_adapters if self.publishes_adapters else attach_own_weights
         attached = attach(self._config, self._engine)
         self._base = attached.folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from treadle.config import TrainConfig
 from treadle.errors import ModelError
 from treadle.sync.file_modes import DeltaSync, LoraRestartSync, LoraSwapSync, ReloadSync, RestartSync
-from treadle.sync.protocol import Attached, Publishable, Receipt, SyncMode
+from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
 from treadle.sync.shared_vllm import BroadcastSync, SingleCopySync
 
 
@@ -19,11 +19,11 @@ class OfflineSync:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         folder = Path(self._config.model)
         if not folder.is_dir():
             raise ModelError(f"there is no model folder '{folder}'", fix="without an engine, --model takes a folder")
-        return Attached(folder=folder, dtype=self._config.dtype)
+        return AttachedModel(folder=folder, dtype=self._config.dtype)
 
     def settle(self) -> None:
         """Nothing is pending."""
@@ -44,7 +44,7 @@ class EveryNth:
         self._last = last
         self._served: int | None = None  # None: nothing published yet
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         return self._mode.attach()
 
     def settle(self) -> None:

@@ -63,7 +63,7 @@ class Publishable(Protocol):
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedModel:
     """What the trainer builds its policy from."""
 
     folder: Path  # of the model that training starts from
@@ -73,7 +73,7 @@ class Attached:
 
 
 class SyncMode(Protocol):
-    def attach(self) -> Attached: ...
+    def attach(self) -> AttachedModel: ...
 
     def publish(self, policy: Publishable, version: int) -> Receipt: ...
 

@@ -37,8 +37,14 @@ from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.errors import ConfigError, SyncError
 from treadle.loading import choose_device
 from treadle.log import get_logger
-from treadle.sync.attach import attach_own_weights, attach_remote, check_same_dtype, choose_folder
-from treadle.sync.engine_link import QUICK_S, EngineLink
+from treadle.sync.engine_link import (
+    QUICK_S,
+    EngineLink,
+    attach_own_weights,
+    attach_remote,
+    check_same_dtype,
+    choose_folder,
+)
 from treadle.sync.gate import PublishGate, new_publish_id
 from treadle.sync.layout import Layout
 from treadle.sync.process_group import (
@@ -51,7 +57,7 @@ from treadle.sync.process_group import (
     host_store,
     local_address_towards,
 )
-from treadle.sync.protocol import Attached, Publishable, Receipt
+from treadle.sync.protocol import AttachedModel, Publishable, Receipt
 from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
 from treadle.sync.verify import PublishVerifier
 from treadle.wire.bridge import (
@@ -95,11 +101,11 @@ class SingleCopySync:
         if config.vllm_restart_interval not in (None, 1):
             log.info("interval_without_effect", reason="in shared_vllm every step is published")
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         layout = self.fetch_layout()
         check_same_dtype(self._config, layout.dtype)
         folder = choose_folder(self._config, Path(layout.model))
-        return Attached(folder=folder, dtype=layout.dtype, layout=layout, has_one_copy=self.has_one_copy)
+        return AttachedModel(folder=folder, dtype=layout.dtype, layout=layout, has_one_copy=self.has_one_copy)
 
     def fetch_layout(self) -> Layout:
         """Where the engine's weights are; waits while the engine loads its model.
@@ -273,7 +279,7 @@ class BroadcastSync(SingleCopySync):
         self._broadcaster: WeightBroadcaster | None = None  # None: through memory
         self._sent = 0
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         config, engine = self._config, self._engine
         info = engine.wait_for("/bridge/info", BridgeInfo)
         can_share = info.shared_weights and engine.is_on_this_machine and config.broadcast_by in ("auto", "memory")

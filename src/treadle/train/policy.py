@@ -26,7 +26,7 @@ from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
 from treadle.loading import choose_device, choose_matmul_backend, loading_options, num_weights
 from treadle.sync.layout import Layout
-from treadle.sync.protocol import Attached, TokenScores
+from treadle.sync.protocol import AttachedModel, TokenScores
 from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.train.attention import VARIABLE_LENGTH, choose_kind, head_size, install_attention, plan_attention
 from treadle.train.logprobs import chosen_logprobs
@@ -310,7 +310,7 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
     return Policy(model, config, folder=Path(layout.model), is_the_engines=True)
 
 
-def build_policy(engine: Attached, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
+def build_policy(engine: AttachedModel, config: TrainConfig, ranks: Ranks = ALONE) -> Policy:
     """Build the policy for what a sync mode attached to."""
     if engine.layout is None:
         own = config.model_copy(update={"dtype": engine.dtype})

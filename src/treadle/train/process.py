@@ -17,7 +17,7 @@ from treadle.log import get_logger
 from treadle.net.urls import shown_url
 from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import Attached, Publishable, Receipt, SyncMode
+from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Metric, Tracker, build_tracker
 from treadle.track.fan import DEFAULT_PROJECT, group_of
@@ -54,7 +54,7 @@ class WatchedSync:
         self._config = config
         self.version: int | None = None
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachedModel:
         loaded = Wanted(
             f"the engine at {shown_url(self._config.engine_url)} to be ready",
             fix="start it with `treadle engine`, or name another with --engine-url; its log says how far it is",

@@ -12,7 +12,7 @@ from treadle.config import TrainConfig
 from treadle.engines.transformers_engine import load_model
 from treadle.errors import ConfigError
 from treadle.loading import loading_options
-from treadle.sync.attach import check_same_quantization
+from treadle.sync.engine_link import check_same_quantization
 from treadle.train.optim import build_optimizer
 from treadle.train.policy import load_policy
 
