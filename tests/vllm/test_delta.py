@@ -45,9 +45,7 @@ def change_some(weights, names):
     return changed
 
 
-def test_changed_elements_reach_their_places_and_a_delta_to_another_version_changes_nothing(
-    served, first_weights, tmp_path
-):
+def test_a_delta_is_applied_only_to_the_version_it_was_made_for(served, first_weights, tmp_path):
     before, version = fingerprints(served), version_of(served)
     changed = change_some(first_weights, [*NAMES, EMBEDDING])
     elements = {name: find_changes(weight, first_weights[name]) for name, weight in changed.items()}

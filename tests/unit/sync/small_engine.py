@@ -1,6 +1,6 @@
-"""A real engine in a few lines: it loads weights with torch and computes with them; and it can be made to fail.
+"""A small engine that loads weights with torch and computes with them, with faults that tests can switch on.
 
-Everything that a trainer asks of an engine about weights, as wire/bridge.py says it, over HTTP in this process.
+It serves the HTTP routes of wire/bridge.py in this process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RELOAD_S = 0.25  # that it says a reload took
 
 @dataclass
 class Faults:
-    """What an engine can do wrong, each of which has been met in the wild."""
+    """Faults of an engine; each of them has occurred in practice."""
 
     skips: str = ""  # the end of a weight's name that is never loaded
     halves: str = ""  # of this weight only the first half is loaded
@@ -179,11 +179,11 @@ class SmallEngine:
         return PeftModel.from_pretrained(copy.deepcopy(self.base), path).merge_and_unload()
 
     def _adapter_fingerprints(self, version):
-        """Of the newest that it computes with, read from its files."""
+        """Of the newest adapter, read from its files."""
         if self._adapter_path is None:
             return {}
-        told = json.loads((self._adapter_path / "adapter_config.json").read_text())
-        scale, found = told["lora_alpha"] / told["r"], {}
+        config = json.loads((self._adapter_path / "adapter_config.json").read_text())
+        scale, found = config["lora_alpha"] / config["r"], {}
         for name, weight in load_file(self._adapter_path / "adapter_model.safetensors").items():
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
             if not (self.faults.skips and short.endswith(self.faults.skips)):

@@ -1,4 +1,4 @@
-"""delta in 16 bits: only elements that changed are sent, and an engine of which nothing is certain gets everything."""
+"""Mode delta in 16 bits: only changed elements are sent, or everything if the engine's state is unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_PART = {torch.bfloat16: 0.25, torch.float16: 0.75}  # float16 has three mo
 
 
 class ReloadingEngine(SmallEngine):
-    """It takes weights over as our engines do."""
+    """Loads weights like Treadle's engines."""
 
     def reload_weights(self, body):
         own = dict(self.base.named_parameters(remove_duplicate=False))

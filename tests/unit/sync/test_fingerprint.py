@@ -63,7 +63,7 @@ def test_shapes_do_not_count_and_number_formats_do():
 
 
 def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
-    """Also in several turns, and where some have no whole block, or nothing left over."""
+    """Also in several batches, and for weights without a whole block or without a remainder."""
     monkeypatch.setattr(module, "BATCH_BYTES", 500_000)
     sizes = (1, 40 * BLOCK + 5, 7, BLOCK, 40 * BLOCK, 3, 2 * BLOCK + 1, 17 * BLOCK)
     weights = {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)}
@@ -73,8 +73,8 @@ def test_many_together_have_the_fingerprints_that_they_have_alone(monkeypatch):
     assert fingerprints([], 0) == {}
 
 
-def test_weights_that_stay_where_they_are_are_read_anew_each_time():
-    """What is kept is where to look, never what was seen: also where a weight had to be copied to be looked at."""
+def test_weights_that_do_not_move_are_read_again_each_time():
+    """Views are cached, values are not, even for weights that must be copied to be read."""
     sizes = (1, 7, 40 * BLOCK + 5, 17 * BLOCK, 2 * BLOCK)
     for weights in (
         {f"{i}": weight(num, seed=i) for i, num in enumerate(sizes)},  # some are no whole words
@@ -92,7 +92,7 @@ def test_weights_that_stay_where_they_are_are_read_anew_each_time():
                 weights |= {name: own.clone() for name, own in list(weights.items())[:1]}
 
 
-def test_a_fingerprint_is_of_the_weights_as_they_were_when_it_was_begun():
+def test_a_fingerprint_is_of_the_weights_at_the_call():
     own = weight(40 * BLOCK)
     before = fingerprints([("w", own)], 3)
     read = begin_fingerprints([("w", own)], 3, FingerprintCache())
@@ -100,8 +100,8 @@ def test_a_fingerprint_is_of_the_weights_as_they_were_when_it_was_begun():
     assert read() == before
 
 
-def test_the_sum_is_the_one_that_is_described():
-    """Word by word, in plain numbers: trainer and engine may be of different releases."""
+def test_the_sum_equals_the_documented_formula():
+    """Computed word by word with Python integers: trainer and engine may be of different releases."""
     num_blocks, version = 35, 3
     own = weight(num_blocks * BLOCK + 9)
     words = torch.nn.functional.pad(own, (0, 3)).view(torch.int64).tolist()
@@ -113,8 +113,8 @@ def test_the_sum_is_the_one_that_is_described():
     assert fingerprint(own, version) == f"{total % 2**64:016x}"
 
 
-def test_weights_that_are_made_for_it_are_not_all_there_at_once(monkeypatch):
-    """As adapters' are, merged one by one; and none is left when their sums are begun."""
+def test_weights_computed_on_demand_do_not_all_exist_at_once(monkeypatch):
+    """For example merged adapters: they are freed before the next ones are computed."""
     monkeypatch.setattr(module, "BATCH_BYTES", 40_000)
     made = []
 
@@ -133,8 +133,8 @@ def test_weights_that_are_made_for_it_are_not_all_there_at_once(monkeypatch):
     assert len(set(read().values())) == 50
 
 
-def test_every_tensor_has_one():
-    """Also those that can be viewed as words only when they are flat, or not at all."""
+def test_every_tensor_has_a_fingerprint():
+    """Also tensors that can be viewed as words only when flattened, or not at all."""
     base = weight(64)
     for own in (
         base.as_strided((1, 4), (5, 1)),

@@ -35,7 +35,7 @@ def path(tmp_path):
     return path
 
 
-def test_what_is_written_while_it_stands_still_is_seen_when_it_goes_on(path):
+def test_weights_written_during_a_pause_are_visible_after_it(path):
     written, seen = [], []
     number = new_publish_id()
     trainer, engine = PublishGate(path), PublishGate(path)  # two mappings, as two processes have
@@ -55,30 +55,30 @@ def test_what_is_written_while_it_stands_still_is_seen_when_it_goes_on(path):
     assert 0.05 <= seconds < 1.0
 
 
-def test_what_is_left_of_an_earlier_publish_does_not_count(path):
+def test_leftovers_of_an_earlier_publish_have_no_effect(path):
     trainer, engine = PublishGate(path), PublishGate(path)
     first, second = new_publish_id(), new_publish_id()
     trainer.mark_written(first)
     engine.wait_for_write(first)
     with ThreadPoolExecutor() as pool:
-        standing = pool.submit(engine.wait_for_write, second)
+        pausing = pool.submit(engine.wait_for_write, second)
         time.sleep(0.1)
-        assert not standing.done()
+        assert not pausing.done()
         trainer.mark_written(second)
-        standing.result(5)
+        pausing.result(5)
 
 
-def test_a_trainer_learns_that_the_engine_will_not_come(path):
+def test_a_trainer_notices_an_engine_that_does_not_pause(path):
     assert not PublishGate(path).wait_until_paused(new_publish_id(), is_over=lambda: True)
 
 
-def test_a_trainer_that_is_given_up_ends_the_standing(path):
+def test_abandoning_a_publish_ends_the_pause_with_an_error(path):
     engine, number = PublishGate(path), new_publish_id()
     with ThreadPoolExecutor() as pool:
-        standing = pool.submit(engine.wait_for_write, number)
+        pausing = pool.submit(engine.wait_for_write, number)
         PublishGate(path).abandon(number)
         with pytest.raises(SyncError, match="did not finish writing") as error:
-            standing.result(5)
+            pausing.result(5)
     assert "--resume" in error.value.fix
 
 
@@ -92,18 +92,18 @@ def test_two_trainers_do_not_publish_at_once(path):
         pass
 
 
-def test_the_death_of_a_trainer_is_seen_at_once(path):
+def test_the_death_of_a_trainer_is_noticed_at_once(path):
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER_THAT_ENDS, str(path)], stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout
         assert trainer.stdout.readline() == "publishing\n"
 
         async def look():
-            standing = asyncio.get_running_loop().create_future()
+            pausing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
             return await wait_for_trainer(
-                standing, PublishGate(path), new_publish_id(), timeout_s=30
+                pausing, PublishGate(path), new_publish_id(), timeout_s=30
             ), time.monotonic() - started
 
         written, seconds = asyncio.run(look())
@@ -118,16 +118,16 @@ def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
     number = new_publish_id()
 
     async def look():
-        standing = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(1.2, standing.set_result, 0.1)  # longer than it takes to look twice
-        return await wait_for_trainer(standing, PublishGate(path), number, timeout_s=30)
+        pausing = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(1.2, pausing.set_result, 0.1)  # longer than it takes to look twice
+        return await wait_for_trainer(pausing, PublishGate(path), number, timeout_s=30)
 
     with PublishGate(path).publishing():
         PublishGate(path).mark_written(number)
     assert asyncio.run(look())
 
 
-def test_a_trainer_that_takes_too_long_is_given_up(path):
+def test_a_trainer_that_takes_too_long_is_abandoned(path):
     async def look():
         return await wait_for_trainer(
             asyncio.get_running_loop().create_future(), PublishGate(path), new_publish_id(), timeout_s=0.6
@@ -137,7 +137,7 @@ def test_a_trainer_that_takes_too_long_is_given_up(path):
         assert not asyncio.run(look())
 
 
-def test_a_gate_that_is_not_there_is_named(tmp_path):
+def test_the_error_names_a_missing_gate(tmp_path):
     with pytest.raises(SyncError, match="cannot map the engine's gate"):
         PublishGate(tmp_path / "no.gate")
 
@@ -154,9 +154,9 @@ from treadle.sync.gate import PublishGate, wait_for_trainer
 
 async def main(url, file):
     gate = PublishGate(Path(file))
-    standing = asyncio.ensure_future(asyncio.to_thread(gate.wait_for_write, {NUMBER}))
+    pausing = asyncio.ensure_future(asyncio.to_thread(gate.wait_for_write, {NUMBER}))
     loading = asyncio.to_thread(EngineLink(url, 5.0).wait_for, "/health", dict, {TIMEOUT_S})
-    both = asyncio.gather(wait_for_trainer(standing, gate, {NUMBER}, {TIMEOUT_S}), loading, return_exceptions=True)
+    both = asyncio.gather(wait_for_trainer(pausing, gate, {NUMBER}, {TIMEOUT_S}), loading, return_exceptions=True)
     await asyncio.sleep(0.5)
     print("waits", flush=True)
     print(await both, flush=True)
@@ -178,7 +178,7 @@ class LoadingEngine(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_process_that_was_stopped_gives_nobody_up(tmp_path: Path) -> None:
+def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path: Path) -> None:
     PublishGate.create(tmp_path / "gate")
     engine = ThreadingHTTPServer(("127.0.0.1", 0), LoadingEngine)
     threading.Thread(target=engine.serve_forever, daemon=True).start()

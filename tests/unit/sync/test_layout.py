@@ -26,8 +26,8 @@ def test_parameters_are_aligned_and_do_not_overlap():
 
 
 def test_an_engine_that_does_not_say_its_version_is_understood():
-    told = msgspec.to_builtins(plan_layout("file", "model", "float32", [("a", (3,))]))
-    silent = {key: value for key, value in told.items() if key not in ("policy_version", "is_held")}
+    described = msgspec.to_builtins(plan_layout("file", "model", "float32", [("a", (3,))]))
+    silent = {key: value for key, value in described.items() if key not in ("policy_version", "is_held")}
     layout = msgspec.json.decode(msgspec.json.encode(silent), type=Layout)
     assert (layout.policy_version, layout.is_held) == (None, False)
 

@@ -67,7 +67,7 @@ def engine(tmp_path_factory):
 
 @contextmanager
 def stopped(engine):
-    """It takes nothing in, and says nothing."""
+    """Stop the engine process while the test runs."""
     os.kill(engine.process.pid, signal.SIGSTOP)
     try:
         yield
@@ -186,7 +186,7 @@ def test_the_store_listens_on_the_engines_network_alone(engine):
 
 
 def test_a_send_that_failed_ends_after_the_engines_part_of_it():
-    """Else a reload that follows could come before what the engine still does."""
+    """Otherwise a reload could be requested while the engine still works on the broadcast."""
     steps = []
 
     class Engine(BaseHTTPRequestHandler):

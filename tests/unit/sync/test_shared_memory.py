@@ -141,7 +141,7 @@ def take_step(policy, optimizer, step):
         ({"lora": True}, lambda name: "q_proj" in name or "v_proj" in name),
     ],
 )
-def test_a_checkpoint_mends_a_publish_that_was_cut_short(tmp_path, settings, is_trained):
+def test_a_checkpoint_repairs_a_publish_that_was_cut_short(tmp_path, settings, is_trained):
     """It writes every weight that is trained, and no other ever changes."""
     dtype = getattr(torch, settings.get("dtype", "float32"))
     folder = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
@@ -242,11 +242,11 @@ def test_auto_finds_it_where_an_engine_of_that_environment_writes_it(tmp_path):
 def test_it_says_model_dtype_shapes_strides_and_process_and_is_private(engine, tmp_path):
     file = tmp_path / "folder" / FILE_NAME
     write_bridge_file(file, engine.layout)
-    told = json.loads(file.read_text())
-    assert (told["model"], told["dtype"]) == (str(engine.folder), "float32")
-    assert (told["owner"]["pid"], told["owner"]["started"]) == (os.getpid(), this_process().started)
+    written = json.loads(file.read_text())
+    assert (written["model"], written["dtype"]) == (str(engine.folder), "float32")
+    assert (written["owner"]["pid"], written["owner"]["started"]) == (os.getpid(), this_process().started)
     expected = {name: (list(p.shape), list(p.stride())) for name, p in engine.base.named_parameters()}
-    assert {p["name"]: (p["shape"], told["strides"][p["name"]]) for p in told["parameters"]} == expected
+    assert {p["name"]: (p["shape"], written["strides"][p["name"]]) for p in written["parameters"]} == expected
     assert file.stat().st_mode & 0o777 == 0o600
     assert [f.name for f in file.parent.iterdir()] == [FILE_NAME]
     assert read_bridge_file(file) == engine.layout

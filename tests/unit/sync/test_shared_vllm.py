@@ -1,4 +1,4 @@
-"""By which way two copies are kept alike."""
+"""Choice of the transport between two copies of the weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_is_asked_for_is_taken_or_refused():
 
 
 @pytest.mark.parametrize("given", [{"broadcast_by": "gloo"}, {"broadcast_host": "10.0.0.2"}])
-def test_a_way_of_two_copies_needs_two_copies(given):
+def test_a_transport_for_two_copies_needs_two_copies(given):
     with pytest.raises(ValidationError, match=f"{next(iter(given))} is for use_shared_memory, which is off"):
         TrainConfig(**given)
     assert TrainConfig(use_shared_memory=True, **given).use_shared_memory

@@ -104,7 +104,7 @@ def test_canaries_keep_to_their_share_and_the_last_publish_has_one(folder, tmp_p
     assert all(canaries(1))
 
 
-def test_a_tolerance_can_be_given_and_the_proof_switched_off(folder, tmp_path):
+def test_a_tolerance_can_be_set_and_verification_switched_off(folder, tmp_path):
     for settings in ({"canary_tolerance": 100.0}, {"verify_publish": False}):
         engine = SmallEngine(folder)
         with serving(engine) as url:
@@ -224,7 +224,7 @@ def test_a_restarted_engine_is_detected_before_a_write(folder, tmp_path):
         trainer.step(3)
         with pytest.raises(SyncError, match="serves version 0, where 2 was published last: it was restarted"):
             trainer.publish(3)
-        assert not engine.is_paused  # it goes on for whom it belongs to
+        assert not engine.is_paused  # it keeps serving the run that it belongs to
 
 
 def test_an_engine_with_other_memory_is_detected_before_a_write(folder, tmp_path):
@@ -247,7 +247,7 @@ def test_an_engine_that_is_not_there_is_waited_for_and_then_named():
 
 
 def test_a_frozen_engine_ends_in_an_error_too(folder, tmp_path):
-    """Not a handler that waits: a process that does nothing at all any more, as after a lost GPU."""
+    """The whole process is stopped, as after a lost GPU, not only one request."""
     from tests.e2e.processes import environment, free_port
 
     port = free_port()
@@ -288,9 +288,9 @@ def test_a_token_is_sent_with_every_call(folder, tmp_path, monkeypatch):
 
 def test_layers_that_an_engine_names_otherwise_are_left_to_the_canary(folder, tmp_path, monkeypatch):
     engine = SmallEngine(folder)
-    told = engine._adapter_fingerprints
+    original = engine._adapter_fingerprints
     monkeypatch.setattr(
-        engine, "_adapter_fingerprints", lambda v: {n.replace(".v_proj.", ".w."): f for n, f in told(v).items()}
+        engine, "_adapter_fingerprints", lambda v: {n.replace(".v_proj.", ".w."): f for n, f in original(v).items()}
     )
     with serving(engine) as url:
         trainer = Trainer(folder, tmp_path, url, **LORA)

@@ -1,8 +1,8 @@
 """The ranks of tests/unit/train/test_ranks.py, as processes: python rank_worker.py RUNS.json
 
-A run is {"ranks": 2, "timeout_s": 60, "folder": ..., "jobs": [...]}: so many processes that do the jobs one after the
-other. All runs go on at the same time, forked from here so that torch is imported once. Each rank leaves stderr-N.txt
-and exit-N.txt in the folder. The test imports `run_job` too, to do the same jobs alone.
+A run is {"ranks": 2, "timeout_s": 60, "folder": ..., "jobs": [...]}: that many processes, which do the jobs one after
+the other. All runs go on at the same time, forked from here so that torch is imported once. Each rank leaves
+stderr-N.txt and exit-N.txt in the folder. The test imports `run_job` too, to do the same jobs alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ListTracker(FollowerTracker):
 
 
 class Trouble:
-    """What a rank is told to suffer from, at its first look into a batch after `after` of them."""
+    """The fault to inject into a rank, at its first read of a batch after `after` batches."""
 
     def __init__(self, rank, *, kind=None, whom=0, after=0):
         self._kind = kind if rank == whom else None
@@ -143,8 +143,8 @@ def run_job(job, ranks):
     save_file(weights, out / f"weights-{ranks.rank}.safetensors")
     save_file(gradients, out / f"gradients-{ranks.rank}.safetensors")
     save_file(optimizer.state(), out / f"state-{ranks.rank}.safetensors")
-    told = {"stopped": was_stopped, "restored": restored.step, "num_own": len(ranks.owned(policy.live))}
-    (out / f"told-{ranks.rank}.json").write_text(json.dumps(told))
+    outcome = {"stopped": was_stopped, "restored": restored.step, "num_own": len(ranks.owned(policy.live))}
+    (out / f"outcome-{ranks.rank}.json").write_text(json.dumps(outcome))
     if ranks.leads:
         (out / "rows.json").write_text(json.dumps(tracker.rows))
         (out / "acknowledged.json").write_text(
@@ -160,7 +160,7 @@ def exchange(ranks):
     return {
         "sums": [g.abs().max().item() for g in gradients.values()],
         "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
-        "told": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
+        "broadcast": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
         "numbers": [ranks.total_number(ranks.rank + 1.0), ranks.largest_number(ranks.rank)],
         "owned": sorted(ranks.owned(gradients)),
     }

@@ -61,7 +61,7 @@ def test_packed_attention_equals_a_masked_softmax_forward_and_backward(kind, num
 
 @pytest.mark.parametrize(("num_root", "prompt_length"), [(0, 0), (0, 5), (3, 4), (4, 0)])
 def test_the_plan_for_variable_length_attention_names_every_visible_key(num_root, prompt_length):
-    """The kernel needs a GPU; what it is told does not: piece by piece, keys end with the piece's own queries."""
+    """The kernel needs a GPU, its arguments do not: the keys of each piece end with the piece's own queries."""
     segments, end = lay_segments(num_root, prompt_length, ([3, 1, 7], [2, 2]))
     plan = VarlenPlan.of(segments, CPU)
     keys = plan.gathering.token_K if plan.gathering is not None else torch.arange(end)

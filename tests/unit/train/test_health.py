@@ -1,4 +1,4 @@
-"""What is said when a figure leaves its healthy range: the figure, its meaning and the remedy, and not too often."""
+"""Warnings when a metric leaves its healthy range: value, meaning and remedy, without too many repetitions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ON_POLICY = {"sample/staleness_mean": 0.0, "sample/staleness_max": 0.0}
 
 
 def said(health: HealthCheck, steps: range, **changed: float) -> dict[int, list[str]]:
-    """What was said at which step; a name's slash is written __."""
+    """Warnings by step; a slash in a name is written __."""
     values = {name.replace("__", "/"): value for name, value in changed.items()}
     return {step: lines for step in steps if (lines := health.check(step, HEALTHY | values))}
 
 
-def test_a_healthy_run_hears_nothing() -> None:
+def test_a_healthy_run_gets_no_warning() -> None:
     assert said(HealthCheck(max_age=1), range(1, 60)) == {}
 
 
@@ -58,7 +58,7 @@ def test_a_reward_that_stays_flat_is_no_alarm() -> None:
          "if this goes on, lower --lr or --max-grad-norm"),
     ],
 )  # fmt: skip
-def test_a_range_that_is_left_is_said_at_once(name: str, value: float, line: str) -> None:
+def test_a_value_outside_its_range_is_reported_at_once(name: str, value: float, line: str) -> None:
     health = HealthCheck(max_age=1)
     assert health.check(1, HEALTHY) == []
     assert health.check(2, {**HEALTHY, name: value}) == [line]
@@ -81,7 +81,7 @@ def test_lasting_problems_are_repeated_and_growing_ones_at_once() -> None:
     assert list(said(health, range(50, 55), clipped_fraction=0.52)) == [50]
 
 
-def test_that_it_is_over_is_said_once_and_not_while_it_wavers() -> None:
+def test_the_end_is_reported_once_and_not_while_values_waver() -> None:
     health = HealthCheck(max_age=1)
     assert list(said(health, range(1, 2), mean_ratio=1.3)) == [1]
     assert said(health, range(2, 4)) == {}
@@ -90,7 +90,7 @@ def test_that_it_is_over_is_said_once_and_not_while_it_wavers() -> None:
     assert list(said(health, range(20, 21), mean_ratio=1.3)) == [20]
 
 
-def test_groups_without_gradient_are_told_by_kind_with_the_remedy() -> None:
+def test_groups_without_gradient_are_reported_by_kind_with_a_remedy() -> None:
     too_easy = said(
         HealthCheck(max_age=1), range(1, 12),
         frac_reward_zero_std=0.62, by_group__frac_all_good=0.40, by_group__frac_all_bad=0.22,
@@ -108,15 +108,15 @@ def test_groups_without_gradient_are_told_by_kind_with_the_remedy() -> None:
     assert too_hard[10][0].endswith("10 % all right, 80 % all wrong; use easier prompts, or a larger --env.group-size")
 
 
-def test_a_hard_beginning_that_gets_better_is_not_told() -> None:
-    """The built-in job begins so: at first no group has a right answer."""
+def test_a_hard_start_that_gets_better_is_not_reported() -> None:
+    """The built-in job starts like this: at first no group has a right answer."""
     health = HealthCheck(max_age=1)
     dead = [1.0, 1.0, 0.875, 0.875, 0.75, 0.75, 0.625, 0.5, 0.375, 0.375, 0.25, 0.25, 0.125, 0.25, 0.25]
     lines = [health.check(step, {**HEALTHY, "frac_reward_zero_std": share}) for step, share in enumerate(dead, 1)]
     assert lines == [[]] * len(dead)
 
 
-def test_completions_that_are_cut_off_are_told_with_the_flag() -> None:
+def test_cut_off_completions_are_reported_with_the_flag_to_raise() -> None:
     lines = said(HealthCheck(max_age=1), range(1, 12), completions__clipped_ratio=0.61)
     assert list(lines) == [10]
     assert lines[10][0].startswith("61 % of the completions of the last 10 steps were cut off at the length limit")
@@ -133,7 +133,7 @@ def test_entropy_may_fall_far_but_not_to_nothing() -> None:
     assert line.startswith("entropy fell from 1.90 to 0.0")
 
 
-def test_a_jump_of_the_gradient_is_told_and_its_end_is_not() -> None:
+def test_a_jump_of_the_gradient_is_reported_and_its_end_is_not() -> None:
     health = HealthCheck(max_age=1)
     said(health, range(1, 15))
     assert said(health, range(15, 16), grad_norm=45.0) == {
@@ -172,7 +172,7 @@ def test_alignment_is_confirmed_once_at_the_first_on_policy_step() -> None:
     assert health.check(3, HEALTHY | ON_POLICY) == []
 
 
-def test_engine_and_trainer_that_disagree_are_told_loudly() -> None:
+def test_engine_and_trainer_that_disagree_are_reported_loudly() -> None:
     health = HealthCheck()
     wrong = {"sampling/sampling_logp_difference/mean": 0.31}
     [line] = health.check(1, HEALTHY | ON_POLICY | wrong)
@@ -181,13 +181,13 @@ def test_engine_and_trainer_that_disagree_are_told_loudly() -> None:
         "(healthy below 0.05); likely: a temperature that was not sent along"
     )
     assert "--model and --dtype" in line
-    for first in (2, 20):  # and whenever it is mended, it is said that it is
-        mended = [line for step in range(first, first + 9) for line in health.check(step, HEALTHY | ON_POLICY)]
-        assert mended == ["LogProb Alignment: OK (trainer and engine differ by 0.028 per token)"]
+    for first in (2, 20):  # each recovery is reported
+        recovered = [line for step in range(first, first + 9) for line in health.check(step, HEALTHY | ON_POLICY)]
+        assert recovered == ["LogProb Alignment: OK (trainer and engine differ by 0.028 per token)"]
         assert len(health.check(first + 9, HEALTHY | ON_POLICY | wrong)) == 1
 
 
-def test_another_model_is_told_from_rounding() -> None:
+def test_another_model_is_distinguished_from_rounding() -> None:
     wrong = {"sampling/sampling_logp_difference/mean": 4.1, "rollout_corr/training_ppl": 60.0}
     [line] = HealthCheck().check(1, HEALTHY | ON_POLICY | wrong)
     assert "likely: another model or another tokenizer, or weights that never arrived" in line
@@ -207,7 +207,7 @@ def test_values_that_are_no_logprobs_are_recognised_at_any_age() -> None:
     assert line.startswith("LogProb Alignment: MISMATCH! The engine's logprobs are positive at 50 % of the tokens")
 
 
-def test_a_reward_that_collapses_is_said_once_it_is_no_noise() -> None:
+def test_a_collapsing_reward_is_reported_once_it_is_not_noise() -> None:
     health = HealthCheck(max_age=1)
     assert said(health, range(1, 11), reward=0.2) == {}
     assert said(health, range(11, 31), reward=0.8) == {}
@@ -233,7 +233,7 @@ def test_rewards_that_vary_by_chance_are_no_collapse() -> None:
         assert health.check(step, HEALTHY | {"reward": reward}) == []
 
 
-def test_a_loss_that_jumps_is_said() -> None:
+def test_a_loss_that_jumps_is_reported() -> None:
     health = HealthCheck(max_age=1)
     assert said(health, range(1, 15), loss=-0.02) == {}
     [lines] = said(health, range(15, 16), loss=7.0).values()
@@ -241,7 +241,7 @@ def test_a_loss_that_jumps_is_said() -> None:
     assert said(health, range(16, 30), loss=0.05) == {}
 
 
-def test_completions_that_run_in_loops_are_said() -> None:
+def test_repetitive_completions_are_reported() -> None:
     health = HealthCheck(max_age=1)
     assert said(health, range(1, 11), completions__repetition=0.1) == {}
     [first, *_] = said(health, range(11, 31), completions__repetition=0.9).values()

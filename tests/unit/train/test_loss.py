@@ -235,8 +235,8 @@ class TestStats:
             assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(math.exp(0.5))
 
     @pytest.mark.parametrize("objective", OBJECTIVES)
-    def test_no_value_is_waited_for(self, objective):
-        """Tensors on the meta device have no values: whoever asks for one fails here, and would hold up a GPU."""
+    def test_the_loss_does_not_synchronize_with_the_device(self, objective):
+        """Tensors on the meta device have no values: code that would synchronize with a GPU fails here."""
         row = torch.zeros(3, device="meta")
         tokens = LossTokens(row, row, row, row, row, row.long(), 2)
         options = ObjectiveOptions(objective=objective, mismatch="strict", dual_clip=3.0, kl_coef=0.1)

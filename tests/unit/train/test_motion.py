@@ -50,7 +50,7 @@ def difference(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
 
 
 def realised(motion: Tensor, wanted: Tensor) -> float:
-    """1.0 when all of the wanted motion happened, whatever noise there is beside it."""
+    """Share of the intended change that happened: 1.0 if all of it did, regardless of noise."""
     return float(motion.double() @ wanted.double() / (wanted.double() @ wanted.double()))
 
 
@@ -95,7 +95,7 @@ def test_eight_bit_moments_move_the_weights_as_fp32_moments_do():
 
 
 def test_plain_adamw_on_bf16_weights_hardly_moves_them():
-    """The contrast that all of this is for."""
+    """For comparison: this is why masters or stochastic rounding are needed."""
     wanted = train("adamw", torch.float32, "float32").motion
     policy = TinyPolicy()
     before = policy.snapshot()

@@ -102,7 +102,7 @@ def test_groups_without_spread_are_counted_but_not_forwarded():
     assert (metrics["by_group/frac_all_good"], metrics["by_group/frac_all_bad"]) == (0.5, 0.0)
 
 
-def test_a_batch_that_teaches_nothing_has_no_micros_and_finite_metrics():
+def test_a_batch_without_advantages_has_no_micros_and_finite_metrics():
     batch = pack([group([5], [[1], [2]], [0.0, 0.0])], PLAIN)
     assert batch.micros == ()
     assert all(math.isfinite(v) for k, v in batch.metrics(3).items() if "staleness" not in k)
@@ -149,7 +149,7 @@ def test_micros_cost_about_the_same():
     assert batch.metrics(0)["batch/row_imbalance"] < 1.15
 
 
-def test_the_spread_is_deterministic_and_keeps_capacity():
+def test_packing_into_bins_is_deterministic_and_keeps_capacity():
     random = np.random.default_rng(1)
     things = [(int(size), float(size)) for size in random.integers(1, 30, 200)]
     bins = pack_into_bins(things, 100)

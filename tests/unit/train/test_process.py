@@ -50,7 +50,7 @@ def signals_as_before():
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried"),
     ],
 )
-def test_no_memory_left_is_told_with_settings_that_take_less(error):
+def test_out_of_memory_is_reported_with_settings_that_take_less(error):
     found = out_of_memory_error(error, TrainConfig(micro_tokens=4096))
     assert isinstance(found, OutOfMemory)
     assert "--micro-tokens 2048, --gradient-checkpointing true, --gradient-dtype bfloat16" in found.fix
@@ -225,9 +225,9 @@ def test_the_weights_of_a_load_are_counted_until_the_first_version_is_out(tmp_pa
     assert progress.about().work is None
     with report_loading(progress.loads):
         model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
-    told = progress.about()
-    assert told.state == "loading"
-    assert told.work is not None
-    assert told.work.done == told.work.total == len(list(model.named_parameters()))
+    about = progress.about()
+    assert about.state == "loading"
+    assert about.work is not None
+    assert about.work.done == about.work.total == len(list(model.named_parameters()))
     mode.version = 3
     assert (progress.about().state, progress.about().work) == ("training step 4", None)

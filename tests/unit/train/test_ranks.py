@@ -105,7 +105,7 @@ def resumed_jobs(model, folder):
 
 
 def whole_looks(settings):
-    """How often rank 1 of 2 looks whether to stop in one step: before each of its micros, and at the end."""
+    """How often rank 1 of 2 checks for a stop in one step: before each of its micros, and at the end."""
     config = TrainConfig(**(rank_worker.SETTINGS | settings))
     micros = rank_worker.pack(rank_worker.batches("alive", 1)[0], config).micros
     return len(balance([m.cost for m in micros], 2)[1]) + 1
@@ -225,7 +225,7 @@ def test_each_rank_keeps_its_share_of_the_optimizers_state(results, num_ranks, o
     assert min(sizes) > 0.8 * max(sizes)
 
 
-def test_a_step_without_anything_to_learn_moves_nothing_on_any_rank(results):
+def test_a_step_without_signal_changes_nothing_on_any_rank(results):
     norms = [row["grad_norm"] for row in rows(results[2] / "adamw, some dead")]
     assert math.isnan(norms[1])  # there is no gradient
     assert norms[0] > 0
@@ -237,9 +237,9 @@ def test_ranks_stop_together_and_resume_bit_for_bit(results, name):
     """Only rank 1 is asked to stop, in the middle of the third step: both end after the second."""
     whole, cut = results[2] / f"whole {name}", results[2] / f"cut {name}"
     for rank in (0, 1):
-        assert json.loads((cut / "a" / f"told-{rank}.json").read_text())["stopped"] is True
-        told = json.loads((cut / "b" / f"told-{rank}.json").read_text())
-        assert (told["stopped"], told["restored"]) == (False, 2)
+        assert json.loads((cut / "a" / f"outcome-{rank}.json").read_text())["stopped"] is True
+        outcome = json.loads((cut / "b" / f"outcome-{rank}.json").read_text())
+        assert (outcome["stopped"], outcome["restored"]) == (False, 2)
         for what in ("weights", "state"):
             expected = load_file(whole / f"{what}-{rank}.safetensors")
             got = load_file(cut / "b" / f"{what}-{rank}.safetensors")
@@ -258,7 +258,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(results, model, tmp_path
         "checkpoints": str(results[2] / "checkpoints" / f"whole {name}"), "resume": True,
     }  # fmt: skip
     rank_worker.run_job(job, ALONE)
-    assert json.loads((tmp_path / "told-0.json").read_text())["restored"] == 4
+    assert json.loads((tmp_path / "outcome-0.json").read_text())["restored"] == 4
     for parameter, weight in load_file(whole / "weights-0.safetensors").items():
         assert torch.equal(load_file(tmp_path / "weights-0.safetensors")[parameter], weight)
     saved = merged(whole, "state", 2)
@@ -270,7 +270,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(results, model, tmp_path
 @EACH_NUMBER_OF_RANKS
 def test_several_ranks_go_on_from_the_checkpoint_of_one(results, num_ranks):
     last = num_ranks - 1
-    assert json.loads((results[num_ranks] / "longer" / f"told-{last}.json").read_text())["restored"] == STEPS
+    assert json.loads((results[num_ranks] / "longer" / f"outcome-{last}.json").read_text())["restored"] == STEPS
     got = load_file(results[num_ranks] / "longer" / f"weights-{last}.safetensors")
     for name, wanted in load_file(results[1] / "longer" / "weights-0.safetensors").items():
         torch.testing.assert_close(got[name], wanted, atol=5e-6, rtol=1e-4)
@@ -300,27 +300,27 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
 
 
 @EACH_NUMBER_OF_RANKS
-def test_what_ranks_say_to_each_other(results, num_ranks):
-    heard = [json.loads((results[num_ranks] / f"exchanged-{r}.json").read_text()) for r in range(num_ranks)]
-    for rank in heard:
+def test_collective_operations_give_the_same_result_on_each_rank(results, num_ranks):
+    exchanged = [json.loads((results[num_ranks] / f"exchanged-{r}.json").read_text()) for r in range(num_ranks)]
+    for rank in exchanged:
         assert rank["sums"] == [0.0, 0.0, 0.0]  # at the owner, and what is left elsewhere
         assert rank["gathered"] == ["", "x", "xx"][:num_ranks]
-        assert rank["told"] == ["hello", ""]
+        assert rank["broadcast"] == ["hello", ""]
         assert rank["numbers"] == [{2: 3.0, 3: 6.0}[num_ranks], num_ranks - 1]
-    assert [rank["owned"] for rank in heard] == [
+    assert [rank["owned"] for rank in exchanged] == [
         [["large"], ["small", "tiny"]],
         [["large"], ["small"], ["tiny"]],
     ][num_ranks - 2]
 
 
-def test_alone_nothing_is_opened(monkeypatch):
+def test_a_single_process_opens_no_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join_ranks(TrainConfig()) is ALONE
     assert not torch.distributed.is_initialized()
     assert ALONE.own([3.0, 1.0, 2.0]) == [0, 1, 2]
 
 
-def test_variables_of_atropos_broadcast_are_said_to_have_no_effect(monkeypatch, caplog):
+def test_unused_variables_of_atropos_broadcast_are_reported(monkeypatch, caplog):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in (("NUM_INFERENCE_NODES", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "26756")):
         monkeypatch.setenv(name, value)
@@ -349,7 +349,7 @@ def test_ranks_cannot_share_a_gpu():
         choose_rank_device("cuda:1", 0)
 
 
-def test_a_batch_crosses_as_it_is():
+def test_a_batch_is_sent_unchanged():
     groups = rank_worker.batches("some dead", 2)[0]
     groups[0].advantages = [[0.1] * len(t) for t in groups[0].tokens]
     groups[1].inference_logprobs = None

@@ -1,4 +1,4 @@
-"""The reference stays what training began with, however it is kept."""
+"""The reference stays the starting model, wherever its weights are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Row:
-    """One plain sequence, where the trainer has packed groups: the reference hands on what it gets."""
+    """One plain sequence instead of packed groups: the reference passes its argument to `score`."""
 
     token_ids_T: Tensor
 
@@ -110,7 +110,7 @@ def test_a_copy_does_not_move_with_the_policy_and_gets_no_gradients(folder, untr
     assert all(p.grad is None and not p.requires_grad for p in copied.parameters())
 
 
-def test_a_host_copy_brings_one_layer_at_a_time_and_sends_it_home(folder, untrained):
+def test_a_host_copy_loads_one_layer_at_a_time(folder, untrained):
     model = load(folder)
     homes = {name: p.data_ptr() for name, p in model.named_parameters()}
     visits = []
@@ -130,7 +130,7 @@ def test_a_host_copy_brings_one_layer_at_a_time_and_sends_it_home(folder, untrai
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_a_host_copy_is_at_home_again_after_a_failure(folder, untrained):
+def test_a_host_copy_is_back_in_host_memory_after_a_failure(folder, untrained):
     model = load(folder)
     homes = [p.data_ptr() for p in model.parameters()]
     reference = HostCopy(model, score, CPU)

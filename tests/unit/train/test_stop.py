@@ -1,4 +1,4 @@
-"""What a signal does to a trainer that is in the middle of something."""
+"""Signals that arrive while the trainer computes or saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step knew of its single tokens is kept, whichever way the batch was split, and never stops the training."""
+"""The token record is the same however the batch was split, and its errors do not stop the training."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_each_token_has_its_logprob_difference_and_advantage(policy, tmp_path, s
             assert given == (advantage,) * 3
 
 
-def test_a_group_without_a_lesson_is_not_in_a_step_that_is_kept(policy, tmp_path):
+def test_a_group_without_advantages_is_not_recorded(policy, tmp_path):
     even = group([1.0, 1.0], offset=20)
     files = kept(policy, tmp_path, [group([1.0, 0.0]), even])
     assert files.of_group(7, fingerprint(even)) == {}
@@ -107,7 +107,7 @@ def test_a_group_has_one_name_however_it_was_sent():
 
 
 class OneFeed:
-    """The same batch again and again; at each acknowledgement notes which steps can be looked at."""
+    """Returns the same batch each time, and notes at each acknowledgement which steps are readable."""
 
     def __init__(self, folder, groups):
         self.folder, self.groups, self.seen = folder, groups, []
@@ -147,7 +147,7 @@ def test_a_disk_that_refuses_them_does_not_stop_the_training(folder, tmp_path):
     assert run(folder, tmp_path, RecentTokenRecord(tmp_path / "a file" / "tokens", num_steps=2)) == [[]] * 4
 
 
-def test_zero_keeps_nothing_and_else_they_lie_beside_the_metrics(tmp_path, policy):
+def test_zero_steps_record_nothing_else_files_are_beside_the_metrics(tmp_path, policy):
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     assert isinstance(open_token_record(TrainConfig(keep_token_steps=0), metrics_file, 0), NoTokenRecord)
     record = open_token_record(TrainConfig(keep_token_steps=1), metrics_file, 3)
@@ -165,7 +165,7 @@ def test_the_shares_of_several_ranks_are_found_together(tmp_path):
     assert files.of_group(3, 7) == {0: parts[0], 1: parts[1]}
 
 
-def test_a_file_that_was_cut_short_is_as_if_it_were_not_there(policy, tmp_path):
+def test_a_truncated_file_counts_as_missing(policy, tmp_path):
     one = group([1.0, 0.0])
     files = kept(policy, tmp_path, [one])
     (file,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""A weight and what changed in it: whatever the two versions are, the engine's becomes the trainer's, bit for bit."""
+"""Deltas of weights: for any two versions, the engine's becomes the trainer's, bit for bit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_form_that_is_sent_is_never_larger_than_the_whole_weight(pair):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_changes_are_found_at_both_sides_of_a_chunks_end_and_in_the_last_element(kind):
+def test_changes_are_found_around_a_chunk_end_and_in_the_last_element(kind):
     old = torch.zeros(CHUNK + 3, dtype=kind)
     new = old.clone()
     places = [0, CHUNK - 1, CHUNK, CHUNK + 2]
@@ -84,14 +84,14 @@ def test_changes_are_found_at_both_sides_of_a_chunks_end_and_in_the_last_element
     assert torch.equal(bits(old), bits(new))
 
 
-def test_a_weight_that_did_not_change_has_no_changes_and_one_that_changed_everywhere_is_sent_whole():
+def test_unchanged_weights_have_no_changes_and_rewritten_ones_go_whole():
     weight = torch.tensor([1.0, float("nan"), -0.0]).bfloat16()
     assert len(find_changes(weight, weight.clone()).indices) == 0
     other = weight + 1
     assert isinstance(smaller_form(other, find_changes(other, torch.zeros(3).bfloat16())), torch.Tensor)
 
 
-def test_a_third_is_where_16_bit_elements_with_their_places_stop_being_smaller():
+def test_16_bit_elements_with_indices_are_smaller_up_to_a_third():
     old = torch.zeros(300).bfloat16()
     for num_changed, kind in ((99, Changes), (100, torch.Tensor)):
         new = old.clone()
@@ -99,7 +99,7 @@ def test_a_third_is_where_16_bit_elements_with_their_places_stop_being_smaller()
         assert isinstance(smaller_form(new, find_changes(new, old)), kind)
 
 
-def test_a_weight_in_another_order_is_compared_as_the_engine_counts_its_elements():
+def test_a_strided_weight_is_compared_in_the_engines_element_order():
     old = torch.zeros(4, 6).bfloat16()
     turned = torch.zeros(6, 4).bfloat16()
     turned[5, 1] = 1.0
@@ -107,7 +107,7 @@ def test_a_weight_in_another_order_is_compared_as_the_engine_counts_its_elements
     assert changes.indices.tolist() == [1 * 6 + 5]
 
 
-def test_places_take_32_bits_until_a_weight_has_more_elements_than_these_can_count():
+def test_indices_take_32_bits_unless_a_weight_has_too_many_elements():
     assert (index_dtype(2**31), index_dtype(2**31 + 1)) == (torch.int32, torch.int64)
 
 
@@ -130,7 +130,7 @@ def changes_of(indices, values, kind=torch.int32):
         (torch.zeros(2, 3, dtype=torch.int32), "torch.int32"),
     ],
 )
-def test_what_does_not_fit_is_told(sent, words):
+def test_what_does_not_fit_is_reported(sent, words):
     assert re.search(words, misfit(sent, torch.zeros(2, 3).bfloat16()))
 
 

@@ -1,4 +1,4 @@
-"""What changed in a weight on a GPU, against what is kept in host memory, and into a weight on a GPU."""
+"""Find changes of a weight on a GPU against a copy in host memory, and apply them to a weight on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_changes_are_found_on_the_gpu_and_set_there_with_little_memory_beside_the_weight(kind):
+def test_changes_are_found_and_applied_on_the_gpu_in_little_memory(kind):
     num_elements = 3 * CHUNK + 5
     old = torch.randn(num_elements, generator=torch.Generator().manual_seed(0)).to(kind)
     new = old.cuda()

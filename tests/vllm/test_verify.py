@@ -1,4 +1,4 @@
-"""What a publish that went wrong in a real vLLM is told by. The other faults, with an engine that can have all of them:
+"""Failed publishes in a real vLLM are detected. Other faults, with an engine that can have all of them:
 tests/unit/sync/test_verify.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OUTPUT, GATE, UP = (f"{LAYER}{name}.weight" for name in ("self_attn.o_proj", "ml
 
 
 class Trained:
-    """As much of a trainer's policy as a proof needs: a model whose weights have all moved."""
+    """The part of a trainer's policy that verification needs: a model in which every weight has changed."""
 
     merges_adapters = False
     dtype = torch.float32
