@@ -13,8 +13,8 @@ import msgspec
 from treadle.clock import awake_s
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
-from treadle.net.urls import is_loopback
 from treadle.net.tokens import bearer_headers
+from treadle.net.urls import is_loopback
 from treadle.sync.model_folders import LiveFolder, is_same_model, local_folder
 from treadle.sync.process_identity import PUBLISHER_HEADER, this_publisher
 from treadle.sync.protocol import AttachedModel

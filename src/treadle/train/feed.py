@@ -20,7 +20,7 @@ from treadle.clock import awake_s
 from treadle.errors import DiskFull, HubError
 from treadle.log import get_logger
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
-from treadle.net.urls import shown_url
+from treadle.net.urls import is_loopback, shown_url
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
 from treadle.watch.waits import Wait, Waits, Wanted
