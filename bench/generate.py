@@ -29,10 +29,10 @@ def prompts() -> list[str]:
 
 def run_ours(model: str, device: str, dtype: str, threads: int) -> float:
     from treadle.config import EngineConfig
+    from treadle.engines.interface import Request
+    from treadle.engines.model_runner import TransformersEngine
     from treadle.engines.models import resolve_model
-    from treadle.engines.port import Request
     from treadle.engines.sampling import SamplingParams
-    from treadle.engines.transformers_engine import TransformersEngine
 
     engine = TransformersEngine(EngineConfig(device=device, dtype=dtype, threads=threads), resolve_model(model))
     requests = [

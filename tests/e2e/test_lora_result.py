@@ -13,7 +13,7 @@ from tests.e2e.processes import environment
 from tests.e2e.runs import TINY_RUN, ending, metrics_of, run_treadle
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.full  # parts of it: test_launch_replay.py, test_transformers_server.py, test_export.py
+pytestmark = pytest.mark.full  # parts of it: test_launch_replay.py, test_transformers_engine.py, test_export.py
 
 
 def treadle(*words: str) -> subprocess.CompletedProcess[str]:

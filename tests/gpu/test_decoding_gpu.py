@@ -12,9 +12,9 @@ import torch
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.decoding import CudaGraphs, Decoder, Recorded
-from treadle.engines.port import Request
+from treadle.engines.interface import Request
+from treadle.engines.model_runner import TransformersEngine
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import TransformersEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NUM_TOKENS = 120

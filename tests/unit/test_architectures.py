@@ -18,8 +18,8 @@ from transformers import (
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
+from treadle.engines.model_runner import Request, TransformersEngine
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import Request, TransformersEngine
 from treadle.errors import ModelError
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy, share_policy

@@ -68,7 +68,7 @@ class Served:
     """An engine, its HTTP surface, and the event loop that both live in: `served(engine.generate(...))` from a test."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from treadle.engines.surface.app import build_app
+        from treadle.engines.api.app import build_app
         from treadle.engines.vllm.start import start_vllm
         from treadle.net.listening import take_port
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.vllm.conftest import SAME, START_S, wait_until, words_of
 from tests.vllm.reference import load, mean_difference
-from treadle.engines.port import Request, Sampled
+from treadle.engines.interface import Request, Sampled
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.unit.sync.group_peer import Weights
 from tests.vllm.conftest import ADAPTERS_KEPT, HAS_GPU, OTHER, SAME, SAME_ADAPTER, vllm_processes, wait_until
 from tests.vllm.reference import load, logits_after, logprobs_of, mean_difference
-from treadle.engines.port import Request
+from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.engine_link import EngineLink

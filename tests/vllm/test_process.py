@@ -18,9 +18,9 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.vllm.conftest import HAS_GPU, SAME, START_S, vllm_processes, wait_until, words_of
 from tests.vllm.reference import load, mean_difference
 from treadle.config import DEFAULT_MODEL
+from treadle.engines.interface import Sampled
 from treadle.engines.models import resolve_model
-from treadle.engines.port import Sampled
-from treadle.engines.text import Text
+from treadle.engines.tokenizer import Text
 from treadle.sync.fingerprint import fingerprint
 
 CAPITAL = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

@@ -8,7 +8,7 @@ import pytest
 from tests.vllm.conftest import SAME, Served
 from tests.vllm.reference import load, mean_difference
 from treadle.config import EngineConfig
-from treadle.engines.port import Request
+from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.sync.shared_memory import map_weights
 from treadle.sync.verify import check_saved_weights

@@ -16,8 +16,8 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
+from treadle.engines.interface import ADAPTER_FILES
 from treadle.engines.model_folder import parse_object
-from treadle.engines.port import ADAPTER_FILES
 from treadle.errors import ModelError, RequestError
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -1,17 +1,24 @@
-"""A model's name -> a local folder that is safe to load. Also a program: `python -m treadle.engines.models NAME`."""
+"""Resolve a model name to a local folder that is safe to load, and inspect models on disk for `treadle doctor`.
+
+Also a program, so that the launcher never loads torch: `python -m treadle.engines.models NAME` prints the folder,
+`python -m treadle.engines.models --inspect NAME` prints one line of JSON and downloads nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.advice import as_flags_of
-from treadle.engines.default_model import prepare_default_model
-from treadle.engines.model_folder import check_model_folder
+from treadle.engines.default_model import cache_folder, default_model_folder, prepare_default_model
+from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.errors import ModelError, TreadleError, as_user_error
-from treadle.sync.model_folders import find_model
+from treadle.sync.model_identity import find_model, is_path
 
 # Weights come as safetensors only: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -64,5 +71,47 @@ def main(name: str, verb: str = "run", *typed: str) -> int:
     return failure.exit_code
 
 
+def inspect_model(name: str) -> dict[str, Any]:
+    """Where it lies on this disk, if it does, and what is wrong with it."""
+    place = Path(os.path.expanduser(name))
+    if name == DEFAULT_MODEL:
+        kind = "built-in"
+        folder: Path | None = default_model_folder()
+    elif os.path.isdir(place) or is_path(name):
+        kind, folder = "folder", place
+    else:
+        kind, folder = "hub", _cached(name)
+    found: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
+    if folder is None or not os.path.isdir(folder):
+        return found | {"is_here": False}
+    try:
+        missing = _missing_files(folder)
+        if missing:
+            refuse_code(folder)
+        else:
+            check_model_folder(folder)
+    except TreadleError as error:
+        return found | {"is_here": True, "error": error.message, "fix": error.fix}
+    return found | {"is_here": True, "missing": missing}
+
+
+def _cached(name: str) -> Path | None:
+    with contextlib.suppress(Exception):  # the hub client's errors have no common base; all mean: it is not here
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=FETCHED, local_files_only=True))
+    return None
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """Parts that the index of the weights names, and a tokenizer: what a download that broke off has left out."""
+    missing = missing_weights(folder)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return missing if has_tokenizer else [*missing, "tokenizer.json"]
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if sys.argv[1] == "--inspect":
+        print(json.dumps({"cache": str(cache_folder()), "model": inspect_model(sys.argv[2])}))
+    else:
+        sys.exit(main(*sys.argv[1:]))

@@ -20,9 +20,9 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from treadle.engines.port import Adapter, Generation, HoldMode, Request
-from treadle.engines.transformers_engine import TransformersEngine
-from treadle.engines.waiting_line import Job, Tell, WaitingLine
+from treadle.engines.interface import Adapter, Generation, HoldMode, Request
+from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.request_queue import Job, Tell, WaitingLine
 from treadle.errors import EngineError, RequestError
 from treadle.faults import reach
 from treadle.log import get_logger

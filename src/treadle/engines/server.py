@@ -1,4 +1,4 @@
-"""The engine process: choose, load, serve."""
+"""Run the engine process: choose an engine, load the model, serve HTTP, and watch the engine while it serves."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from pathlib import Path
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
 from treadle.engines.adapter_settings import base_of, read_adapter_settings
-from treadle.engines.eye import EngineEye
+from treadle.engines.api.app import access_of, app_of
+from treadle.engines.interface import Engine, EngineState
 from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
-from treadle.engines.port import Engine
-from treadle.engines.surface.app import access_of, app_of
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger
 from treadle.net.access import Access
 from treadle.net.connections import HttpLimits
 from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
-from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
-from treadle.watch.waits import Waits, Wanted
-from treadle.watch.watchdog import Watchdog
+from treadle.sync.bridge_file import is_switched_on, place_to_write
+from treadle.sync.weights_file import claimed
+from treadle.watch.waits import Wait, Waits, Wanted
+from treadle.watch.watchdog import About, Watchdog
+from treadle.wire.hub import GENERATED_TOKENS, WorkReport
 
 MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
 LOOK_S = 2.0
@@ -45,6 +46,67 @@ NO_ROOM_FIX = (
     "lower --max-num-seqs or --max-model-len, or stop what else uses the memory; `treadle plan` says what fits"
 )
 log = get_logger("engine")
+
+
+class EngineEye:
+    """`eye.see(await engine.state())`, every few seconds; the watchdog does the rest."""
+
+    def __init__(self, waits: Waits, patience_s: float) -> None:
+        self._waits = waits
+        self._patience_s = patience_s
+        self._state: EngineState | None = None
+        self._loading: WorkReport | None = None  # how far it has come, where that is known
+        self._hold: Wait | None = None
+        self._generation: Wait | None = None
+
+    def loads(self, what: str, done: int, total: int) -> None:
+        """Called before the first state."""
+        self._loading = WorkReport(what=what, done=done, total=total)
+
+    def see(self, state: EngineState) -> None:
+        before, self._state = self._state, state
+        requests = f"{state.num_running} requests that run and {state.num_waiting} that wait"
+        self._hold = self._follow(
+            self._hold,
+            Wanted(
+                f"the trainer to let it go: it is held to change version {state.policy_version}",
+                of="trainer",
+                holding=requests,
+                deadline_s=self._patience_s,
+                fix="the trainer's log says what it does",
+            )
+            if state.is_held
+            else None,
+        )
+        moved = before is not None and before.num_moves != state.num_moves
+        if moved and self._generation is not None:
+            self._waits.end(self._generation, was_met=True)
+            self._generation = None
+        generates = state.num_running > 0 and not state.is_held
+        answer = Wanted(
+            "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
+        )
+        self._generation = self._follow(self._generation, answer if generates else None)
+
+    def about(self) -> About:
+        state = self._state
+        if state is None:
+            return About(state="loading", work=self._loading)
+        if state.is_held:
+            told = "held"
+        elif state.num_running:
+            told = f"generating {state.num_running}, {state.num_waiting} waiting"
+        else:
+            told = "idle"
+        counts = {"moves": float(state.num_moves), GENERATED_TOKENS: float(state.generated_tokens)}
+        return About(state=told, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
+
+    def _follow(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:
+        """Begin a wait when there is something to wait for, end it when there is not; one that lasts stays as it is."""
+        if wanted is None and wait is not None:
+            self._waits.end(wait, was_met=True)
+            return None
+        return self._waits.begin(wanted) if wanted is not None and wait is None else wait
 
 
 def run_engine(config: EngineConfig) -> None:
@@ -125,8 +187,8 @@ def start_engine(config: EngineConfig, folder: Path, tell: Callable[[str, int, i
 
         return start_vllm(config, folder, tell)
     require("train", "torch", "transformers")
-    from treadle.engines.transformers_server import TransformersServer
-    from treadle.loading import report_loading
+    from treadle.engines.transformers_engine import TransformersServer
+    from treadle.sync.loading import telling_of_weights
 
     with report_loading(tell):
         return TransformersServer(config, folder, on_failure=_end_process)

@@ -1,392 +1,313 @@
-"""The transformers engine: batched generation with a KV cache on a CPU or one GPU.
-
-    admit(requests)   prefill the prompts, each once however many completions it gets
-    step()            one more token for every running sequence; finished ones leave
-    renew(version)    the weights are others now: what was cached is computed again from the tokens so far
-
-On a CPU, completions of one request share a row of the batch until their tokens differ:
-
-    row 0: s0 s1 s2 s3  "28 + 63 ="      step      row 0: s0 s2     "28 + 63 = 9"
-                                       -------->   row 1: s1 s3     "28 + 63 = 8"
-
-All state belongs to the one thread that calls these (scheduler.py).
-"""
+"""The transformers engine behind the port: the surface's coroutines on one side, the generation thread on the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+import transformers
 
 from treadle.config import EngineConfig
-from treadle.engines.decoding import CudaGraphs, Decoder
-from treadle.engines.kv_cache import KVCache, plug_in
-from treadle.engines.model_folder import REFETCH_FIX
-from treadle.engines.port import Request, Sampled
-from treadle.engines.sampling import report, sample, uniforms
-from treadle.engines.text import Text, Written
-from treadle.errors import ModelError, is_out_of_memory
-from treadle.loading import choose_device, choose_matmul_backend, loading_options
-from treadle.processor import fast_dtype
+from treadle.engines.interface import (
+    Adapter,
+    Delta,
+    EngineFacts,
+    EngineState,
+    Generation,
+    HoldMode,
+    Request,
+    find_loaded,
+)
+from treadle.engines.model_folder import check_model_folder
+from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.scheduler import Scheduler
+from treadle.engines.tokenizer import Text, has_tokenizer
+from treadle.engines.weight_updates import REPUBLISH_FIX, Arrival, Receiver, read_weights, write_weights
+from treadle.errors import EngineError, ModelError, RequestError, SyncError
+from treadle.faults import reach
+from treadle.log import get_logger
+from treadle.sync.background import in_background
+from treadle.sync.fingerprint import fingerprints
+from treadle.sync.gate import Gate, is_written, refuse_misled
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import share_parameters
-from treadle.wire.groups import common_prefix
+from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
 if TYPE_CHECKING:
-    from treadle.engines.lora import Adapters
+    from treadle.engines.lora import AdapterFiles
 
-PROBE = [1, 2, 3, 4, 5, 6, 7]
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
-PREFILL_TOKENS = 16384  # more are computed in several forwards: their activations would take too much memory
-LOGITS_ROWS = 256  # positions whose logits are held at once when a prompt's logprobs are wanted
+log = get_logger("engine")
+T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
-class Sequence(Sampled):
-    """One completion while it grows."""
+class TransformersServer:
+    """`TransformersServer(config, folder)` loads the model and serves until `close`."""
 
-    request: Request
-    uniform: np.ndarray
-    ends: frozenset[int]
-    written: Written | None  # only where the text is looked at before the end
+    def __init__(self, config: EngineConfig, folder: Path, *, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._config = config
+        self._scheduler = Scheduler(TransformersEngine(config, folder), config.max_num_seqs, on_failure=on_failure)
+        self._receiver = Receiver()
+        self._arrival = Arrival()
+        self._changing = asyncio.Lock()  # one change of weights or adapters at a time
 
     @property
-    def length(self) -> int:
-        return len(self.request.prompt_ids) + len(self.token_ids)
-
-
-Row = list[Sequence]  # sequences with the same history; a row of the KV cache
-
-
-class TransformersEngine:
-    def __init__(self, config: EngineConfig, folder: Path, text: Text | None = None) -> None:
-        """`text`: for a folder that holds weights alone, as a trainer saves them."""
-        self.device = choose_device(config.device)
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        self.folder = folder
-        self.max_model_len = config.max_model_len
-        self._reports_raw = config.logprobs_mode == "raw_logprobs"
-        dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
-        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-        options = loading_options(config.quantization, kind, self.device)
-        model = load_model(folder, kind, options)
-        self.model = (model if options else model.to(self.device)).eval()
-        choose_matmul_backend(self.model)
-        self.text = text or Text.load(folder)
-        self.eos_ids = _eos_ids(self.model)
-        # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.
-        self.named_weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
-        self.weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())  # a tied one once
-        self._cache = KVCache(self.model.config.num_hidden_layers)
-        expected = self._own_logits()
-        plug_in(self.model, self._cache)
-        self._rows: list[Row] = []  # row i of the cache; finished ones stay until the batch is compacted
-        # A decode step on a CPU takes time in proportion to its rows. CUDA graphs need a batch that keeps its rows.
-        self._shares_rows = self.device.type == "cpu"
-        self._next_hidden = torch.empty(0)  # last hidden state of every row: the next token is read off it
-        # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self._forward = partial(_forward, self.model.base_model, no_mask)  # holds no engine: one that is left is freed
-        self._check_against(expected)
-        # Adapters are exchanged inside of layers; products of quantized weights were never recorded.
-        can_record = self.device.type == "cuda" and not config.enable_lora and not options
-        self._decoder = Decoder(self._forward, self._cache, CudaGraphs(self.device) if can_record else None)
-        self.layout: Layout | None = None
-        if config.weights_file is not None:
-            self.layout = share_parameters(self.model, config.weights_file, str(folder))
-
-    @cached_property
-    def adapters(self) -> Adapters:
-        from treadle.engines.lora import Adapters  # PEFT takes a while to load, and few engines need it
-
-        return Adapters(self.model)
+    def text(self) -> Text:
+        return self._engine.text
 
     @property
-    def num_running(self) -> int:
-        return sum(1 for row in self._rows for s in row if s.finish_reason is None)
-
-    def settle(self) -> None:
-        """Wait for what a GPU still computes: only then is nobody reading the weights."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @torch.inference_mode()
-    def admit(
-        self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
-    ) -> list[list[Sequence]]:
-        """Begin to generate; the sequences of each request fill up during later steps.
-
-        `streamed` are the places of requests whose text is wanted while it grows.
-        """
-        self._compact()
-        groups = self._sequences(requests, policy_version, streamed)
-        rows = [[group] if self._shares_rows else [[s] for s in group] for group in groups]
-        self._begin([r.prompt_ids for r in requests], [len(rows_of_request) for rows_of_request in rows])
-        self._rows += [row for rows_of_request in rows for row in rows_of_request]
-        return groups
-
-    @torch.inference_mode()
-    def renew(self, policy_version: int) -> None:
-        """The weights have changed: compute keys and values of every running sequence again, and go on with these."""
-        running = [row for row in map(_unfinished, self._rows) if row]
-        self.drop_all()
-        if running:
-            self._begin([row[0].request.prompt_ids + row[0].token_ids for row in running], [1] * len(running))
-            self._rows = running
-        for s in (s for row in running for s in row):
-            if s.policy_versions[-1] != policy_version:
-                s.policy_versions.append(policy_version)
-
-    @torch.inference_mode()
-    def answer_at_once(
-        self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
-    ) -> list[list[Sequence]]:
-        """Requests for one token each, as `admit` takes them: their prefill alone gives it.
-
-        They join no batch, so what runs computes exactly as it would without them.
-        """
-        groups = self._sequences(requests, policy_version, streamed)
-        for request, group in zip(requests, groups, strict=True):
-            self._sample([group], self._prefill([request.prompt_ids]))
-        self._cache.begin_prefill()
-        return groups
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """One more token for each running sequence, if there is any."""
-        if not self._rows:
-            return
-        self._sample(self._rows, self._next_hidden)
-        if not self.num_running:
-            self.drop_all()
-            return
-        tokens = self._fork()
-        positions = [row[0].length - 1 for row in self._rows]
-        self._next_hidden = self._decoder.step(tokens, positions)
-
-    def _fork(self) -> Tensor:
-        """Give sequences whose new tokens differ rows of their own; the token that each row goes on with."""
-        children = [_by_last_token(row) for row in self._rows]
-        num_finished = sum(not by_token for by_token in children)
-        if all(len(by_token) <= 1 for by_token in children) and num_finished < COMPACT_AT * len(self._rows):
-            # A finished row is computed on: to take it out of the cache would cost more.
-            self._rows = [
-                next(iter(by_token.values()), row) for by_token, row in zip(children, self._rows, strict=True)
-            ]
-        else:
-            parents = [place for place, by_token in enumerate(children) for _ in by_token]
-            self._rows = [row for by_token in children for row in by_token.values()]
-            self._cache.keep(torch.tensor(parents, dtype=torch.long, device=self.device))
-        return torch.tensor([row[0].token_ids[-1] for row in self._rows], device=self.device)
-
-    def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """End these with what they have."""
-        for s in sequences:
-            if s.finish_reason is None:
-                self._finish(s, "abort")
-        if not self.num_running:
-            self.drop_all()
-
-    def drop_all(self) -> None:
-        """Forget every sequence: after the last one finished, or after an error."""
-        self._rows = []
-        self._cache.clear()
-
-    def take_over(self, other: TransformersEngine) -> None:
-        """Go on with the sequences of another engine, once `renew` has computed what this one needs of them."""
-        self._rows, other._rows = other._rows, []
-        other.drop_all()
-
-    @torch.inference_mode()
-    def prompt_tops(self, prompt_ids: list[int], num_top: int) -> list[dict[int, float]]:
-        """Of each token of a prompt its raw logprob, then those of the likeliest; of the first nothing is known."""
-        self._cache.begin_prefill()
-        hidden_T = self._forward(torch.tensor([prompt_ids], device=self.device), self._positions(0, len(prompt_ids)))[0]
-        self._cache.begin_prefill()
-        tops: list[dict[int, float]] = [{}]
-        following = torch.tensor(prompt_ids[1:], device=self.device)
-        for start in range(0, len(following), LOGITS_ROWS):
-            tokens = following[start : start + LOGITS_ROWS]
-            logits = self.model.get_output_embeddings()(hidden_T[start : start + len(tokens)])
-            own, likeliest = report(logits, [], tokens, num_top=num_top, raw=True)
-            for token, logprob, others in zip(tokens.tolist(), own.tolist(), likeliest, strict=True):
-                tops.append({token: logprob} | others)
-        return tops
-
-    def _sequences(self, requests: list[Request], policy_version: int, streamed: Iterable[int]) -> list[list[Sequence]]:
-        streams = set(streamed)
-        return [
-            [self._sequence(r, index, policy_version, place in streams) for index in range(r.n)]
-            for place, r in enumerate(requests)
-        ]
-
-    def _sequence(self, request: Request, index: int, policy_version: int, is_streamed: bool) -> Sequence:
-        return Sequence(
-            request=request,
-            uniform=uniforms(request.seed, index, request.max_tokens),
-            ends=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
-            written=self._written(request) if request.stop or is_streamed else None,
-            policy_versions=[policy_version],
+    def facts(self) -> EngineFacts:
+        engine = self._engine
+        return EngineFacts(
+            kind="transformers",
+            version=transformers.__version__,
+            folder=engine.folder,
+            device=str(engine.device),
+            dtype=str(engine.model.dtype).removeprefix("torch."),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.model.config.vocab_size,
+            eos_ids=engine.eos_ids,
+            logprobs_mode=self._config.logprobs_mode,
+            max_num_seqs=self._config.max_num_seqs,
+            has_lora=self._config.enable_lora,
+            max_lora_rank=self._config.max_lora_rank if self._config.enable_lora else None,
+            quantization=self._config.quantization,
         )
 
-    def _written(self, request: Request) -> Written:
-        return Written(self.text, request.stop, request.prompt_ids)
+    @property
+    def _engine(self) -> TransformersEngine:
+        return self._scheduler.engine
 
-    def _sample(self, rows: list[Row], hidden_B: Tensor) -> None:
-        """The next token of each sequence, read off its row's last hidden state; finished ones get none."""
-        sequences = [s for row in rows for s in row]
-        uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in sequences]
-        params = [s.request.sampling for s in sequences]
-        logits_SV = self.model.get_output_embeddings()(hidden_B)
-        if len(sequences) > len(rows):
-            logits_SV = logits_SV.repeat_interleave(torch.tensor([len(row) for row in rows], device=self.device), 0)
-        tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
-        num_top = max(s.request.num_top for s in sequences)
-        if num_top or self._reports_raw:
-            logprobs_S, tops = report(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
-            _note_tops(sequences, tops)
-        for s, token, logprob in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
-            if s.finish_reason is None:
-                s.token_ids.append(token)
-                s.logprobs.append(logprob)
-                if (reason := self._finished(s, token)) is not None:
-                    self._finish(s, reason)
+    @property
+    def policy_version(self) -> int:
+        return self._scheduler.policy_version
 
-    def _finished(self, s: Sequence, token: int) -> str | None:
-        if token in s.ends:
-            return "stop"  # its own text is not told
-        if s.written is not None and s.written.add(token):
-            return "stop"
-        return "length" if len(s.token_ids) >= s.request.max_tokens else None
+    async def state(self) -> EngineState:
+        scheduler = self._scheduler
+        return EngineState(
+            policy_version=scheduler.policy_version,
+            is_held=scheduler.is_held,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            generated_tokens=scheduler.generated_tokens,
+            generating_s=scheduler.generating_s,
+            num_moves=scheduler.num_steps,
+            failure=scheduler.failure,
+        )
 
-    def _finish(self, s: Sequence, reason: str) -> None:
-        if s.written is None:
-            told = s.token_ids[:-1] if reason == "stop" else s.token_ids
-            s.text = self.text.decode_after(s.request.prompt_ids, told)
-        else:
-            s.written.finish()
-            s.text = s.written.text
-        s.finish_reason = reason
+    async def generate(self, request: Request) -> Generation:
+        return await asyncio.wrap_future(self._scheduler.submit(request))  # cancelled with us
 
-    @torch.inference_mode()
-    def _own_logits(self) -> Tensor:
-        """What the model's own, untouched code makes of a short text."""
-        return self.model(torch.tensor([PROBE], device=self.device)).logits[0, -1].float()
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        news: asyncio.Queue[list[Delta] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
 
-    @torch.inference_mode()
-    def _check_against(self, expected: Tensor) -> None:
-        """Refuse a model whose attention or output does something that this engine does not know of."""
-        ours = self.model.get_output_embeddings()(self._prefill([PROBE]))[0].float()
-        difference = (torch.log_softmax(ours, -1) - torch.log_softmax(expected, -1)).abs().max().item()
-        if difference > PROBE_TOLERANCE[self.model.dtype]:
-            raise ModelError(
-                f"this engine computes other logits than {self.folder.name}'s own code (by {difference:.2g})",
-                fix="its architecture needs another engine",
-            )
-        self.drop_all()
+        def tell(deltas: list[Delta] | None) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, deltas)
 
-    def _begin(self, prompts: list[list[int]], copies: list[int]) -> None:
-        """Give prompt i `copies[i]` rows behind those that are there, each ready for its next token."""
-        for first, last in _parts(prompts):
-            hidden = self._prefill(prompts[first:last])
-            self._cache.adopt(copies[first:last])
-            begun = hidden.repeat_interleave(torch.tensor(copies[first:last], device=self.device), 0)
-            self._next_hidden = torch.cat([self._next_hidden, begun]) if self._rows or first else begun
+        def end(done: Future[Generation]) -> None:
+            if not done.cancelled():
+                tell(None)
 
-    def _prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Forward the prompts, what they begin with in common only once; the last hidden state of each."""
-        shared = common_prefix(prompts) if len(prompts) > 1 else 0
-        shared = min(shared, min(map(len, prompts)) - 1)  # every prompt needs a last token of its own
-        self._cache.begin_prefill()
-        if shared:
-            self._forward(torch.tensor([prompts[0][:shared]], device=self.device), self._positions(0, shared))
-        rest = [prompt[shared:] for prompt in prompts]
-        width = max(map(len, rest))
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rest], device=self.device)
-        if shared:
-            self._cache.continue_prefill(shared, width, self.device)
-        hidden = self._forward(padded, self._positions(shared, shared + width).expand(len(rest), -1))
-        ends = torch.tensor([len(ids) - 1 for ids in rest], device=self.device)
-        return hidden[torch.arange(len(rest), device=self.device), ends]
+        future = self._scheduler.submit(request, tell)
+        future.add_done_callback(end)
+        try:
+            while (deltas := await news.get()) is not None:
+                for delta in deltas:
+                    yield delta
+            future.result()  # an error, if it ended in one
+        finally:
+            future.cancel()
 
-    def _positions(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, end, device=self.device)[None]
+    async def hold(self, mode: HoldMode, timeout_s: float) -> None:
+        await asyncio.to_thread(self._scheduler.hold, mode, timeout_s)
 
-    def _compact(self) -> None:
-        """Drop rows of which every sequence is finished."""
-        rows = [_unfinished(row) for row in self._rows]
-        kept = [place for place, row in enumerate(rows) if row]
-        if len(kept) < len(rows):
-            index = torch.tensor(kept, dtype=torch.long, device=self.device)
-            self._next_hidden = self._next_hidden[index]
-            self._cache.keep(index)
-        self._rows = [rows[place] for place in kept]
+    async def release(self, policy_version: int | None) -> float:
+        def let_go() -> float:
+            reach("engine:release")
+            self._arrival.refuse_going_on(policy_version)
+            held_s = self._scheduler.release(policy_version)
+            self._arrival.named()
+            return held_s
 
+        return await asyncio.to_thread(let_go)
 
-def _unfinished(row: Row) -> Row:
-    return [s for s in row if s.finish_reason is None]
+    async def adopt(self, order: Adopt) -> float:
+        async def in_its_turn() -> float:
+            async with self._changing:
+                return await self._adopt(order)
 
+        return await asyncio.shield(in_its_turn())  # whoever asked may leave: somebody must look after the trainer
 
-def _by_last_token(row: Row) -> dict[int, Row]:
-    """The unfinished sequences of a row by the token that each got last."""
-    by_token: dict[int, Row] = {}
-    for s in _unfinished(row):
-        by_token.setdefault(s.token_ids[-1], []).append(s)
-    return by_token
-
-
-def load_model(folder: Path, dtype: Any, options: Mapping[str, Any]) -> Any:
-    """The model in `folder`; one that needs attention we do not have is refused. `options`: of loading.py."""
-    transformers_logging.disable_progress_bar()  # a log is no place for one
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    except Exception as error:  # of many kinds; all but a lack of memory mean: these files are no such model
-        if isinstance(error, ModelError) or is_out_of_memory(repr(error)):
+    async def _adopt(self, order: Adopt) -> float:
+        layout = self._engine.layout
+        if layout is None:
+            raise RequestError("this engine shares no weights", fix="start it with --weights-file")
+        gate = Gate(Path(layout.gate))
+        refuse_misled(order, self.policy_version, gate)
+        # In a thread that nobody has to wait for: an engine that is told to end does not wait for a trainer.
+        standing = asyncio.wrap_future(in_background("at the gate", lambda: self._stand_still(gate, order)))
+        try:
+            if not await is_written(standing, gate, order.number, order.timeout_s):
+                gate.give_up(order.number)
+            return await standing
+        except BaseException:
+            gate.give_up(order.number)
             raise
-        raise ModelError(f"{folder} cannot be loaded: {repr(error)[:500]}", fix=REFETCH_FIX) from None
-    if missing := sorted(loading["missing_keys"]):  # transformers would serve random numbers in their place
-        raise ModelError(f"{folder} has no {missing[0]} ({len(missing)} weights are missing)", fix=REFETCH_FIX)
-    return model
+
+    def _stand_still(self, gate: Gate, order: Adopt) -> float:
+        self._scheduler.hold("keep", self._config.pause_timeout_s)
+        self._arrival.begin()
+        try:
+            gate.stand_still(order.number)
+        except SyncError as error:  # the weights may be half written: it stays held
+            self._arrival.broke_off(error.message)
+            raise EngineError(error.message, fix=error.fix) from None
+        reach("engine:release")
+        held_s = self._scheduler.release(order.policy_version)
+        self._arrival.named()
+        return held_s
+
+    async def layout(self) -> Layout | None:
+        return self._engine.layout
+
+    async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
+        def read() -> dict[str, str]:
+            if adapter is None:
+                return fingerprints(self._engine.weights.items(), policy_version)
+            if adapter not in self._scheduler.adapters:
+                raise RequestError(f"no adapter '{adapter}' is loaded", fix="GET /lora/status lists what is")
+            return fingerprints(self._engine.adapters.matrices(adapter, self._engine.model.dtype), policy_version)
+
+        return await self._between_tokens(read)
+
+    async def reload(self, folder: Path, policy_version: int | None) -> float:
+        def write() -> float:
+            started = time.monotonic()
+            try:
+                write_weights(found, self._engine.named_weights)
+            except Exception as error:
+                self._arrival.broke_off(f"weights of {folder} were taken over in part: {error}")
+                self._scheduler.stay_still()
+                raise EngineError(f"weights of {folder} were taken over in part: {error}", fix=REPUBLISH_FIX) from error
+            following = self._scheduler.policy_version + 1
+            self._scheduler.weights_changed(following if policy_version is None else policy_version)
+            self._arrival.named()
+            return time.monotonic() - started
+
+        async with self._changing:
+            version, mends = self._scheduler.policy_version, not self._arrival.is_settled
+            found = await asyncio.to_thread(
+                read_weights, folder, self._engine.named_weights, version, must_be_all=mends
+            )
+            held_s = await self._between_tokens(write)
+            if mends:  # what was held because a publish broke off goes on: nobody else would let it
+                await asyncio.to_thread(self._scheduler.release, None)
+            return held_s
+
+    async def join(self, request: JoinGroup) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._receiver.join, request, self._engine.weights)
+
+    async def receive(self, body: ReceiveWeights) -> Received:
+        def write() -> Received:
+            self._scheduler.refuse_unless_still()
+            self._receiver.refuse_other(body.group)
+            self._arrival.begin()
+            try:
+                received = self._receiver.receive(body.group, self._engine.weights)
+            except SyncError as error:
+                self._arrival.broke_off(error.message)
+                raise
+            self._arrival.came()
+            return received
+
+        async with self._changing:
+            return await self._between_tokens(write)
+
+    async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
+        if adapter is not None:
+            self._refuse_adapters()
+        async with self._changing:
+            files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
+            try:
+                await asyncio.to_thread(check_model_folder, folder)
+                await self._between_tokens(lambda: self._replace_engine(folder, files, policy_version))
+            except ModelError as error:
+                raise RequestError(error.message, fix=error.fix) from None
+            self._receiver.leave()
+            self._receiver, self._arrival = Receiver(), Arrival()
+            await asyncio.to_thread(self._scheduler.release, None)  # what a publish that failed had held
+
+    def _replace_engine(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:
+        """One errand: no token comes from the new model without its adapter, and a misfit changes nothing."""
+        engine = TransformersEngine(self._config, folder, None if has_tokenizer(folder) else self._engine.text)
+        if files is None:
+            self._scheduler.replace_engine(engine, policy_version)
+            return
+        from treadle.engines.lora import check_adapter
+
+        check_adapter(files, engine.model, folder, self._config.max_lora_rank)
+        name = files.path.name
+        engine.adapters.add(name, files)
+        self._scheduler.replace_engine(engine, policy_version)
+        self._scheduler.add_adapter(Adapter(name, files.path, files.rank, policy_version))
+        self._scheduler.go_on_with(name)
+
+    async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        self._refuse_adapters()
+        async with self._changing:
+            known = find_loaded(self.adapters(), name, path, policy_version)
+            return known or await self._load(name, path, policy_version)
+
+    async def unload_adapter(self, name: str) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._scheduler.remove_adapter, name, self._config.pause_timeout_s)
+            await self._between_tokens(lambda: self._scheduler.forget_adapter(name))
+
+    def adapters(self) -> list[Adapter]:
+        return list(self._scheduler.adapters.values())
+
+    @property
+    def serving_adapter(self) -> Adapter | None:
+        return self._scheduler.policy_adapter
+
+    async def close(self) -> None:
+        self._scheduler.stop()
+        await asyncio.to_thread(self._scheduler.join)
+
+    def _refuse_adapters(self) -> None:
+        if not self._config.enable_lora:
+            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+
+    async def _load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        from treadle.engines.lora import BaseWeightsChanged, check_adapter, read_adapter
+
+        files = await asyncio.to_thread(read_adapter, path)
+        check_adapter(files, self._engine.model, self._engine.folder, self._config.max_lora_rank)
+        adapter = Adapter(name, path, files.rank, policy_version)
+
+        def add() -> None:
+            try:
+                self._engine.adapters.add(name, files)
+            except BaseWeightsChanged as error:  # nothing may be sampled from weights that nobody published
+                self._arrival.broke_off(error.message)
+                self._scheduler.stay_still()
+                log.error("base_weights_changed", adapter=str(path), reason=error.message)
+                raise
+            self._scheduler.add_adapter(adapter)
+
+        await self._between_tokens(add)
+        return adapter
+
+    async def _between_tokens(self, work: Callable[[], T]) -> T:
+        """Whoever asked may leave; what was begun is finished, so that nothing stays half done."""
+        return await asyncio.shield(asyncio.wrap_future(self._scheduler.between_tokens(work)))
 
 
-def _forward(base: Any, mask: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
-    hidden: Tensor = base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-    return hidden
+def _read_adapter(path: Path) -> AdapterFiles:
+    from treadle.engines.lora import read_adapter  # PEFT takes a while to load, and few engines need it
 
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    named = model.generation_config.eos_token_id
-    if named is None:
-        named = model.config.eos_token_id
-    return frozenset(named) if isinstance(named, list) else frozenset({named} - {None})
-
-
-def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Split prompts into runs (first, last) that one forward can take: their number times the longest is bounded."""
-    first, longest = 0, 0
-    for place, prompt in enumerate(prompts):
-        longest = max(longest, len(prompt))
-        if place > first and longest * (place + 1 - first) > PREFILL_TOKENS:
-            yield first, place
-            first, longest = place, len(prompt)
-    yield first, len(prompts)
-
-
-def _note_tops(sequences: list[Sequence], tops: list[dict[int, float]]) -> None:
-    for s, likeliest in zip(sequences, tops, strict=True):
-        if s.finish_reason is None and s.request.num_top:
-            s.tops.append(dict(islice(likeliest.items(), s.request.num_top)))
+    return read_adapter(path)

@@ -249,7 +249,7 @@ def _port_flag(url: str) -> str:
 
 
 def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
-    """For a new run. An engine takes the weights of one run, until it is restarted (engines/surface/publishing.py)."""
+    """For a new run. An engine takes the weights of one run, until it is restarted (engines/api/context.py)."""
     if config.train.weight_bridge_mode == "offline":
         return
     where = f"the engine at {shown_url(config.engine_url)}"

@@ -16,9 +16,9 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import decoding
 from treadle.engines.decoding import Decoder, Recorded
-from treadle.engines.port import Request
+from treadle.engines.interface import Request
+from treadle.engines.model_runner import TransformersEngine
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import TransformersEngine
 
 
 class Records:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.model_folder import check_model_folder
+from treadle.engines.model_runner import TransformersEngine
 from treadle.engines.models import resolve_model
-from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ModelError
 
 

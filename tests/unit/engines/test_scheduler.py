@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines import waiting_line
+from treadle.engines import request_queue
+from treadle.engines.interface import Adapter, Request
 from treadle.engines.lora import read_adapter
-from treadle.engines.port import Adapter, Request
+from treadle.engines.model_runner import TransformersEngine
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.scheduler import Scheduler
-from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError
 from treadle.processor import fast_dtype
 from treadle.wire.generate import Wave
@@ -56,16 +56,16 @@ def test_a_wave_waits_for_its_last_member(scheduler):
 
 
 def test_waves_that_never_become_complete_are_forgotten(monkeypatch):
-    monkeypatch.setattr(waiting_line, "WAVE_PATIENCE_S", 0.0)
-    line = waiting_line.WaitingLine()
-    for number in range(waiting_line.MOST_PARTIAL_WAVES + 50):
-        line.append(waiting_line.Job(ask(wave=wave(0, size=2, id=str(number))), None))
+    monkeypatch.setattr(request_queue, "WAVE_PATIENCE_S", 0.0)
+    line = request_queue.WaitingLine()
+    for number in range(request_queue.MOST_PARTIAL_WAVES + 50):
+        line.append(request_queue.Job(ask(wave=wave(0, size=2, id=str(number))), None))
         assert len(line.take(8, lambda *_: True)) == 1
-    assert len(line._admitted_of_wave) == waiting_line.MOST_PARTIAL_WAVES
+    assert len(line._admitted_of_wave) == request_queue.MOST_PARTIAL_WAVES
 
 
 def test_a_wave_whose_last_member_never_comes_is_generated_without_it(scheduler, monkeypatch):
-    monkeypatch.setattr(waiting_line, "WAVE_PATIENCE_S", 0.5)
+    monkeypatch.setattr(request_queue, "WAVE_PATIENCE_S", 0.5)
     assert scheduler.submit(ask(wave=wave(0, size=2))).result(30)
 
 

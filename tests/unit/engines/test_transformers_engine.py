@@ -1,209 +1,446 @@
-"""Batched generation against plain transformers, on a real small model."""
+"""The transformers engine behind the port: restarts, adapters that share the model, and an engine that died."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
+
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines import transformers_engine
-from treadle.engines.port import Request
+from treadle.engines import lora, transformers_engine
+from treadle.engines.api.app import build_app
+from treadle.engines.interface import Request
+from treadle.engines.lora import read_adapter, read_adapter_head
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.transformers_engine import TransformersEngine
+from treadle.engines.server import LOOK_S, EngineEye, EngineLife, base_and_adapter
+from treadle.engines.transformers_engine import TransformersServer
+from treadle.errors import EngineError, RequestError
+from treadle.sync.fingerprint import fingerprint
+from treadle.watch.waits import Waits
+from treadle.watch.watchdog import Watchdog
+
+PROMPT = [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def ask(prompt_ids, *, n=1, max_tokens=12, temperature=1.0, seed=0, stop=(), stop_ids=(), **more):
-    sampling = SamplingParams(temperature=temperature)
-    ends = frozenset(stop_ids)
-    return Request(list(prompt_ids), n, max_tokens, sampling, seed, tuple(stop), ends, ignore_eos=True, **more)
-
-
-def generate(engine, *requests):
-    groups = engine.admit(list(requests))
-    while any(s.finish_reason is None for g in groups for s in g):
-        engine.step()
-    return groups
-
-
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param([[5, 9, 20, 33], [40, 41], [7] * 9], id="nothing in common"),
-        pytest.param([[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 9, 10]], id="a common beginning"),
-        pytest.param([[5, 6, 7], [5, 6, 7], [5, 6, 7, 8]], id="one within the other"),
-    ],
-)
-def test_greedy_text_equals_transformers_generate(engine, prompts):
-    groups = generate(engine, *(ask(p, temperature=0.0, max_tokens=15) for p in prompts))
-    plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
-    for prompt, (sequence,) in zip(prompts, groups, strict=True):
-        expected = plain.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False, eos_token_id=None)
-        assert sequence.token_ids == expected[0, len(prompt) :].tolist()
-
-
-def test_logprobs_equal_a_full_forward_in_a_ragged_batch(engine):
-    groups = generate(
-        engine, *(ask(range(3, 3 + k), n=4, seed=k, max_tokens=5 * k, temperature=0.8) for k in (1, 2, 6))
-    )
-    plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
-    for group in groups:
-        for s in group:
-            ids = s.request.prompt_ids + s.token_ids
-            with torch.no_grad():
-                table = torch.log_softmax(plain(torch.tensor([ids])).logits[0] / 0.8, -1)
-            start = len(s.request.prompt_ids)
-            expected = [table[start + t - 1, token] for t, token in enumerate(s.token_ids)]
-            torch.testing.assert_close(torch.tensor(s.logprobs), torch.stack(expected), atol=2e-5, rtol=0)
-
-
-def test_a_seed_gives_the_same_tokens_alone_and_in_company(engine):
-    alone = generate(engine, ask([5, 6, 7], n=3, seed=42))[0]
-    in_company = generate(engine, ask([9], n=5, seed=1), ask([5, 6, 7], n=3, seed=42), ask([4] * 20, seed=3))[1]
-    assert [s.token_ids for s in alone] == [s.token_ids for s in in_company]
-    assert len({tuple(s.token_ids) for s in alone}) == 3
+@pytest.fixture(scope="module")
+def config(folder):
+    return EngineConfig(model=str(folder), dtype="float32", threads=1, device="cpu", max_num_seqs=8, enable_lora=True)
 
 
 @pytest.fixture
-def apart(engine):
-    """The same engine with a row for each completion, as on a GPU."""
-    engine._shares_rows = False
-    yield engine
-    engine._shares_rows = True
+def server(config, folder):
+    made = TransformersServer(config, folder)
+    yield made
+    asyncio.run(made.close())
 
 
-def ask_alike():
-    """Completions that begin alike and differ later."""
-    return [ask([5, 6, 7], n=6, seed=42, temperature=0.03, max_tokens=25), ask([9, 8], n=4, seed=1, temperature=0.03)]
+def ask(seed=0, max_tokens=10, **more):
+    return Request(PROMPT, 1, max_tokens, SamplingParams(), seed, ignore_eos=True, **more)
 
 
-def test_completions_that_begin_alike_share_rows_and_get_the_tokens_they_would_get_apart(engine, apart):
-    expected = [s for group in generate(apart, *ask_alike()) for s in group]
-    apart._shares_rows = True
-    groups = engine.admit(ask_alike())
-    num_rows = []
-    while engine.num_running:
-        num_rows.append(len(engine._rows))
-        engine.step()
-    together = [s for group in groups for s in group]
-    assert [s.token_ids for s in together] == [s.token_ids for s in expected]
-    for one, other in zip(together, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
-    assert num_rows[0] == 2
-    assert 2 < max(num_rows) < 10
-    assert len({tuple(s.token_ids) for s in together[:6]}) > 1
-
-
-def test_rows_stay_shared_when_the_weights_change(engine):
-    expected = [s.token_ids for group in generate(engine, *ask_alike()) for s in group]
-    groups = engine.admit(ask_alike())
-    for _ in range(4):
-        engine.step()
-    num_rows = len(engine._rows)
-    engine.renew(1)  # to the same weights
-    assert len(engine._rows) == num_rows < 10
-    while engine.num_running:
-        engine.step()
-    assert [s.token_ids for group in groups for s in group] == expected
-    assert all(s.policy_versions == [0, 1] for s in groups[0])
-
-
-def test_requests_may_join_while_others_run(engine):
-    expected = [s.token_ids for s in generate(engine, ask([5, 6, 7], n=2, seed=42, max_tokens=30))[0]]
-    first = engine.admit([ask([11, 12], n=3, seed=9, max_tokens=20)])[0]
-    for _ in range(5):
-        engine.step()
-    late = engine.admit([ask([5, 6, 7], n=2, seed=42, max_tokens=30)])[0]
-    while any(s.finish_reason is None for s in first + late):
-        engine.step()
-    assert [s.token_ids for s in late] == expected
-
-
-def test_stop_token_stop_string_and_length_are_told_apart(engine):
-    free = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10))[0][0]
-    assert free.finish_reason == "length"
-    assert len(free.token_ids) == 10
-    third = free.token_ids[2]
-    stopped = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10, stop_ids=[third]))[0][0]
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(third) + 1]
-    text = free.text
-    word = text[3:5]
-    cut = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10, stop=[word]))[0][0]
-    assert cut.finish_reason == "stop"
-    assert cut.text == text[: text.index(word)]
-
-
-def plain_logits(engine, token_ids):
-    plain = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
+def write_adapter(folder, path, seed, targets=("q_proj", "down_proj")):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM"))
     with torch.no_grad():
-        return plain(torch.tensor([token_ids])).logits[0]
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(path)
+    return path
 
 
-def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine):
-    config = EngineConfig(dtype="float32", threads=1, logprobs_mode="raw_logprobs")
-    raw = generate(TransformersEngine(config, engine.folder), ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
-    processed = generate(engine, ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
-    assert raw.token_ids == processed.token_ids
-    logits = plain_logits(engine, [5, 6, 7, *raw.token_ids])
-    for s, temperature in ((raw, 1.0), (processed, 0.4)):
-        table = torch.log_softmax(logits / temperature, -1)[2:-1]
-        expected = table.gather(1, torch.tensor(s.token_ids)[:, None]).squeeze(1)
-        torch.testing.assert_close(torch.tensor(s.logprobs), expected, atol=2e-5, rtol=0)
-        for row, top in zip(table, s.tops, strict=True):
-            likeliest = row.topk(3)
-            assert list(top) == likeliest.indices.tolist()
-            assert list(top.values()) == pytest.approx(likeliest.values.tolist(), abs=2e-5)
+def check(generation, folder, adapter=None):
+    (s,) = generation.completions
+    assert s.logprobs == pytest.approx(plain_logprobs(s, folder, adapter), abs=1e-4)
 
 
-def test_only_who_asks_for_likeliest_tokens_gets_them_and_as_many_as_asked(engine):
-    few, none, many = generate(engine, ask([5, 6], num_top=1), ask([5, 7]), ask([5, 8], num_top=4))
-    assert {len(top) for top in few[0].tops} == {1}
-    assert none[0].tops == []
-    assert {len(top) for top in many[0].tops} == {4}
+def plain_logprobs(s, folder, adapter=None):
+    """Of a completion's tokens, by the model's own code."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        table = torch.log_softmax(model(torch.tensor([PROMPT + s.token_ids])).logits[0], -1)
+    return [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(s.token_ids)]
 
 
-def test_a_prompts_logprobs_while_others_run(engine):
-    expected = generate(engine, ask([5, 6, 7], n=2, seed=4))[0]
-    running = engine.admit([ask([5, 6, 7], n=2, seed=4)])[0]
-    engine.step()
-    prompt = [9, 8, 7, 20, 21]
-    tops = engine.prompt_tops(prompt, 2)
-    while engine.num_running:
-        engine.step()
-    assert [s.token_ids for s in running] == [s.token_ids for s in expected]
-    table = torch.log_softmax(plain_logits(engine, prompt), -1)
-    assert tops[0] == {}
-    for t, top in enumerate(tops[1:], 1):
-        assert next(iter(top)) == prompt[t]
-        for token, logprob in top.items():
-            assert logprob == pytest.approx(table[t - 1, token].item(), abs=2e-5)
+def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, folder, tmp_path):
+    trained = write_tiny_model(tmp_path / "trained", seed=9)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (trained / file).unlink()  # a trainer need not save them again
+    adapter = write_adapter(trained, tmp_path / "step_4", 1)
+
+    async def story():
+        running = asyncio.ensure_future(server.generate(ask(max_tokens=200)))
+        await asyncio.sleep(0.05)
+        await server.restart(trained, adapter, 4)
+        assert (await server.state()).policy_version == 4
+        check(await server.generate(ask()), trained, adapter)
+        (went_on,) = (await running).completions
+        assert went_on.policy_versions == [0, 4]
+        # What ran goes on with the adapter too, not with the bare model: its last tokens are surely of after.
+        assert went_on.logprobs[-20:] == pytest.approx(plain_logprobs(went_on, trained, adapter)[-20:], abs=1e-4)
+        await server.unload_adapter("step_4")
+        check(await server.generate(ask()), trained)
+
+    asyncio.run(story())
+    assert server.facts.folder == trained
 
 
-def test_prompts_too_many_for_one_forward_are_prefilled_in_parts(engine):
-    asked = [ask([3 + k % 50, *range(5, 20 + k % 3)], seed=k, max_tokens=2) for k in range(1000)]
-    assert sum(len(request.prompt_ids) for request in asked) > transformers_engine.PREFILL_TOKENS
-    in_parts = generate(engine, *asked)
-    for place in (0, 500, 999):
-        alone = generate(engine, asked[place])[0][0]
-        assert in_parts[place][0].token_ids == alone.token_ids
-        assert in_parts[place][0].logprobs == pytest.approx(alone.logprobs, abs=2e-5)
+def write_liar(folder, path):
+    """An adapter whose tensors have another rank than it says."""
+    write_adapter(folder, path, 5)
+    told = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(told | {"r": 2}))
+    return path
 
 
-def test_engines_in_one_process_do_not_disturb_each_other(engine, tmp_path):
-    expected = generate(engine, ask([5, 6, 7], n=2))[0]
-    mine = engine.admit([ask([5, 6, 7], n=2)])[0]
-    other = TransformersEngine(EngineConfig(dtype="float32", threads=1), write_tiny_model(tmp_path, seed=1))
-    theirs = other.admit([ask([5, 6, 7], n=3, max_tokens=20)])[0]
-    while engine.num_running or other.num_running:
-        engine.step()
-        other.step()
-    assert [s.logprobs for s in mine] == [s.logprobs for s in expected]
-    assert len(theirs[0].token_ids) == 20
+def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_goes_on(server, folder, tmp_path):
+    good, liar = write_adapter(folder, tmp_path / "good", 1), write_liar(folder, tmp_path / "liar")
+
+    async def story():
+        await server.load_adapter("good", good, 1)
+        with pytest.raises(RequestError, match="liar does not fit its own settings"):
+            await server.load_adapter("liar", liar, 2)
+        assert (await server.state()).policy_version == 1
+        assert server.serving_adapter.name == "good"
+        assert [adapter.name for adapter in server.adapters()] == ["good"]
+        check(await server.generate(ask()), folder, good)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("read", [read_adapter_head, read_adapter])
+def test_half_an_adapter_is_refused(folder, tmp_path, read):
+    weights = write_adapter(folder, tmp_path, 1) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    assert read(tmp_path).rank == 4
+    for part in (whole[:-1], whole[:40], b"", whole + b"more"):
+        weights.write_bytes(part)
+        with pytest.raises(RequestError, match="cannot be read as a LoRA adapter"):
+            read(tmp_path)
+
+
+def test_after_a_restart_text_is_that_of_the_folder_where_it_has_a_tokenizer(server, folder, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=9)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    one, two = list(words)[30:32]
+    words[one], words[two] = words[two], words[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    before = server.text.encode(one), server.text.encode(two)
+    asyncio.run(server.restart(other, None, 4))
+    assert (server.text.encode(two), server.text.encode(one)) == before
+
+
+def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, folder, tmp_path):
+    trained = write_tiny_model(tmp_path / "trained", seed=9)
+    liar = write_liar(folder, tmp_path / "liar")
+
+    async def story():
+        with pytest.raises(RequestError, match="liar does not fit its own settings"):
+            await server.restart(trained, liar, 3)
+        assert (await server.state()).policy_version == 0
+        assert server.facts.folder == folder
+        check(await server.generate(ask()), folder)
+
+    asyncio.run(story())
+
+
+def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(server):
+    async def story():
+        many = [asyncio.ensure_future(server.generate(ask(seed, max_tokens=200))) for seed in range(16)]
+        while (await server.state()).num_running < 8:
+            await asyncio.sleep(0.01)
+        await server.generate(ask(max_tokens=1))
+        assert not any(task.done() for task in many)
+        await asyncio.gather(*many)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(server):
+    ended, waits = [], Waits()
+    life = EngineLife(
+        server,
+        EngineEye(waits, 300.0),
+        Watchdog("engine", "engine", waits),
+        grace_s=0.0,
+        on_death=lambda: ended.append("process"),
+    )
+
+    async def story():
+        async with life():
+            await asyncio.sleep(2.5 * LOOK_S)
+            assert ended == []
+            server._scheduler.engine.admit = None  # as a bug in it would
+            with pytest.raises(EngineError, match="generation failed"):
+                await server.generate(ask())
+            await asyncio.sleep(2.5 * LOOK_S)
+        assert ended == ["process"]
+
+    asyncio.run(story())
+
+
+def test_an_engine_whose_model_is_an_adapter_serves_with_it_from_the_start(folder, tmp_path):
+    adapter = write_adapter(folder, tmp_path / "final_adapter", seed=1)
+    asked = EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu", max_lora_rank=2)
+    config, found = base_and_adapter(asked)
+    assert (config.model, found, config.max_lora_rank) == (str(folder), adapter, 4)
+    assert config.served_model_name == str(adapter)
+    server, waits = TransformersServer(config, folder), Waits()
+    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+
+    async def story():
+        async with life():
+            check(await server.generate(ask()), folder, adapter)
+            assert (await server.state()).policy_version == 1, "no run begins on it"
+
+    asyncio.run(story())
+    assert base_and_adapter(config) == (config, None)
+
+
+def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp_path):
+    other = write_tiny_model(tmp_path / "other", hidden_size=32)
+    adapter = write_adapter(other, tmp_path / "final_adapter", seed=1)
+    config, found = base_and_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
+    server, waits = TransformersServer(config, folder), Waits()
+    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+
+    async def story():
+        async with life():
+            pytest.fail("it serves")
+
+    with pytest.raises(RequestError):
+        asyncio.run(story())
+    assert "was made for" in str(life.refusal)
+
+
+def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "model.safetensors").write_bytes(b"torn")
+
+    async def story():
+        before = await server.fingerprints(0)
+        with pytest.raises(RequestError, match=r"model\.safetensors is damaged"):
+            await server.restart(broken, None, 3)
+        assert await server.fingerprints(0) == before
+        check(await server.generate(ask()), folder)
+        assert (await server.state()).policy_version == 0
+
+    asyncio.run(story())
+
+
+def test_a_reload_that_fails_halfway_leaves_the_engine_still_until_a_whole_one(server, folder, monkeypatch):
+    def write_some(found, weights):
+        name, value = next(iter(found.items()))
+        weights[name].data.copy_(value + 1)
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    async def story():
+        with monkeypatch.context() as patched:
+            patched.setattr(transformers_engine, "write_weights", write_some)
+            with pytest.raises(EngineError, match="taken over in part: CUDA error"):
+                await server.reload(folder, 1)
+        waiting = asyncio.ensure_future(server.generate(ask()))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert (await server.state()).is_held
+        with pytest.raises(EngineError, match="came in part"):
+            await server.release(None)
+        await server.reload(folder, 1)
+        assert (await waiting).completions[0].policy_versions == [1]
+        check(await waiting, folder)
+
+    asyncio.run(story())
+
+
+def test_requests_for_different_adapters_take_turns_and_nobody_is_overtaken(server, folder, tmp_path):
+    adapters = {name: write_adapter(folder, tmp_path / name, i) for i, name in enumerate(("a", "b"))}
+
+    async def story():
+        for name, path in adapters.items():
+            assert (await server.load_adapter(name, path, None)).rank == 4
+        names = ["a", None, "b", "a", "b", None]
+        asked = [asyncio.ensure_future(server.generate(ask(i, adapter=name))) for i, name in enumerate(names)]
+        for name, generation in zip(names, await asyncio.gather(*asked), strict=True):
+            check(generation, folder, adapters.get(name))
+
+    asyncio.run(story())
+
+
+def test_many_swaps_of_the_policys_adapter_under_load(server, folder, tmp_path):
+    paths = [write_adapter(folder, tmp_path / f"v{i}", i) for i in range(3)]
+
+    async def story():
+        answers, is_over = [], asyncio.Event()
+
+        async def client(seed):
+            while not is_over.is_set():
+                answers.append(await server.generate(ask(seed, max_tokens=6)))
+
+        clients = [asyncio.ensure_future(client(seed)) for seed in range(4)]
+        for version in range(1, 21):
+            await server.load_adapter(f"v{version}", paths[version % 3], version)
+            if version > 2:
+                await server.unload_adapter(f"v{version - 2}")
+            await asyncio.sleep(0.01)
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert [a.name for a in server.adapters()] == ["v19", "v20"]
+        return answers
+
+    answers = asyncio.run(story())
+    versions = {generation.completions[0].policy_versions[0] for generation in answers}
+    assert len(versions) > 5
+    for generation in answers[:: max(1, len(answers) // 25)]:
+        (version,) = generation.completions[0].policy_versions
+        check(generation, folder, paths[version % 3] if version else None)
+
+
+def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, folder, tmp_path):
+    path = write_adapter(folder, tmp_path / "a", 1)
+
+    async def story():
+        before = await server.fingerprints(0)
+        await server.load_adapter("a", path, 1)
+        await server.generate(ask())
+        assert await server.fingerprints(0) == before
+        other = write_tiny_model(tmp_path / "other", seed=4)
+        await server.reload(other, 2)  # under an adapter, by the names that the model had before
+        own = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        assert await server.fingerprints(0) == {n: fingerprint(p, 0) for n, p in own.named_parameters()}
+        check(await server.generate(ask()), other, path)
+
+    asyncio.run(story())
+
+
+def test_without_the_flag_no_adapter_is_taken(config, folder, tmp_path):
+    server = TransformersServer(config.model_copy(update={"enable_lora": False}), folder)
+
+    async def story():
+        with pytest.raises(EngineError, match="takes no adapters") as error:
+            await server.load_adapter("a", tmp_path, 1)
+        assert error.value.fix == "start it with --enable-lora"
+        await server.close()
+
+    asyncio.run(story())
+
+
+def test_a_dead_engine_is_not_healthy(server, config):
+    def broken(*_, **__):
+        raise RuntimeError("out of memory")
+
+    server._engine.admit = broken
+    surface = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
+    answer = surface.post("/generate", json={"prompt": "hi", "max_tokens": 4})
+    assert (answer.status_code, "RuntimeError" in answer.json()["error"]) == (503, True)
+    health = surface.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "failed: RuntimeError")
+    assert surface.get("/health_generate").status_code == 503
+    assert "engine_up 0" in surface.get("/metrics").text
+    assert surface.post("/bridge/pause").status_code == 503
+    assert surface.post("/v1/completions", json={"prompt": "hi"}).json()["error"]["type"] == "server_error"
+
+
+def test_an_adapter_of_other_layers_does_not_compute_before_it_is_asked_for(server, folder, tmp_path):
+    """Layers that get their first adapter only now are new to the model; they must not be in use already."""
+    attention = write_adapter(folder, tmp_path / "attention", 1)
+    wide = write_adapter(folder, tmp_path / "wide", 2, targets=["o_proj", "gate_proj", "q_proj"])
+
+    async def story():
+        await server.load_adapter("attention", attention, None)
+        await server.load_adapter("wide", wide, None)
+        check(await server.generate(ask()), folder)
+        check(await server.generate(ask(adapter="attention")), folder, attention)
+        check(await server.generate(ask(adapter="wide")), folder, wide)
+        await server.unload_adapter("wide")
+        await server.unload_adapter("attention")
+        await server.load_adapter("again", wide, None)
+        check(await server.generate(ask()), folder)
+        check(await server.generate(ask(adapter="again")), folder, wide)
+
+    asyncio.run(story())
+
+
+def test_requests_may_call_the_model_by_a_name_of_the_users(config, folder, server):
+    app = build_app(server, config.model_copy(update={"served_model_name": "my-policy"}), {})
+    with TestClient(app, base_url="http://127.0.0.1") as surface:
+        assert [model["id"] for model in surface.get("/v1/models").json()["data"]] == ["my-policy"]
+        asked = {"prompt": PROMPT, "max_tokens": 2}
+        assert surface.post("/v1/completions", json={"model": "my-policy", **asked}).json()["model"] == "my-policy"
+        assert surface.post("/v1/completions", json={"model": "another", **asked}).status_code == 404
+
+
+def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
+    forwarded = []
+    model = server._engine.model.base_model
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda **kw: (forwarded.append(tuple(kw["input_ids"].shape)), forward(**kw))[1]
+    )
+    group = Request(PROMPT * 4, 4, 2, SamplingParams(), 0, ignore_eos=True)
+    completions = asyncio.run(server.generate(group)).completions
+    assert len(completions) == 4
+    rows = len({completion.token_ids[0] for completion in completions})
+    assert forwarded == [(1, 12), (rows, 1)]  # its prompt, then one token for each history that differs
+
+
+def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, folder, tmp_path, monkeypatch):
+    """As PEFT does with some settings: base weights of a module, or layers, are others afterwards."""
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+
+    def inject(adapters, name, files):
+        adapters._model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
+        raise RequestError("refused, and too late")
+
+    async def story():
+        with monkeypatch.context() as patched:
+            patched.setattr(lora.Adapters, "_inject", inject)
+            with pytest.raises(EngineError, match=r"changed the model's own weights, model\.layers\.1\.mlp\.up_proj"):
+                await server.load_adapter("a", adapter, 1)
+        assert (await server.state()).is_held
+        with pytest.raises(EngineError, match="nothing may be sampled from a mixture"):
+            await server.release(None)
+        await server.restart(folder, None, 2)
+        check(await server.generate(ask()), folder)
+
+    asyncio.run(story())
+
+
+def test_no_pattern_of_an_adapter_is_run_over_the_models_names(server, folder, tmp_path):
+    """One with nested repetitions takes years; the names of the tensors say where an adapter goes."""
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+    file = adapter / "adapter_config.json"
+    plain, slow = file.read_text(), "(([a-z0-9._]+)+)+!"
+    file.write_text(json.dumps(json.loads(plain) | {"target_modules": slow, "exclude_modules": slow}))
+
+    async def story():
+        await server.load_adapter("a", adapter, 1)
+        file.write_text(plain)  # for PEFT, which runs them
+        check(await server.generate(ask()), folder, adapter)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_missing", ["lora_A", "lora_B", "lora_"])
+def test_an_adapter_with_half_of_its_matrices_is_refused(server, folder, tmp_path, is_missing):
+    adapter = write_adapter(folder, tmp_path / "a", 1)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if is_missing not in name}, file)
+    with pytest.raises(RequestError, match=r"without|no tensors"):
+        asyncio.run(server.load_adapter("a", adapter, 1))

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from treadle.config import EngineConfig
-from treadle.engines.vllm.adapter_places import LORA_RANKS, lora_rank
+from treadle.engines.model_folder import ModelFacts, read_model_facts
 from treadle.engines.vllm.command import Place, server_command
-from treadle.engines.vllm.installation import Installation
-from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
+from treadle.engines.vllm.installation import LORA_RANKS, Installation, lora_rank
 from treadle.engines.vllm.server_process import remedy
 from treadle.errors import ConfigError, ModelError
 from treadle.processor import fast_dtype

@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
-from tests.unit.engines.vllm_double import VllmDouble
+from tests.unit.engines.fake_vllm import VllmDouble
 from treadle.config import EngineConfig
-from treadle.engines.port import ADAPTER_FILES, EngineFacts, Request
+from treadle.engines.interface import ADAPTER_FILES, EngineFacts, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm.client import agreed_answer
 from treadle.engines.vllm.engine import VllmEngine

@@ -1,15 +1,113 @@
-"""The order in which vLLM is told of new weights: whatever way its client sends, the worker is let go last."""
+"""What the middleware makes of vLLM's outputs, and the order of its calls when weights change."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from treadle.engines.vllm import middleware
-from treadle.sync.gate import PublishGate
+from treadle.engines.vllm.completions import Answer, Choice
+from treadle.engines.vllm.middleware import LOWEST, _unless_client_leaves, answer_of
+from treadle.sync.gate import Gate
+
+
+@dataclass
+class Flat:
+    """As vLLM keeps logprobs: of each position the sampled (or the prompt's own) token first, then the likeliest."""
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, *positions):
+        flat = cls()
+        for entries in positions:
+            flat.start_indices.append(len(flat.logprobs))
+            for token, logprob in entries:
+                flat.token_ids.append(token)
+                flat.logprobs.append(logprob)
+            flat.end_indices.append(len(flat.logprobs))
+        return flat
+
+
+def completion(token_ids, logprobs, **changes):
+    given = {"index": 0, "token_ids": token_ids, "logprobs": logprobs, "text": "", "finish_reason": None}
+    return SimpleNamespace(**given | changes)
+
+
+def output(*completions, prompt=None):
+    return SimpleNamespace(outputs=list(completions), prompt_logprobs=prompt)
+
+
+def test_the_sampled_tokens_logprob_is_apart_from_the_likeliest():
+    flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (4, -0.2), (9, float("-inf"))])
+    answer = answer_of(output(completion([8, 4], flat, text="xy")), has_text=True, num_top=2)
+    tops = [{3: -0.1, 8: -2.0}, {4: -0.2, 9: LOWEST}]
+    assert answer == Answer([Choice(0, [8, 4], [-2.0, -0.2], tops, text="xy")])
+
+
+def test_two_moments_that_vllm_put_together_keep_the_sampled_token_among_the_likeliest():
+    flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (9, -1.0)], [(5, -9.0), (4, -0.2), (9, -1.0)])
+    (choice,) = answer_of(output(completion([8, 4, 5], flat)), has_text=False, num_top=2).choices
+    assert choice.tops == [{3: -0.1, 8: -2.0}, {4: -0.2, 9: -1.0}, {4: -0.2, 9: -1.0}]
+    assert choice.logprobs == [-2.0, -0.2, -9.0]
+
+
+def test_a_logprob_that_is_no_number_is_an_error():
+    flat = Flat.of([(8, float("nan"))])
+    with pytest.raises(RuntimeError, match="diverged"):
+        answer_of(output(completion([8], flat)), has_text=False, num_top=0)
+
+
+def test_without_tops_or_text_there_are_none():
+    (choice,) = answer_of(output(completion([8], Flat.of([(8, -2.0)]))), has_text=False, num_top=0).choices
+    assert (choice.logprobs, choice.tops, choice.text) == ([-2.0], [], None)
+
+
+def test_a_moment_without_tokens_has_no_logprobs():
+    everything = Flat.of([(8, -2.0)], [(4, -0.2)])
+    last = completion([], everything, finish_reason="abort")
+    assert answer_of(output(last), has_text=True, num_top=2).choices[0].logprobs == []
+
+
+def test_nothing_is_known_of_the_first_token_of_a_prompt():
+    prompt = Flat.of([], [(6, -3.0), (2, -0.5)])
+    answer = answer_of(output(completion([8], Flat.of([(8, -1.0)])), prompt=prompt), has_text=False, num_top=0)
+    assert answer.prompt_tops == [{}, {6: -3.0, 2: -0.5}]
+
+
+def test_a_completion_that_failed_is_an_error():
+    with pytest.raises(RuntimeError, match="could not finish"):
+        answer_of(output(completion([], Flat(), finish_reason="error")), has_text=False, num_top=0)
+
+
+def test_what_its_client_left_is_dropped():
+    async def leave():
+        dropped, has_left = asyncio.Event(), asyncio.Event()
+
+        async def generating():
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                dropped.set()
+                raise
+
+        async def receive():
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        asyncio.get_running_loop().call_later(0.01, has_left.set)
+        assert await _unless_client_leaves(generating(), receive) is None
+        await asyncio.wait_for(dropped.wait(), 5)
+
+    asyncio.run(leave())
+
 
 NUMBER = 7
 

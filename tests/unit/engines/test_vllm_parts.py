@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from tests.e2e.processes import free_port
-from treadle.engines.port import Adapter, Request
+from treadle.engines.interface import Adapter, Request
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.vllm import guard
+from treadle.engines.vllm import child_guard
 from treadle.engines.vllm.adapters import AdapterBook
-from treadle.engines.vllm.change_line import ChangeLine
+from treadle.engines.vllm.admission import ChangeLine
 from treadle.engines.vllm.command import Place, ServerCommand
 from treadle.engines.vllm.completions import Answer, Choice, as_deltas, as_generation, order_of
 from treadle.engines.vllm.server_process import ServerProcess
@@ -38,7 +38,7 @@ time.sleep(600)
 
 def guarded(scratch):
     scratch.mkdir()
-    return [sys.executable, "-I", guard.__file__, str(scratch), sys.executable, "-c", SERVER]
+    return [sys.executable, "-I", child_guard.__file__, str(scratch), sys.executable, "-c", SERVER]
 
 
 def wait_until(condition, deadline_s=10.0):
@@ -115,7 +115,7 @@ def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_serv
         waiting = pool.submit(server.wait_until_it_generates, 600)
         stopping = pool.submit(server.stop)
         with pytest.raises(EngineError, match="stopped while it started"):
-            waiting.result(guard.GRACE_S)
+            waiting.result(child_guard.GRACE_S)
         assert not stopping.done()  # it is given its time
         stopping.result(30)
     assert server.death() is not None

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.e2e.processes import environment, free_port, wait_until_healthy
-from treadle.engines.receiving import Receiver
+from treadle.engines.weight_updates import Receiver
 from treadle.errors import TreadleError
 from treadle.wire.bridge import Joined, JoinGroup, ReceiveWeights
 

@@ -26,8 +26,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
-from treadle.background import in_background
-from treadle.engines.receiving import Receiver
+from treadle.engines.weight_updates import Receiver
 from treadle.errors import TreadleError
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.gate import PublishGate, check_publish_order

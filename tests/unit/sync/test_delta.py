@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import SmallEngine, serving
 from tests.unit.sync.test_modes import Trainer
-from treadle.engines.reload import read_weights, write_weights
+from treadle.engines.weight_updates import read_weights, write_weights
 from treadle.errors import SyncError
 from treadle.sync.delta import DELTA_FROM
 from treadle.sync.file_modes import KnownWeights

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.engines.model_folder import check_model_folder
-from treadle.engines.reload import read_weights
+from treadle.engines.weight_updates import read_weights
 from treadle.errors import ConfigError, DiskFull, TrainingError
 from treadle.train import model_files
 from treadle.train.checkpoint import Checkpoints, Restored, Totals

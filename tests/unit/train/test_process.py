@@ -20,8 +20,8 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.surface.app import build_app
-from treadle.engines.transformers_server import TransformersServer
+from treadle.engines.api.app import build_app
+from treadle.engines.transformers_engine import TransformersServer
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
 from treadle.loading import report_loading
 from treadle.sync.modes import OfflineSync

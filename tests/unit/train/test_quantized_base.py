@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.engines.transformers_engine import load_model
+from treadle.engines.model_runner import load_model
 from treadle.errors import ConfigError
 from treadle.loading import loading_options
 from treadle.sync.engine_link import check_same_quantization

@@ -1,10 +1,14 @@
-"""vLLM behind the engine's port: its stock server as a child on loopback, reached by its public seams only.
+"""vLLM engine: runs vLLM's stock server as a child process on loopback, and uses its public extension points only.
 
-start.py           finds vLLM, starts it, gives an Engine
-command.py         settings -> the server's command line and environment
-server_process.py  the child: started, waited for, ended with us (guard.py)
-client.py          calls to it
-engine.py          the port
-middleware.py      inside its API process: closes the routes we do not use, adds ours
-loader.py, worker.py  inside its worker: weights that a trainer can read and write
+start.py             find vLLM, start the server, return an engine
+installation.py      the installed version and its limits
+command.py           settings -> command line and environment of the server
+server_process.py    the child process; child_guard.py ends it when this process dies
+client.py            HTTP calls to the server
+completions.py       messages of POST /treadle/generate
+admission.py         requests that wait while weights change; counters; changes one at a time
+adapters.py          LoRA adapters
+engine.py            the engine interface (engines/interface.py)
+middleware.py        runs inside vLLM's API process: blocks unused routes, adds Treadle's
+worker.py            runs inside vLLM's worker: loads weights, shares them with a trainer; cpu_lora.py
 """

@@ -1,21 +1,35 @@
-"""Which LoRA adapters are loaded, which of them serves the policy, and which can go. Pure.
+"""Load LoRA adapters into vLLM, track which of them serves the policy, and unload those no longer used.
 
-vLLM gets a new name for every load: it keeps what it computed, and what it read, by name, and would go on serving the
-old adapter under a name that is used again.
+vLLM gets a new name for every load: it caches results and files by adapter name, and would go on serving the old
+adapter under a name that is used again.
+
+vLLM reads an adapter again after it evicted it for others, and exits when the files are gone. A trainer deletes the
+files two publishes later, which may be long before the last request that uses them has finished. So vLLM reads from a
+private copy, which is kept as long as the adapter is loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import secrets
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from treadle.engines.port import Adapter, EngineFacts, find_loaded
-from treadle.engines.vllm.model_facts import absolute, empty_model, read_model_facts
-from treadle.errors import EngineError, RequestError
+from treadle.engines.adapter_settings import read_adapter_settings
+from treadle.engines.interface import ADAPTER_FILES, Adapter, EngineFacts, find_loaded
+from treadle.engines.model_folder import absolute, read_model_facts
+from treadle.engines.vllm.client import VllmClient
+from treadle.engines.weight_updates import empty_model
+from treadle.errors import EngineError, RequestError, TreadleError
+from treadle.log import get_logger
 
 CheckAdapter = Callable[[str, Path, int | None], Adapter]
+log = get_logger("engine")
 
 
 @dataclass
@@ -131,3 +145,89 @@ def check_for(folder: Path, facts: EngineFacts) -> CheckAdapter:
 
 def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
     raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+
+
+class AdapterLoading:
+    def __init__(self, client: VllmClient, check: CheckAdapter, scratch: Path) -> None:
+        """`scratch`: a folder that goes with the server."""
+        self._client = client
+        self._check = check
+        self._scratch = scratch
+        self._copies: dict[str, Path] = {}  # by vLLM's names of the adapters
+        self.book = AdapterBook()
+
+    async def check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        known = self.book.known(name, absolute(path), policy_version)
+        if known is not None:
+            return known  # the same call came twice
+        started = time.monotonic()
+        adapter, copy = await asyncio.to_thread(self._checked_copy, name, path, policy_version)
+        await self._hand_over(adapter, copy, started)
+        return adapter
+
+    async def load(self, adapter: Adapter) -> None:
+        """One that was checked before."""
+        started = time.monotonic()
+        await self._hand_over(adapter, await asyncio.to_thread(self._copy, adapter), started)
+
+    async def _hand_over(self, adapter: Adapter, copy: Path, started: float) -> None:
+        served_name, copied = self.book.new_name(adapter.name), time.monotonic()
+        try:
+            await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(copy)})
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+        self._copies[served_name] = copy
+        self.book.add(adapter, served_name)
+        now = time.monotonic()
+        log.info("adapter_loaded", name=served_name, seconds=now - started, vllm_s=now - copied)
+
+    async def unload_unused(self) -> None:
+        """One that vLLM does not let go of now is tried again with the next."""
+        failures = []
+        for served_name in self.book.unused():
+            try:
+                await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
+            except EngineError as error:
+                failures.append(error)
+                continue
+            except RequestError as error:  # it does not know this name
+                failures.append(error)
+            self.book.forget(served_name)
+            shutil.rmtree(self._copies.pop(served_name), ignore_errors=True)
+        if failures:
+            raise failures[0]
+
+    def _checked_copy(self, name: str, path: Path, policy_version: int | None) -> tuple[Adapter, Path]:
+        adapter = self._check(name, path, policy_version)
+        return adapter, self._copy(adapter)
+
+    def _copy(self, adapter: Adapter) -> Path:
+        try:
+            return _copied(adapter.path, self._scratch)
+        except OSError as error:
+            raise self._no_copy(adapter.path, error) from None
+
+    def _no_copy(self, adapter: Path, error: OSError) -> TreadleError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return EngineError(
+                f"{self._scratch} has no room for a copy of the adapter {adapter}",
+                fix="free some space there, or set TMPDIR to a folder on another disk",
+            )
+        death = self._client.death()  # its folder goes with it
+        if death is not None:
+            return EngineError(death, fix="POST /bridge/restart, or start the engine again")
+        return RequestError(f"the adapter {adapter} cannot be copied: {error}", fix="save it again, and keep it there")
+
+
+def _copied(adapter: Path, scratch: Path) -> Path:
+    copy = scratch / f"adapter-{secrets.token_hex(8)}"
+    copy.mkdir()
+    try:
+        for name in ADAPTER_FILES:
+            shutil.copyfile(adapter / name, copy / name)
+        read_adapter_settings(copy)  # what vLLM reads is this copy, and it may differ from what was checked
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+    return copy

@@ -11,16 +11,15 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.sync import refuse_split_engine
-from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
-from treadle.engines.vllm.installation import Installation
-from treadle.engines.vllm.model_facts import ModelFacts
+from treadle.engines.model_folder import ModelFacts
+from treadle.engines.vllm.installation import Installation, lora_rank, max_cpu_loras, max_loras
 from treadle.errors import ConfigError
 from treadle.processor import fast_dtype
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "treadle.engines.vllm.middleware.TreadleRoutes"
 WORKER_EXTENSION = "treadle.engines.vllm.worker.TreadleWorker"
-LOAD_FORMAT = "treadle"  # loader.py
+LOAD_FORMAT = "treadle"  # worker.py
 MODEL_NAME = "policy"  # what the base model is asked for by
 
 MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU

@@ -1,4 +1,4 @@
-"""The words of POST /treadle/generate (generating.py): a request put into them, and their answers read. Pure."""
+"""Messages of POST /treadle/generate (middleware.py): build requests, convert outputs. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from treadle.engines.port import Delta, Generation, Request, Sampled
-from treadle.engines.text import UNFINISHED
+from treadle.engines.interface import Delta, Generation, Request, Sampled
+from treadle.engines.tokenizer import UNFINISHED
 
 GENERATE = "/treadle/generate"
 _LARGEST_SEED = 2**63 - 1

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from treadle.engines.port import (
+from treadle.engines.interface import (
     Adapter,
     Delta,
     EngineFacts,
@@ -31,17 +31,13 @@ from treadle.engines.port import (
     HoldMode,
     Request,
 )
-from treadle.engines.text import Text
-from treadle.engines.vllm.adapter_loading import AdapterLoading
-from treadle.engines.vllm.adapters import CheckAdapter, check_for
-from treadle.engines.vllm.arrivals import Arrivals
-from treadle.engines.vllm.change_line import ChangeLine, tell_failure
-from treadle.engines.vllm.client import VllmClient, agreed_answer
+from treadle.engines.model_folder import absolute, folder_of_weights
+from treadle.engines.tokenizer import Text
+from treadle.engines.vllm.adapters import AdapterLoading, CheckAdapter, check_for
+from treadle.engines.vllm.admission import ChangeLine, Door, Meter, Pass, tell_failure
+from treadle.engines.vllm.client import Arrivals, VllmClient, agreed_answer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import Order, as_deltas, as_generation, num_asked, order_of
-from treadle.engines.vllm.door import Door, Pass
-from treadle.engines.vllm.meter import Meter
-from treadle.engines.vllm.model_facts import absolute, folder_of_weights
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger

@@ -1,4 +1,7 @@
-"""vLLM's server as a child of ours: started, waited for, listened to, ended. It cannot outlive us (guard.py)."""
+"""Run vLLM's server as a child process: start it, wait until it generates, follow its log, stop it.
+
+The child cannot outlive this process (child_guard.py).
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,25 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import httpx
 import msgspec
 
-from treadle.engines.vllm import guard
+from treadle.engines.vllm import child_guard
 from treadle.engines.vllm.command import MODEL_NAME, Place, ServerCommand
 from treadle.engines.vllm.completions import GENERATE, Order
-from treadle.engines.vllm.progress import Tell, read_bar, tell_nobody
 from treadle.errors import EngineError
 from treadle.log import get_logger
 
-log = get_logger("engine")
+Tell = Callable[[str, int, int], None]  # ("loading safetensors checkpoint shards", 3, 4)
 
+_BAR = re.compile(r"(?P<what>(?:Loading|Capturing) [^:|]+):\s+\d+%.*\|\s*(?P<done>\d+)/(?P<total>\d+)")
+log = get_logger("engine")
 NUM_TAIL_LINES = 20
-STOP_S = guard.GRACE_S + 10.0
+STOP_S = child_guard.GRACE_S + 10.0
 FIRST_TOKEN_S = 120.0  # at least; on a CPU it may have to wait for a compiler
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -61,6 +66,25 @@ _REMEDIES = (
 )
 
 
+def read_bar(line: str) -> tuple[str, int, int] | None:
+    """What is counted, how many are done, of how many; None: the line is no bar.
+
+    >>> read_bar("(EngineCore pid=8235) Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:07<00:07]")
+    ('loading safetensors checkpoint shards', 2, 4)
+    >>> read_bar("Capturing CUDA graphs (FULL):  27%|██▋       | 3/11 [00:00<00:01,  6.11it/s]")
+    ('capturing CUDA graphs (FULL)', 3, 11)
+    """
+    found = _BAR.search(line)
+    if found is None:
+        return None
+    what = found["what"]
+    return what[0].lower() + what[1:], int(found["done"]), int(found["total"])
+
+
+def tell_nobody(_what: str, _done: int, _total: int) -> None:
+    """For a start that nobody follows: a restart has a wait of its own."""
+
+
 class ServerProcess:
     """One life of the server. `tell` hears how far it has come with its start."""
 
@@ -71,7 +95,7 @@ class ServerProcess:
         self._first_error = ""  # the ones after it are its consequences
         self._is_stopping = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(guard.__file__)), str(place.scratch), *command.argv],
+            [sys.executable, "-I", str(Path(child_guard.__file__)), str(place.scratch), *command.argv],
             env=dict(command.env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

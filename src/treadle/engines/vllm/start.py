@@ -13,16 +13,13 @@ from pathlib import Path
 import treadle
 from treadle.config import EngineConfig
 from treadle.engines.default_model import cache_folder
-from treadle.engines.model_folder import check_model_folder
-from treadle.engines.port import Engine, EngineFacts
-from treadle.engines.text import Text
-from treadle.engines.vllm.adapter_places import lora_rank
+from treadle.engines.interface import Engine, EngineFacts
+from treadle.engines.model_folder import ModelFacts, check_model_folder, read_model_facts
+from treadle.engines.tokenizer import Text
 from treadle.engines.vllm.command import Place, dtype_of, max_model_len, refuse_impossible, server_command
 from treadle.engines.vllm.engine import BeginServer, VllmEngine
-from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm
-from treadle.engines.vllm.model_facts import ModelFacts, read_model_facts
-from treadle.engines.vllm.progress import Tell, tell_nobody
-from treadle.engines.vllm.server_process import ServerProcess
+from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm, lora_rank
+from treadle.engines.vllm.server_process import ServerProcess, Tell, tell_nobody
 from treadle.log import get_logger
 from treadle.sync.gate import gate_beside
 

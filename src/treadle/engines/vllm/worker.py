@@ -1,11 +1,17 @@
-"""Inside vLLM's worker: what our routes ask of it (middleware.py). Named to vLLM by --worker-extension-cls.
+"""Extend vLLM's worker: a model loader that shares weights with a trainer, and methods that middleware.py calls.
 
-All answers are plain values; a refusal is {"error": ..., "fix": ...}, because an exception would lose its remedy on
-the way. Weights go by their Hugging Face names here, as views of the rows that they are in vLLM's parameters.
+Loader (--load-format treadle): with `weights_file` in --model-loader-extra-config the parameters are moved into that
+file, and on a CPU vLLM computes from there. This happens before vLLM warms up, compiles or captures anything, so all of
+that uses the final addresses.
+
+Methods (--worker-extension-cls): results are plain values. A refusal is {"error": ..., "fix": ...}, because an
+exception would lose its `fix` on the way. Weights have their Hugging Face names here, as views of rows of vLLM's fused
+parameters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +20,68 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from treadle.engines.receiving import Receiver
-from treadle.engines.reload import read_weights, write_weights
-from treadle.engines.vllm import loader  # noqa: F401 (registers the load format in this process)
-from treadle.engines.vllm.loader import SHARED_LAYOUT
-from treadle.engines.vllm.model_facts import empty_model
+from treadle.engines.vllm.command import LOAD_FORMAT
+from treadle.engines.weight_updates import Receiver, empty_model, read_weights, write_weights
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
-from treadle.sync.gate import PublishGate
-from treadle.sync.layout import Layout, Shape, Slice, map_fused, place_slices
+from treadle.sync.fingerprint import StandingWeights, begin_fingerprints, fingerprints
+from treadle.sync.fused import Shape, Slice, map_fused, place_slices
+from treadle.sync.gate import Gate
+from treadle.sync.layout import Layout
+from treadle.sync.weights_file import share_parameters
 from treadle.wire.bridge import JoinGroup
 
+SHARED_LAYOUT = "treadle_shared_layout"  # the attribute of a model whose parameters lie in a shared file
 Answer = dict[str, Any] | None
 NOT_COMPARED_FIX = "leave these layers out (--lora-target-modules), or set --verify-publish false"
+
+
+@register_model_loader(LOAD_FORMAT)
+class TreadleLoader(DefaultModelLoader):
+    """vLLM's own loader of safetensors, with a place for the weights."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
+        self._weights_file: str | None = extra.pop("weights_file", None)
+        self._model_folder: str = extra.pop("model_folder", "")
+        super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        prepare_cpu()
+        model: nn.Module = super().load_model(*args, **kwargs)
+        if self._weights_file is not None:
+            layout: Layout = share_parameters(model, Path(self._weights_file), self._model_folder)
+            setattr(model, SHARED_LAYOUT, layout)
+        return model
+
+
+def prepare_cpu() -> None:
+    """What vLLM does otherwise on a CPU, before it does it; on a GPU nothing."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from treadle.engines.vllm.cpu_lora import compute_adapters_by_product
+
+        keep_weights_unpacked()
+        compute_adapters_by_product()
+
+
+def keep_weights_unpacked() -> None:
+    """vLLM would pack each matrix into a form of its own and drop the original, which nobody could then read or write.
+    There is no setting against it: these are the two switches that its dispatch looks at."""
+    import vllm._custom_ops as custom_ops
+    import vllm.model_executor.layers.utils as layer_utils
+
+    for module, switch, off in (
+        (custom_ops, "_supports_onednn", False),
+        (layer_utils, "check_cpu_sgl_kernel", lambda *_args, **_kwargs: False),
+    ):
+        if not hasattr(module, switch):
+            raise RuntimeError(f"this vLLM has no {module.__name__}.{switch}: it cannot keep weights unpacked on a CPU")
+        setattr(module, switch, off)
 
 
 def _refusals_as_answers(method: Callable[..., Answer]) -> Callable[..., Answer]:

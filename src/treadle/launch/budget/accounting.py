@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
+from treadle.engines.vllm.installation import lora_rank, max_cpu_loras, max_loras
 from treadle.launch.budget import calibration as known
 from treadle.launch.budget.activations import backward_bytes, kept_bytes, logits_bytes
 from treadle.launch.budget.cards import Machine

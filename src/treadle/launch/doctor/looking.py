@@ -56,8 +56,8 @@ def list_packages(python: str) -> Packages:
 
 
 def survey_model(name: str) -> tuple[ModelFacts, Path]:
-    """The model, and the folder that ours are kept in; asked of treadle.engines.survey."""
-    command = [sys.executable, "-m", "treadle.engines.survey", name]
+    """The model, and the cache folder of built-in models, as `treadle.engines.models --inspect` reports them."""
+    command = [sys.executable, "-m", "treadle.engines.models", "--inspect", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_TIMEOUT_S, check=True)
         told = json.loads(done.stdout.strip().splitlines()[-1])

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
-from treadle.engines.surface.app import access_of, app_of
-from treadle.engines.transformers_server import TransformersServer
+from treadle.engines.api.app import access_of, app_of
+from treadle.engines.transformers_engine import TransformersServer
 from treadle.errors import ConfigError
 from treadle.net.access import CLIENTS
 from treadle.net.tokens import role_token

@@ -1,4 +1,4 @@
-"""Routes whose errors become answers, and the bodies that they take."""
+"""Wrap route handlers: map errors to responses, check roles, count requests, decode bodies, and restrict paths."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.port import ADAPTER_FILES
-from treadle.engines.surface.served import Ledger
+from treadle.engines.api.context import Ledger
+from treadle.engines.interface import ADAPTER_FILES
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.net.access import EVERYBODY, why_refused
 from treadle.net.bodies import json_answer, read_json

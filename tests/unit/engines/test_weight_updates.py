@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from treadle.engines.reload import read_weights, write_weights
+from treadle.engines.weight_updates import read_weights, write_weights
 from treadle.errors import RequestError
 from treadle.sync.delta import DELTA_FROM
 

@@ -22,7 +22,7 @@ from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 from treadle.wire.generate import Wave
 
 if TYPE_CHECKING:
-    from treadle.engines.text import Text  # transformers takes seconds to load, and few who look here need it
+    from treadle.engines.tokenizer import Text  # transformers takes seconds to load, and few who look here need it
 
 HoldMode = Literal["keep", "wait", "abort"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]

@@ -1,4 +1,4 @@
-"""/bridge/* and /reload_weights: how a trainer holds an engine, gives it new weights, and sees that they arrived."""
+"""/bridge/* and /reload_weights: let a trainer pause the engine, update its weights, and verify them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.surface.http import NotHere, adapter_here, decode, route, weights_here
-from treadle.engines.surface.served import Served
+from treadle.engines.api.context import Served
+from treadle.engines.api.http import NotHere, adapter_here, decode, route, weights_here
 from treadle.net.bodies import json_answer
 from treadle.wire.bridge import (
     Adopt,

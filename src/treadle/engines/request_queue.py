@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from treadle.engines.port import Delta, Generation, Request
-from treadle.engines.transformers_engine import Sequence
+from treadle.engines.interface import Delta, Generation, Request
+from treadle.engines.model_runner import Sequence
 from treadle.errors import EngineError
 from treadle.log import get_logger
 from treadle.wire.generate import Wave

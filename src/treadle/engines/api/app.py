@@ -1,4 +1,4 @@
-"""The surface as an ASGI application: the same routes whichever engine stands behind it."""
+"""Build the ASGI application: the same routes for every engine, and GET /metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,17 +15,47 @@ from starlette.routing import Route
 
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import adapter_root
-from treadle.engines.port import Engine
-from treadle.engines.surface.adapters import AdapterRoutes
-from treadle.engines.surface.bridge import BridgeRoutes
-from treadle.engines.surface.generate import generate_routes
-from treadle.engines.surface.http import refusal, route
-from treadle.engines.surface.metrics import metrics_route
-from treadle.engines.surface.openai_routes import openai_routes
-from treadle.engines.surface.served import Served
+from treadle.engines.api.adapters import AdapterRoutes
+from treadle.engines.api.bridge import BridgeRoutes
+from treadle.engines.api.context import Ledger, Served
+from treadle.engines.api.generate import generate_routes
+from treadle.engines.api.http import refusal, route
+from treadle.engines.api.openai import openai_routes
+from treadle.engines.interface import Engine, EngineState
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer
+from treadle.net.exposition import CONTENT_TYPE, Page
 from treadle.wire.bridge import TOKEN_VARIABLE
+
+
+def metrics_route(served: Served) -> Route:
+    async def metrics(_: HttpRequest) -> Response:
+        page = Page()
+        _add_state(page, await served.engine.state(), len(served.engine.adapters()))
+        _add_requests(page, served.ledger)
+        return Response(page.text(), media_type=CONTENT_TYPE)
+
+    return route("/metrics", metrics, served.ledger)
+
+
+def _add_state(page: Page, state: EngineState, num_adapters: int) -> None:
+    page.family("engine_up", "gauge", "1 while it can generate").add(int(state.failure is None))
+    page.family("engine_held", "gauge", "1 while no token is sampled because weights change").add(int(state.is_held))
+    page.family("engine_policy_version", "gauge", "the policy version that is served").add(state.policy_version)
+    page.family("engine_requests_running", "gauge", "requests that are being generated").add(state.num_running)
+    page.family("engine_requests_waiting", "gauge", "requests that wait for room").add(state.num_waiting)
+    page.family("engine_adapters", "gauge", "LoRA adapters that are loaded").add(num_adapters)
+    page.family("engine_generated_tokens_total", "counter", "tokens that were sampled").add(state.generated_tokens)
+    page.family("engine_generating_seconds_total", "counter", "time spent generating").add(state.generating_s)
+
+
+def _add_requests(page: Page, ledger: Ledger) -> None:
+    answered = page.family("engine_http_requests_total", "counter", "calls that were answered, by route and status")
+    for (path, status), count in sorted(ledger.requests.items()):
+        answered.add(count, {"route": path, "status": str(status)})
+    seconds = page.family("engine_http_request_seconds", "histogram", "time until a call was answered, by route")
+    for path, histogram in sorted(ledger.seconds.items()):
+        seconds.add_histogram(histogram, {"route": path})
 
 
 def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> Guard:

@@ -3,7 +3,7 @@
 That happens when the engine says so, and also when the engine was killed and could not say anything: vLLM's processes
 (the server, its core, its workers) never outlive it. Run as a file with only Python's own library, so that it is small:
 
-    python -I guard.py SCRATCH_FOLDER COMMAND...
+    python -I child_guard.py SCRATCH_FOLDER COMMAND...
 """
 
 from __future__ import annotations

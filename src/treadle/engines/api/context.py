@@ -1,27 +1,98 @@
-"""What every route works with."""
+"""Shared state of the HTTP routes: the engine, request statistics, and which trainer may publish.
+
+Versions are numbers of a run. Two runs that publish to one engine would give one number to two sets of weights, and
+environments of both would sample from them. So an engine belongs to the run that published to it first, until it is
+restarted (`PublisherCheck`):
+
+    a trainer of another run                                     is refused
+    a second trainer of the same run, the first still running    is refused
+    the same, the first has ended or cannot be checked           takes over; later requests of the first are refused
+    a request without a publisher header (curl, Atropos)         is accepted while no trainer has published
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from starlette.requests import Request as HttpRequest
+
 from treadle.chat_template import TemplateWorker
-from treadle.engines.port import Engine
-from treadle.engines.surface.publishing import Publishing
-from treadle.engines.text import Text
+from treadle.engines.interface import Engine
+from treadle.engines.tokenizer import Text
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.net.exposition import Histogram
 from treadle.sync.layout import Layout
-from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file
+from treadle.sync.owner import PUBLISHER_HEADER, Publisher, read_publisher
 
+_FIX = "let one trainer publish to one engine; for another run, start the engine again or POST /bridge/restart by hand"
 log = get_logger("engine")
 MIN_CHARS_ENCODED = 1 << 18  # this much is always encoded: a word that a tokenizer does not know may be one token
 LATENCY_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Publishing:
+    """All of it belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._publisher: Publisher | None = None
+        self._replaced: list[Publisher] = []
+
+    @contextmanager
+    def by(self, http: HttpRequest, *, also_by_hand: bool = False) -> Iterator[None]:
+        """Around what changes the weights, or the version that they are. `also_by_hand`: a request without a name may
+        do it too, although a trainer publishes."""
+        asking, before = _publisher_of(http), self._publisher
+        if asking is None:
+            if before is not None and not also_by_hand:
+                raise RequestError(f"the trainer of {before.run} publishes to this engine", fix=_FIX)
+            yield
+            return
+        self._refuse_other(asking)
+        self._publisher = asking
+        if before is not None and not before.is_same_process(asking):
+            self._replaced.append(before)
+        try:
+            yield
+        except RequestError:  # nothing was changed
+            if before is None:
+                self._publisher = None
+            raise
+
+    def begin_again(self, http: HttpRequest) -> None:
+        """After a restart: asked for by hand, the engine is anybody's."""
+        if _publisher_of(http) is None:
+            self._publisher, self._replaced = None, []
+
+    def _refuse_other(self, asking: Publisher) -> None:
+        if any(asking.is_same_process(former) for former in self._replaced):
+            raise RequestError(f"another trainer of {asking.run} publishes to this engine now", fix=_FIX)
+        known = self._publisher
+        if known is None or known.is_same_process(asking):
+            return
+        if known.run != asking.run:
+            raise RequestError(f"this engine serves versions of {known.run}, not of {asking.run}", fix=_FIX)
+        if not known.may_be_gone:
+            raise RequestError(
+                f"another trainer of {asking.run} publishes to this engine (process {known.process.pid})", fix=_FIX
+            )
+
+
+def _publisher_of(http: HttpRequest) -> Publisher | None:
+    header = http.headers.get(PUBLISHER_HEADER)
+    if header is None:
+        return None
+    try:
+        return read_publisher(header)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the header {PUBLISHER_HEADER} cannot be read: {error}") from None
 
 
 @dataclass

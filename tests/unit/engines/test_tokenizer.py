@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tests.tiny_model import write_tiny_model
 from treadle import tokenizer_file
 from treadle.chat_template import compile_template
-from treadle.engines.text import Text, Written
+from treadle.engines.tokenizer import Text, Written
 from treadle.errors import ModelError, RequestError
 
 

@@ -1,28 +1,157 @@
-"""POST /generate as Atropos' clients speak it, whole or streamed; and the two health checks."""
+"""Validate generation requests and run them; POST /generate (Atropos' protocol) and the two health checks.
+
+`build_request` applies the same limits on every route, those of api/openai.py included.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from dataclasses import fields
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.port import Delta, Generation, Request, Sampled
-from treadle.engines.surface.ask import MAX_PROMPTS, Ask, request_of
-from treadle.engines.surface.http import decode, nobody_reads, route
-from treadle.engines.surface.served import Served
-from treadle.engines.surface.side_by_side import generate_all
+from treadle.engines.api.context import Served
+from treadle.engines.api.http import decode, nobody_reads, route
+from treadle.engines.interface import Delta, Engine, EngineFacts, Generation, Request, Sampled
+from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.net.bodies import json_answer, unless_gone
-from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateChunk, GenerateRequest, Prompt
+from treadle.wire.generate import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MIN_TEMPERATURE,
+    EngineHealth,
+    GenerateAnswer,
+    GenerateChunk,
+    GenerateRequest,
+    Prompt,
+    Wave,
+)
 
+MAX_PROMPTS = 256  # in one request
+MAX_STOP_IDS = 1024
+MAX_LOGPROBS = 20  # likeliest tokens a position; more make answers of many megabytes
 HEALTH_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a client may set, in the words of the wire."""
+
+    n: int = 1
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    wave: Wave | None = None
+    adapter: str | None = None
+
+
+def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
+    """`request_of([1, 2, 3], Ask(max_tokens=8), engine.facts)`; raises RequestError with what is wrong."""
+    ids = _checked_ids(prompt_ids, facts.vocab_size)
+    if ask.n < 1 or ask.max_tokens < 1:
+        raise RequestError("n and max_tokens must be at least 1")
+    if ask.n > facts.max_num_seqs:
+        raise RequestError(f"n={ask.n} is over --max-num-seqs {facts.max_num_seqs}")
+    if not (0 <= ask.temperature <= 100 and 0 < ask.top_p <= 1 and 0 <= ask.min_p <= 1 and ask.top_k >= -1):
+        raise RequestError("temperature, top_p, top_k or min_p is out of range")
+    if len(ids) + ask.max_tokens > facts.max_model_len:
+        raise RequestError(
+            f"{len(ids)} prompt and {ask.max_tokens} new tokens exceed --max-model-len {facts.max_model_len}"
+        )
+    stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
+    if len(stop) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in stop):
+        raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
+    stop_ids = frozenset(ask.stop_token_ids or ())
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} of them, not {len(stop_ids)}")
+    if not all(0 <= token < facts.vocab_size for token in stop_ids):  # vLLM refuses them, or cannot write them down
+        raise RequestError(f"stop_token_ids must be whole numbers from 0 to {facts.vocab_size - 1}")
+    for count in (ask.logprobs, ask.prompt_logprobs):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"logprobs of {count} tokens a position were asked for; 0 to {MAX_LOGPROBS} can be had")
+    return Request(
+        prompt_ids=ids,
+        n=ask.n,
+        max_tokens=ask.max_tokens,
+        sampling=SamplingParams(
+            # Both engines get the same: vLLM would raise some of these to 0.01, and take others for 0.
+            0.0 if ask.temperature < MIN_TEMPERATURE else ask.temperature,
+            ask.top_p,
+            max(ask.top_k, 0) if ask.top_k < facts.vocab_size else 0,  # all of them: it rules out nothing
+            ask.min_p,
+        ),
+        seed=ask.seed,
+        stop=stop,
+        stop_ids=stop_ids,
+        ignore_eos=ask.ignore_eos,
+        num_top=ask.logprobs or 0,
+        num_prompt_top=ask.prompt_logprobs,
+        wave=ask.wave,
+        adapter=ask.adapter,
+    )
+
+
+def _checked_ids(ids: object, vocab_size: int) -> list[int]:
+    if not isinstance(ids, list) or not ids:
+        raise RequestError('prompt must be text or {"prompt_token_ids": [...]}, and not empty')
+    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        raise RequestError(f"prompt_token_ids must be whole numbers from 0 to {vocab_size - 1}")
+    return ids
+
+
+async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    """The answers, in order; when a request fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """(which stream, what came); the error of any of them ends all."""
+    came: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(place: int, stream: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in stream:
+                came.put_nowait((place, delta))
+        except Exception as error:
+            came.put_nowait(error)
+        else:
+            came.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            part = await came.get()
+            if isinstance(part, BaseException):
+                raise part
+            if part is None:
+                num_open -= 1
+            else:
+                yield part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def generate_routes(served: Served) -> list[Route]:

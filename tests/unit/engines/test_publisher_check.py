@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from treadle.engines.surface.publishing import Publishing
+from treadle.engines.api.context import Publishing
 from treadle.errors import EngineError, RequestError
 from treadle.sync.process_identity import PUBLISHER_HEADER, ProcessIdentity, Publisher, this_publisher
 

@@ -1,4 +1,4 @@
-"""/lora/*: LoRA adapters while serving; and the same in vLLM's words, /v1/load_lora_adapter."""
+"""/lora/*: load, unload and list LoRA adapters while serving; also vLLM's /v1/load_lora_adapter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings
-from treadle.engines.surface.http import NotHere, adapter_here, decode, route
-from treadle.engines.surface.served import Served
+from treadle.engines.api.context import Served
+from treadle.engines.api.http import NotHere, adapter_here, decode, route
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.net.bodies import json_answer

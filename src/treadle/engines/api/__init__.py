@@ -1,0 +1,1 @@
+"""HTTP API of the engine process, written against engines/interface.py only."""

@@ -1,1 +1,0 @@
-"""The HTTP surface of an engine, whichever it is: written against `engines/port.py` only."""
