@@ -30,11 +30,11 @@ def prompts() -> list[str]:
 def run_ours(model: str, device: str, dtype: str, threads: int) -> float:
     from treadle.config import EngineConfig
     from treadle.engines.interface import Request
-    from treadle.engines.model_runner import TransformersEngine
+    from treadle.engines.model_runner import ModelRunner
     from treadle.engines.models import resolve_model
     from treadle.engines.sampling import SamplingParams
 
-    engine = TransformersEngine(EngineConfig(device=device, dtype=dtype, threads=threads), resolve_model(model))
+    engine = ModelRunner(EngineConfig(device=device, dtype=dtype, threads=threads), resolve_model(model))
     requests = [
         Request(engine.text.encode(text), 1, NUM_TOKENS, SamplingParams(), seed=i, ignore_eos=True)
         for i, text in enumerate(prompts())

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from treadle.engines.adapter_settings import base_of, read_adapter_settings
+from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
 from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
 from treadle.errors import ConfigError, UserError
@@ -120,7 +120,7 @@ def _result(source: Path) -> Path:
 
 def _base(result: Path) -> Path:
     """The model itself, or the one that the adapter belongs to."""
-    name = base_of(result, read_adapter_settings(result)) if is_adapter(result) else str(result)
+    name = base_model_name(result, read_adapter_settings(result)) if is_adapter(result) else str(result)
     return resolve_model(name)
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
-from treadle.engines.tokenizer import Text
+from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
@@ -51,7 +51,7 @@ class Surface:
 
     @property
     def text(self):
-        return Text.load(self.folder)
+        return ModelTokenizer.load(self.folder)
 
     def post(self, route, timeout=60, **body):
         return httpx.post(self.url + route, json=body, timeout=timeout)

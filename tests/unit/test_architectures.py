@@ -18,7 +18,7 @@ from transformers import (
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.model_runner import Request, TransformersEngine
+from treadle.engines.model_runner import ModelRunner, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import ModelError
 from treadle.train.pack import pack
@@ -53,7 +53,7 @@ def write_model(folder, config):
 def test_engine_and_trainer_agree_with_the_models_own_code(config, tmp_path):
     folder = write_model(tmp_path / "model", config)
     engine_config = EngineConfig(dtype="float32", threads=1, weights_file=tmp_path / "weights")
-    engine = TransformersEngine(engine_config, folder)
+    engine = ModelRunner(engine_config, folder)
     prompt = [5, 6, 7, 8, 9]
     sequences = engine.admit([Request(prompt, 3, 20, SamplingParams(), 1, [], set())])[0]
     while any(s.finish_reason is None for s in sequences):
@@ -104,4 +104,4 @@ def test_the_trainer_refuses_a_model_that_packing_would_compute_wrongly(config, 
 def test_what_would_be_computed_wrongly_is_refused(config, words, tmp_path):
     folder = write_model(tmp_path / "model", config)
     with pytest.raises(ModelError, match=words):
-        TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+        ModelRunner(EngineConfig(dtype="float32", threads=1), folder)

@@ -93,7 +93,7 @@ class Served:
 
     def processes(self):
         """vLLM's, of the life that it has now."""
-        if self.engine._server.death() is not None:
+        if self.engine._server.exit_reason() is not None:
             return []
         return psutil.Process(self.engine._server._process.pid).children(recursive=True)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from treadle.engines.vllm.completions import Answer, Order, decode_answer
+from treadle.engines.vllm.completions import VllmOutput, VllmRequest, decode_output
 
 SOON_S = 10.0
 
@@ -53,7 +53,7 @@ class Asker:
     async def ask(self, client, *, stream=False, model="policy", sampling=None):
         from treadle.engines.vllm.middleware import TreadleRoutes
 
-        order = Order(model, [5, 6], {"max_tokens": 4, "logprobs": 1, **(sampling or {})}, "v0", stream=stream)
+        order = VllmRequest(model, [5, 6], {"max_tokens": 4, "logprobs": 1, **(sampling or {})}, "v0", stream=stream)
         models = SimpleNamespace(lora_requests={"a@1": "the adapter"})
         state = SimpleNamespace(engine_client=client, openai_serving_models=models)
         scope = {
@@ -107,7 +107,7 @@ def test_a_whole_answer_is_numbers():
     async def ask():
         client = Client(moment(A, B, finish_reason="length"))
         asker = await Asker().ask(client, sampling={"detokenize": False})
-        (choice,) = decode_answer(asker.body).choices
+        (choice,) = decode_output(asker.body).choices
         assert (choice.token_ids, choice.logprobs, choice.tops) == ([7, 9], [-0.5, -1.0], [{7: -0.5}, {9: -1.0}])
         assert (choice.text, choice.finish_reason) == (None, "length")
         assert not client.was_dropped
@@ -124,7 +124,7 @@ def test_moments_that_vllm_put_together_keep_all_their_tops():
 
     async def ask():
         asker = await Asker().ask(Client(both), stream=True)
-        (answer,) = [decode_answer(line) for line in asker.body.splitlines()]
+        (answer,) = [decode_output(line) for line in asker.body.splitlines()]
         assert answer.choices[0].tops == [{7: -0.5}, {9: -1.0}]
 
     asyncio.run(ask())
@@ -134,7 +134,7 @@ def test_a_stream_is_lines_and_an_error_in_its_midst_is_the_last_one(caplog):
     async def ask():
         asker = await Asker().ask(Client(moment(A, text="a"), RuntimeError("lost")), stream=True)
         first, last = asker.body.splitlines()
-        assert decode_answer(first) == Answer(decode_answer(first).choices)
+        assert decode_output(first) == VllmOutput(decode_output(first).choices)
         assert json.loads(last) == {"error": "RuntimeError: lost"}
 
     asyncio.run(ask())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.vllm.conftest import SAME, START_S, wait_until, words_of
 from tests.vllm.reference import load, mean_difference
-from treadle.engines.interface import Request, Sampled
+from treadle.engines.interface import Request, SampledCompletion
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
@@ -38,13 +38,13 @@ def ask(served, **fields):
     assert answer.status_code == 200, answer.text
     told = answer.json()
     logprobs = [next(iter(position[0].values())) for position in told["logprobs"][0]]
-    return Sampled(told["token_ids"][0], logprobs, policy_versions=told["policy_versions"][0])
+    return SampledCompletion(told["token_ids"][0], logprobs, policy_versions=told["policy_versions"][0])
 
 
 def check_it_serves(served, folder, version):
     """Its weights are those of `folder`, in the shared file too, and what it samples comes from them."""
     model = load(folder)
-    state = served(served.engine.state())
+    state = served(served.engine.status())
     assert (state.policy_version, state.is_held, state.failure) == (version, False, None)
     assert served.engine.facts.folder == folder
     expected = {name: fingerprint(p, 3) for name, p in model.named_parameters()}
@@ -58,7 +58,7 @@ def check_it_serves(served, folder, version):
 
 @pytest.mark.full  # for the modes none and lora_restart; test_engine_surface.py restarts the other engine
 def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_model, tmp_path):
-    version = served(served.engine.state()).policy_version
+    version = served(served.engine.status()).policy_version
     stop = threading.Event()
 
     def ask_until_stopped():
@@ -86,7 +86,7 @@ def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_m
 def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
     engine = served.engine
     running = [served.begin(engine.generate(request(max_tokens=240))) for _ in range(3)]
-    wait_until(lambda: served(engine.state()).num_running == 3)
+    wait_until(lambda: served(engine.status()).num_running == 3)
     served(engine.hold("keep", 60))
     waiting = served.begin(engine.generate(request()))
     core = next(p for p in served.processes() if "EngineCor" in " ".join(words_of(p)))
@@ -94,7 +94,7 @@ def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
     for unfinished in [*running, waiting]:
         with pytest.raises(EngineError):
             unfinished.result(60)
-    wait_until(lambda: served(engine.state()).failure is not None)
+    wait_until(lambda: served(engine.status()).failure is not None)
     health = httpx.get(f"{served.url}/health")
     assert health.status_code == 503
     assert health.json()["status"].startswith("failed: ")

@@ -81,7 +81,7 @@ def test_a_stream_adds_up_to_the_whole_answer(served):
 def test_what_vllm_refuses_is_the_requests_fault(served):
     with pytest.raises(RequestError, match="256"):
         served(served.engine.generate(request(prompt_ids=[5] * 400)))
-    assert served(served.engine.state()).failure is None
+    assert served(served.engine.status()).failure is None
 
 
 class Frozen:
@@ -112,7 +112,7 @@ class Frozen:
         """What was sampled before a hold is on its way here, ahead of the answers to what is asked after it. And these
         questions go through vLLM's loop, which would go on sampling between them if it were not held."""
         for _ in range(5):
-            await self._engine.state()
+            await self._engine.status()
             await self._engine.fingerprints(0)
 
     async def end(self):
@@ -139,7 +139,7 @@ async def _update_in_midst(engine, change, version):
 def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weights):
     engine = served.engine
     saved = {name: weight.clone() for name, weight in weights.items()}
-    first = served(engine.state()).policy_version
+    first = served(engine.status()).policy_version
     before = served(engine.generate(request(n=2, seed=1)))
 
     def add_noise():
@@ -151,7 +151,7 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weight
     assert [d.policy_version for d in deltas] == [first] * at_hold + [first + 1] * (len(deltas) - at_hold)
     assert 5 <= at_hold < len(deltas)
     assert whole.policy_versions == [first, first + 1]
-    assert served(engine.state()).policy_version == first + 1
+    assert served(engine.status()).policy_version == first + 1
 
     tokens = [t for d in deltas for t in d.token_ids]
     logprobs = torch.tensor([lp for d in deltas for lp in d.logprobs])
@@ -180,7 +180,7 @@ def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served,
     prompt = [20 + i % 40 for i in range(BLOCK + 20)]
     asked = request(prompt_ids=prompt, n=2, max_tokens=8)
     name = "model.layers.0.self_attn.v_proj.weight"
-    saved, first = weights[name].clone(), served(engine.state()).policy_version
+    saved, first = weights[name].clone(), served(engine.status()).policy_version
     for _ in range(2):  # the second finds the prompt's first block in the cache
         assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < SAME
     served(engine.hold("keep", 60))
@@ -200,7 +200,7 @@ def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served,
 @pytest.mark.usefixtures("weights")
 def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(served, plain):
     engine = served.engine
-    first = served(engine.state()).policy_version
+    first = served(engine.status()).policy_version
     saved = {name: p.detach().clone() for name, p in plain.named_parameters()}
     torch.manual_seed(0)
     changed = {name: weight + torch.randn_like(weight) * 0.05 for name, weight in saved.items()}
@@ -222,8 +222,8 @@ def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(serv
 def test_requests_wait_while_held_and_go_on_afterwards(served):
     served(served.engine.hold("wait", 60))
     waiting = served.begin(served.engine.generate(request(max_tokens=3)))
-    wait_until(lambda: served(served.engine.state()).num_waiting == 1)
-    state = served(served.engine.state())
+    wait_until(lambda: served(served.engine.status()).num_waiting == 1)
+    state = served(served.engine.status())
     assert (state.is_held, state.num_running, state.num_waiting) == (True, 0, 1)
     served(served.engine.release(None))
     assert len(waiting.result(60).completions[0].token_ids) == 3
@@ -234,7 +234,7 @@ def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
     with pytest.raises(EngineError, match="still running"):
         served(served.engine.hold("wait", 0.05))
     assert len(running.result(120).completions[0].token_ids) == LONG
-    assert not served(served.engine.state()).is_held
+    assert not served(served.engine.status()).is_held
 
 
 def test_one_physical_copy_serves_both_processes(served):
@@ -267,7 +267,7 @@ def test_a_trainers_model_stands_on_the_engines_weights(served, plain):
 
 def test_adapters_are_swapped_under_load_without_a_failed_request(adapting, adapters):
     engine = adapting.engine
-    first = adapting(engine.state()).policy_version + 100
+    first = adapting(engine.status()).policy_version + 100
     answers = {}  # by the version that they were sampled under
 
     async def keep_asking(stop):
@@ -303,7 +303,7 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(adapting, ad
     """More of them than vLLM keeps, so that it reads them again; of the files only the two newest stay, as a trainer
     has it."""
     engine = adapting.engine
-    first = adapting(engine.state()).policy_version + 100
+    first = adapting(engine.status()).policy_version + 100
 
     async def swap():
         asked = []
@@ -353,7 +353,7 @@ def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(adapting
     save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(RequestError, match="it has no such weight"):
         adapting(adapting.engine.load_adapter("broken", tmp_path, 1))
-    assert adapting(adapting.engine.state()).failure is None
+    assert adapting(adapting.engine.status()).failure is None
     assert adapting.engine.adapters() == []
 
 
@@ -368,7 +368,7 @@ def test_one_token_is_sampled_ahead_of_the_rollouts_that_wait(served):
     async def ask():
         full = engine.facts.max_num_seqs
         rollouts = [asyncio.ensure_future(finish("rollouts", request(n=full, max_tokens=40))) for _ in range(2)]
-        while (await engine.state()).num_waiting < full:
+        while (await engine.status()).num_waiting < full:
             await asyncio.sleep(0.005)
         await asyncio.gather(finish("question", request(max_tokens=1, num_prompt_top=1)), *rollouts)
 

@@ -18,9 +18,9 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.vllm.conftest import HAS_GPU, SAME, START_S, vllm_processes, wait_until, words_of
 from tests.vllm.reference import load, mean_difference
 from treadle.config import DEFAULT_MODEL
-from treadle.engines.interface import Sampled
+from treadle.engines.interface import SampledCompletion
 from treadle.engines.models import resolve_model
-from treadle.engines.tokenizer import Text
+from treadle.engines.tokenizer import ModelTokenizer
 from treadle.sync.fingerprint import fingerprint
 
 CAPITAL = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -60,7 +60,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompt_ids(engine):
-    return Text.load(engine.folder).encode(CAPITAL)
+    return ModelTokenizer.load(engine.folder).encode(CAPITAL)
 
 
 def test_a_real_model_answers_and_ends_by_itself(engine, prompt_ids):
@@ -74,7 +74,7 @@ def test_a_real_model_answers_and_ends_by_itself(engine, prompt_ids):
 def test_raw_logprobs_are_the_models_at_temperature_1(engine, prompt_ids):
     answer = engine.generate(prompt_ids, n=4, max_tokens=24, temperature=0.5, top_p=0.9, ignore_eos=True)
     completions = [
-        Sampled(token_ids, [next(iter(position[0].values())) for position in logprobs])
+        SampledCompletion(token_ids, [next(iter(position[0].values())) for position in logprobs])
         for token_ids, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True)
     ]
     assert mean_difference(load(engine.folder), prompt_ids, completions) < SAME

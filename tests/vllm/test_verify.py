@@ -42,7 +42,7 @@ class Trained:
 
 def publish(served, weights, written):
     """The version that is served now."""
-    version = served(served.engine.state()).policy_version + 1
+    version = served(served.engine.status()).policy_version + 1
     served(served.engine.hold("keep", 60))
     for name, weight in written.items():
         weights[name].copy_(weight)

@@ -1,4 +1,4 @@
-"""The inference process: one HTTP surface, and the engines behind it."""
+"""The inference process: one HTTP API (api/), and two engines behind it."""
 
 from __future__ import annotations
 

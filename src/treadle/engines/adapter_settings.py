@@ -1,9 +1,9 @@
 """Read adapter_config.json, and accept plain LoRA settings only.
 
-PEFT acts on some sixty settings. A few of them rewrite the base model while an adapter is loaded (`init_lora_weights`
-pissa, olora, corda or loftq; `layer_replication`), and unloading does not undo that. Others are computed by one of the
-engines and left out by the other (`rank_pattern`, `use_dora`, `modules_to_save`). So the settings that pass are listed
-here, and the engines build PEFT's configuration from `AdapterSettings` alone, never from the file.
+PEFT has about sixty settings. A few rewrite the base model while an adapter is loaded (`init_lora_weights` pissa,
+olora, corda or loftq; `layer_replication`), and unloading does not undo that. Others are supported by only one of the
+engines (`rank_pattern`, `use_dora`, `modules_to_save`). So the accepted settings are listed here, and the engines build
+PEFT's configuration from `AdapterSettings` alone, never from the file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class AdapterSettings:
     rank: int
     alpha: float
     uses_rslora: bool  # scale alpha / sqrt(rank) instead of alpha / rank
-    target_modules: str | list[str]  # informative: the names of the tensors decide where an adapter goes
+    target_modules: str | list[str]  # informative: the tensor names decide which layers are adapted
     base_model: str
 
 
 def read_adapter_settings(folder: Path) -> AdapterSettings:
-    """The settings of the adapter saved in `folder`; raises RequestError that names every setting that is not plain."""
+    """Settings of the adapter in `folder`; raises a RequestError that names every setting that is not accepted."""
     for name in ADAPTER_FILES:
-        if not (folder / name).is_file():  # a pipe would be waited for
+        if not (folder / name).is_file():  # opening a pipe would block
             raise unreadable(folder, f"it holds no file {name}")
     file = folder / ADAPTER_FILES[0]
     try:
@@ -50,7 +50,7 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
         raise RequestError(
             f"{folder} holds no LoRA adapter but {brief(config.get('peft_type'))}", fix="save one with PEFT"
         )
-    _refuse_others(file, config)
+    _check_settings(file, config)
     return AdapterSettings(
         rank=config["r"],
         alpha=config["lora_alpha"],
@@ -60,8 +60,8 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     )
 
 
-def base_of(folder: Path, settings: AdapterSettings) -> str:
-    """The name of the model that the adapter in `folder` was made for."""
+def base_model_name(folder: Path, settings: AdapterSettings) -> str:
+    """Name of the model that the adapter in `folder` was trained on."""
     if not settings.base_model:
         raise ModelError(
             f"the adapter {folder} does not name the model that it was made for",
@@ -77,14 +77,14 @@ def unreadable(folder: Path, why: str) -> RequestError:
     )
 
 
-def _refuse_others(file: Path, config: Mapping[str, Any]) -> None:
+def _check_settings(file: Path, config: Mapping[str, Any]) -> None:
     refused = []
     for name, (is_plain, plain) in _PLAIN.items():
         if name in config or name in _REQUIRED:
             value = config.get(name)
             if not is_plain(value):
                 refused.append(f"{name} is {brief(value)} (plain LoRA has {plain})")
-    # A setting that is not listed, perhaps of a newer PEFT, may be there as long as it is off.
+    # An unlisted setting, perhaps of a newer PEFT, is accepted if it is off.
     refused += [
         f"{name} is {brief(value)}" for name, value in config.items() if name not in _PLAIN and not _is_off(value)
     ]
@@ -131,7 +131,7 @@ _FLAG = _one_of(None, False, True)
 _TEXT = _is_text, "a text"
 _NAMES = (lambda value: value is None or _is_names(value)), "names"
 
-# Which values of which settings pass. Those without effect on a loaded adapter pass in any value of their type.
+# Accepted values by setting. Settings without effect on a loaded adapter accept any value of their type.
 _PLAIN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "peft_type": _one_of("LORA"),
     "task_type": _one_of(None, "CAUSAL_LM"),
@@ -140,8 +140,8 @@ _PLAIN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_rslora": _FLAG,
     "target_modules": (_is_names, "names of modules"),
     "bias": _one_of(None, "none"),
-    "init_lora_weights": _one_of(None, True, False, "gaussian"),  # they are replaced by the saved A and B
-    # without effect here
+    "init_lora_weights": _one_of(None, True, False, "gaussian"),  # overwritten by the saved A and B
+    # no effect on a loaded adapter
     "lora_dropout": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "layers_to_transform": (_is_layers, "numbers of layers"),
     "layers_pattern": _NAMES,

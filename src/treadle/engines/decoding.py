@@ -25,76 +25,79 @@ from transformers import AttentionInterface
 
 from treadle.log import get_logger
 
-_numbers = count()  # several engines may live in one process; each model attends through a name of its own
-GROWTH = 64  # the cache grows in steps of so many positions
+_numbers = count()  # there may be several models in one process; each registers an attention name of its own
+GROWTH = 64  # positions by which the cache grows
 log = get_logger("engine")
-RECORD_AFTER = 3  # steps: a recording takes as long as two of them
-WORTH_IT = 8  # replays of a recording; after fewer, the next one is waited for twice as long
-LONGEST_WAIT = 48  # steps
-# How far a recorded step may be from a plain one, as a share of a row's hidden state: what rounding explains.
-MAX_APART = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+CAPTURE_AFTER = 3  # steps without a change of the batch; a capture takes as long as two steps
+MIN_REPLAYS = 8  # a graph that was replayed less often doubles the wait for the next capture
+MAX_WAIT = 48  # steps
+# Largest relative difference between the hidden states of a captured and a plain step that rounding explains.
+MAX_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class KVCache:
-    """A dense cache: one row a sequence, each with its own length.
+    """A dense cache: one row per sequence, each with its own length.
 
-    Two kinds of forward: a prefill remembers the keys of prompts (a second one continues the first, for prompts that
-    begin alike), `adopt` then gives each completion a row of its own; a decode adds one position to every row.
+    A prefill computes the keys of prompts (a second one continues the first, for prompts with a common prefix), and
+    `add_rows` then gives each completion its row. A decode adds one position to every row.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.number = 0  # another one whenever keys and values lie elsewhere
+        self.revision = 0  # changes whenever the addresses of keys and values change
         self.clear()
 
     @property
-    def room(self) -> int:
-        """Positions that a row can have without growing."""
+    def capacity(self) -> int:
+        """Positions per row before the cache must grow."""
         return self._keys[0].shape[2]
 
     def clear(self) -> None:
-        self.number += 1
+        self.revision += 1
         self._keys = [torch.empty(0)] * self._num_layers
         self._values = [torch.empty(0)] * self._num_layers
-        self._positions_B: Tensor | None = None  # where a decode writes; None during a prefill
+        self._positions_B: Tensor | None = None  # positions a decode writes to; None during a prefill
         self._mask: Tensor | None = None
-        self._forget_prompts()
+        self._drop_prompts()
 
     def begin_prefill(self) -> None:
         self._positions_B = None
-        self._forget_prompts()
+        self._drop_prompts()
 
     def continue_prefill(self, num_before: int, num_more: int, device: torch.device) -> None:
-        """The next forward goes on where the last prefill (one row) ended, in several rows."""
+        """The next forward continues the last prefill, which had one row, in several rows."""
         mask = torch.ones(num_more, num_before + num_more, dtype=torch.bool, device=device)
         self._mask = mask.tril(diagonal=num_before)
 
-    def adopt(self, copies: list[int]) -> None:
-        """Give prompt i of the last prefill `copies[i]` rows, behind the rows that are already there."""
-        self.number += 1
+    def add_rows(self, copies: list[int]) -> None:
+        """Append `copies[i]` rows for prompt i of the last prefill."""
+        self.revision += 1
         repeats = torch.tensor(copies, device=self._prompt_keys[0].device)
         for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
             self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
             self._values[layer] = self._append(self._values[layer], values.repeat_interleave(repeats, 0))
-        self._forget_prompts()
+        self._drop_prompts()
 
-    def keep(self, rows: Tensor) -> None:
-        """Forget every row but these."""
-        self.number += 1
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep these rows and drop all others."""
+        self.revision += 1
         for layer in range(len(self._keys)):
             self._keys[layer] = self._keys[layer][rows]
             self._values[layer] = self._values[layer][rows]
 
-    def make_room(self, length: int) -> None:
-        if length <= self.room:
+    def ensure_capacity(self, length: int) -> None:
+        if length <= self.capacity:
             return
-        self.number += 1
+        self.revision += 1
         for layer in range(len(self._keys)):
             self._keys[layer] = _grow(self._keys[layer], length)
             self._values[layer] = _grow(self._values[layer], length)
 
     def begin_decode(self, positions_B: Tensor, length: int, *, is_ragged: bool) -> None:
-        """The next forward adds one position to each row, and looks at `length` of them; ragged: up to its own."""
+        """The next forward adds one position to each row and attends to `length` positions.
+
+        `is_ragged`: rows have different lengths, so mask what lies beyond each row's own.
+        """
         self._positions_B = positions_B
         self._rows = torch.arange(len(positions_B), device=positions_B.device)
         steps = torch.arange(length, device=positions_B.device)
@@ -125,7 +128,7 @@ class KVCache:
         )
         return out.transpose(1, 2)
 
-    def _forget_prompts(self) -> None:
+    def _drop_prompts(self) -> None:
         self._prompt_keys = [torch.empty(0)] * self._num_layers
         self._prompt_values = [torch.empty(0)] * self._num_layers
         self._mask = None
@@ -138,7 +141,7 @@ class KVCache:
         return torch.cat([_grow(old, length), _grow(new, length)])
 
 
-def plug_in(model: Any, cache: KVCache) -> None:
+def install_attention(model: Any, cache: KVCache) -> None:
     """Make `model` attend through `cache`."""
 
     def attention(
@@ -160,138 +163,151 @@ def _grow(tensor: Tensor, length: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class CapturedStep:
+    """A decode step that can be replayed; `out` is overwritten by every replay."""
+
     replay: Callable[[], object]
-    out: Tensor  # the same memory after every replay
+    out: Tensor
 
 
-Recorder = Callable[[Callable[[], Tensor]], Recorded]
+CaptureStep = Callable[[Callable[[], Tensor]], CapturedStep]
 
 
 class Decoder:
-    """`forward(tokens, positions)` is the model's, through `cache`; `record` makes work repeatable, where it can be."""
+    """Decodes one position per row, and captures steps where it can.
+
+    `forward(tokens, positions)` is the model's forward, which attends through `cache`. `capture` captures a step; None:
+    never capture.
+    """
 
     def __init__(
-        self, forward: Callable[[Tensor, Tensor], Tensor], cache: KVCache, record: Recorder | None = None
+        self, forward: Callable[[Tensor, Tensor], Tensor], cache: KVCache, capture: CaptureStep | None = None
     ) -> None:
         self._forward = forward
         self._cache = cache
-        self._record = record
-        self._wait = RECORD_AFTER
-        self._recorded: Recorded | None = None
+        self._capture = capture
+        self._wait = CAPTURE_AFTER
+        self._captured: CapturedStep | None = None
         self._num_replays = 0
-        self._forget()
+        self._reset()
 
     def step(self, tokens_B: Tensor, positions: list[int]) -> Tensor:
-        """The last hidden state of every row, after its token at its position. (What must be known of these here is not
-        asked of a GPU, which would be waited for.) Good until the next step."""
+        """The last hidden state of every row after its token; valid until the next step.
+
+        `positions` is a list, because reading a tensor back from the GPU would synchronize.
+        """
         length = max(positions) + 1
-        self._cache.make_room(length)
-        if self._cache.number != self._number or (self._recorded is not None and length > self._span):
-            self._forget()
+        self._cache.ensure_capacity(length)
+        if self._cache.revision != self._revision or (self._captured is not None and length > self._span):
+            self._reset()
         positions_B = torch.tensor(positions, device=tokens_B.device)
-        if self._recorded is not None:
+        if self._captured is not None:
             self._tokens_B.copy_(tokens_B)
             self._positions_B.copy_(positions_B)
-            self._recorded.replay()
+            self._captured.replay()
             self._num_replays += 1
-            return self._recorded.out
+            return self._captured.out
         compute = partial(self._compute, tokens_B, positions_B, length, is_ragged=min(positions) + 1 < length)
         hidden_B = compute()
-        self._num_alike += 1
-        if self._record is None or self._num_alike < self._wait:
+        self._num_same += 1
+        if self._capture is None or self._num_same < self._wait:
             return hidden_B
-        if self._try_to_record(self._record, tokens_B, positions_B, length, hidden_B):
+        if self._try_capture(self._capture, tokens_B, positions_B, length, hidden_B):
             return hidden_B
-        return compute()  # a recording that computes something else has left its keys and values behind
+        return compute()  # a failed capture may have written wrong keys and values
 
-    def _forget(self) -> None:
-        if self._recorded is not None:
-            self._wait = RECORD_AFTER if self._num_replays >= WORTH_IT else min(2 * self._wait, LONGEST_WAIT)
-        self._number = self._cache.number
-        self._num_alike = self._num_replays = self._span = 0
-        self._recorded = None
+    def _reset(self) -> None:
+        if self._captured is not None:
+            self._wait = CAPTURE_AFTER if self._num_replays >= MIN_REPLAYS else min(2 * self._wait, MAX_WAIT)
+        self._revision = self._cache.revision
+        self._num_same = self._num_replays = self._span = 0
+        self._captured = None
         self._tokens_B = self._positions_B = torch.empty(0)
 
     def _compute(self, tokens_B: Tensor, positions_B: Tensor, length: int, *, is_ragged: bool) -> Tensor:
         self._cache.begin_decode(positions_B, length, is_ragged=is_ragged)
         return self._forward(tokens_B[:, None], positions_B[:, None])[:, -1]
 
-    def _try_to_record(
-        self, record: Recorder, tokens_B: Tensor, positions_B: Tensor, length: int, expected_B: Tensor
+    def _try_capture(
+        self, capture: CaptureStep, tokens_B: Tensor, positions_B: Tensor, length: int, expected_B: Tensor
     ) -> bool:
-        """Over some positions more than there are, with what lies beyond a row's end masked. It must compute what this
-        step just did: to write the same keys and values again changes nothing."""
+        """Capture a step that covers more positions than are used yet, masked beyond each row's end.
+
+        The replay is compared with the step that was just computed; it writes the same keys and values again.
+        """
         tokens_B, positions_B = tokens_B.clone(), positions_B.clone()
-        span = min(-(-length // GROWTH) * GROWTH, self._cache.room)
+        span = min(-(-length // GROWTH) * GROWTH, self._cache.capacity)
         try:
-            recorded = record(lambda: self._compute(tokens_B, positions_B, span, is_ragged=True))
-            recorded.replay()
-            apart = _apart(recorded.out, expected_B)
+            captured = capture(lambda: self._compute(tokens_B, positions_B, span, is_ragged=True))
+            captured.replay()
+            difference = _max_difference(captured.out, expected_B)
         except RuntimeError as error:
-            if _lacks_memory(error):
-                self._num_alike, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
-                log.warning("decoding_not_recorded", reason="no memory for it", fix="nothing: it is tried again later")
-            else:  # of a model whose code asks the GPU for numbers on the way
+            if _is_out_of_memory(error):
+                self._num_same, self._wait = 0, min(2 * self._wait, MAX_WAIT)
+                log.warning("cuda_graph_not_captured", reason="out of memory", fix="nothing: it is retried later")
+            else:  # for example a model whose code reads values back from the GPU
                 self._give_up(str(error).splitlines()[0])
             return False
-        if not apart <= MAX_APART[expected_B.dtype]:
-            self._give_up(f"it computes something else, {apart:.2g} apart")
+        if not difference <= MAX_DIFFERENCE[expected_B.dtype]:
+            self._give_up(f"its result differs by {difference:.2g}")
             return False
-        self._recorded, self._span, self._tokens_B, self._positions_B = recorded, span, tokens_B, positions_B
+        self._captured, self._span, self._tokens_B, self._positions_B = captured, span, tokens_B, positions_B
         return True
 
     def _give_up(self, reason: str) -> None:
-        self._record = None
-        log.warning("decoding_not_recorded", reason=reason, fix="nothing: it decodes as it did, step by step")
+        self._capture = None
+        log.warning("cuda_graph_not_captured", reason=reason, fix="nothing: decoding continues without CUDA graphs")
 
 
-def _lacks_memory(error: BaseException) -> bool:
-    """Also where that it ended a recording is what is said."""
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Also if the error is that of an aborted capture, and running out of memory was its cause."""
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError)
 
 
-def _apart(found_B: Tensor, expected_B: Tensor) -> float:
-    """The row that differs most."""
+def _max_difference(found_B: Tensor, expected_B: Tensor) -> float:
+    """Relative difference of the row that differs most."""
     difference_B = (found_B.float() - expected_B.float()).norm(dim=-1)
     return float((difference_B / expected_B.float().norm(dim=-1)).max())
 
 
-class CudaGraphs:
-    """`record` of a GPU. A recording that begins and fails leaves torch 2.11 in disorder; so what makes it
-    fail, waiting for a number of the GPU, is looked for before."""
+class CudaGraphCapture:
+    """Captures a step as a CUDA graph.
+
+    A capture that fails halfway leaves torch 2.11 in a broken state. What makes it fail is a synchronization with the
+    GPU, so the step is first run once with synchronization forbidden.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it is a prototype
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # it warns that it is a prototype
 
-    def __call__(self, work: Callable[[], Tensor]) -> Recorded:
+    def __call__(self, work: Callable[[], Tensor]) -> CapturedStep:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                return self._record(work)
+                return self._capture(work)
         finally:
             current.wait_stream(self._stream)
 
-    def _record(self, work: Callable[[], Tensor]) -> Recorded:
-        with _refusing_to_wait():
-            work()  # also: what libraries set up at their first call on a stream cannot be recorded
+    def _capture(self, work: Callable[[], Tensor]) -> CapturedStep:
+        with _forbid_synchronization():
+            work()  # also runs the set-up that libraries do at their first call on a stream, which cannot be captured
         torch.cuda.synchronize(self._device)
-        # What that took, and earlier recordings had: torch would keep both, and ask for as much again.
+        # Return the memory of that run and of earlier graphs; torch would keep it and allocate the same again.
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on speaking to the GPU
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may keep using the GPU
         try:
             out = work()
         finally:
             graph.capture_end()
-        return Recorded(graph.replay, out)
+        return CapturedStep(graph.replay, out)
 
 
 @contextmanager
-def _refusing_to_wait() -> Iterator[None]:
+def _forbid_synchronization() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

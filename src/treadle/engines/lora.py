@@ -1,7 +1,7 @@
-"""LoRA adapters in a model that serves, by PEFT: several are loaded, the model computes with one of them or with none.
+"""Load LoRA adapters into a serving model with PEFT: several may be loaded, at most one is active.
 
-files = read_adapter(path)                 the folder: what it says about itself (read_adapter_head), its tensors
-check_adapter(files, model, ...)           nothing is changed unless it fits
+files = read_adapter(path)                 settings, tensor shapes and tensors (read_adapter_header: without tensors)
+check_adapter(files, model, ...)           refuse an adapter that does not fit, before anything changes
 adapters.add(name, files); adapters.use(name)
 """
 
@@ -31,21 +31,21 @@ from treadle.errors import EngineError, ModelError, RequestError
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints
 from treadle.sync.model_folders import is_called
 
-# PEFT warns that a model gets a second adapter, that one which was in use is deleted, and that an adapter has weights
-# for a part of the layers: all of it is intended.
+# PEFT warns about a second adapter, about deleting the active one, and about an adapter for only some layers. All of
+# these are intended.
 warnings.filterwarnings("ignore", message="Already found a `peft_config`", module="peft")
 warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted", module="peft")
 warnings.filterwarnings("ignore", message="While injecting the PEFT adapters, an inconsistency", module="peft")
 
-WRAPPED = "base_model.model."  # what PEFT puts before a weight's name when it saves
+WRAPPED = "base_model.model."  # prefix of weight names in files saved by PEFT
 
 
 class BaseWeightsChanged(EngineError):
-    """Loading an adapter has changed the model itself."""
+    """Loading an adapter has changed the base model's weights."""
 
 
 @dataclass(frozen=True)
-class AdapterHead:
+class AdapterHeader:
     """A saved adapter's settings, and the names and shapes of its tensors."""
 
     path: Path
@@ -58,16 +58,18 @@ class AdapterHead:
 
 
 @dataclass(frozen=True)
-class AdapterFiles(AdapterHead):
+class AdapterFiles(AdapterHeader):
+    """A saved adapter with its tensors."""
+
     tensors: Mapping[str, Tensor]
 
 
-def read_adapter_head(path: Path) -> AdapterHead:
-    """Few and small reads: in the engine's process every read waits for its turn beside a busy event loop."""
+def read_adapter_header(path: Path) -> AdapterHeader:
+    """Reads little, because in the engine process each read competes with a busy event loop for the GIL."""
     settings = read_adapter_settings(path)
     with _errors_as_unreadable(path), safe_open(path / ADAPTER_FILES[1], "pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
-    return AdapterHead(path, settings, shapes)
+    return AdapterHeader(path, settings, shapes)
 
 
 def read_adapter(path: Path) -> AdapterFiles:
@@ -85,8 +87,8 @@ def _errors_as_unreadable(path: Path) -> Iterator[None]:
         raise unreadable(path, f"{ADAPTER_FILES[1]}: {error}") from None
 
 
-def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -> None:
-    """Refuse an adapter that is too large, or that was made for another model."""
+def check_adapter(files: AdapterHeader, model: Any, folder: Path, max_rank: int) -> None:
+    """Refuse an adapter whose rank is too large, or that was made for another model."""
     rank, base_model = files.rank, files.settings.base_model
     if rank > max_rank:
         raise RequestError(
@@ -100,8 +102,8 @@ def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -
         )
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
     for name, shape in files.shapes.items():
-        place, _, part = name.removeprefix(WRAPPED).rpartition(".lora_")
-        weight = _weight_shape(modules.get(place))
+        module_name, _, part = name.removeprefix(WRAPPED).rpartition(".lora_")
+        weight = _weight_shape(modules.get(module_name))
         side = {"A.weight": 1, "B.weight": 0}.get(part)
         if weight is None or side is None or len(shape) != 2 or shape[side] != weight[side]:
             other = "it has no such weight" if weight is None else f"its weight there is {weight}"
@@ -114,19 +116,19 @@ def check_adapter(files: AdapterHead, model: Any, folder: Path, max_rank: int) -
                 f"{files.path} does not fit its own settings: {name} is {list(shape)}, and r is {rank}",
                 fix="its tensors must be as adapter_config.json says",
             )
-    _refuse_half(files)
+    _check_pairs(files)
 
 
 def _weight_shape(module: Any) -> list[int] | None:
-    """A quantized weight is packed, so that its own shape says nothing."""
+    """[out, in] of a linear layer; the shape of a quantized weight itself is that of packed data."""
     if isinstance(module, nn.Linear):
         return [module.out_features, module.in_features]
     weight = getattr(module, "weight", None)
     return None if weight is None else list(weight.shape)
 
 
-def _refuse_half(files: AdapterHead) -> None:
-    """PEFT would fill in a matrix that is missing with random numbers."""
+def _check_pairs(files: AdapterHeader) -> None:
+    """Refuse A without B or B without A: PEFT would initialize the missing matrix randomly."""
     names = set(files.shapes)
     alone = [name for name in names if _other_half(name) not in names]
     if alone or not names:
@@ -138,8 +140,8 @@ def _other_half(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
-class Adapters:
-    """The adapters in one model. It is left as it was until the first one comes."""
+class LoraAdapters:
+    """The adapters of one model. The model is not modified before the first adapter is added."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -149,12 +151,12 @@ class Adapters:
         self._standing = FingerprintCache()
 
     def add(self, name: str, files: AdapterFiles) -> None:
-        """Load it beside the others; what the model computes does not change before `use`.
+        """Load an adapter; it has no effect on the model's output before `use`.
 
-        PEFT can change any part of the model meanwhile, so the model's own weights are compared with what they were
-        before, whether or not the load succeeds.
+        PEFT could change any part of the model, so fingerprints of the base weights are compared before and after,
+        whether or not the load succeeds.
         """
-        self._num_loads += 1  # with each load another part of every weight is read
+        self._num_loads += 1  # each load fingerprints another part of every weight
         before = self._base_fingerprints()
         try:
             self._inject(name, files)
@@ -171,18 +173,18 @@ class Adapters:
         self._is_wrapped = True
         tensors = {name.removeprefix(WRAPPED): tensor for name, tensor in files.tensors.items()}
         try:
-            # With the tensors PEFT takes their names for where the adapter goes, and runs no pattern of the settings.
+            # With state_dict, PEFT takes the target modules from the tensor names and evaluates no pattern of the file.
             inject_adapter_in_model(_peft_config(files), self._model, adapter_name=key, state_dict=tensors)
             outcome = set_peft_model_state_dict(self._model, dict(files.tensors), adapter_name=key)
-        except Exception as error:  # PEFT's errors have no common base; it has turned to the adapter already
+        except Exception as error:  # PEFT's errors have no common base class; the adapter is active already
             self.remove(name)
             self.use(self._used)
             raise RequestError(
                 f"{files.path} cannot be loaded: {error}", fix="its tensors must be as its configuration says"
             ) from None
         self._model.eval().requires_grad_(False)
-        self.use(self._used)  # PEFT turns to an adapter as soon as it is there
-        if outcome.unexpected_keys:  # check_adapter has seen every name; a layer of another kind is left
+        self.use(self._used)  # PEFT activates an adapter when it is loaded
+        if outcome.unexpected_keys:  # names were checked, so this is a layer type that PEFT does not support
             self.remove(name)
             raise RequestError(f"{files.path} has weights that nothing takes: {outcome.unexpected_keys[:3]}")
 
@@ -195,7 +197,7 @@ class Adapters:
         return begin_fingerprints(own, self._num_loads, self._standing)()
 
     def use(self, name: str | None) -> None:
-        """Compute with this one, or with none."""
+        """Activate this adapter, or none."""
         for layer in self._layers():
             layer.enable_adapters(name is not None)
         if name is not None:
@@ -207,18 +209,18 @@ class Adapters:
         getattr(self._model, "peft_config", {}).pop(_key(name), None)
 
     def matrices(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """A and B of each layer that it changes, in this number format, B times its scale."""
+        """A and B of each adapted layer in `dtype`, B multiplied by its scale."""
         key = _key(name)
-        for place, layer in self._model.named_modules() if self._is_wrapped else ():
+        for module, layer in self._model.named_modules() if self._is_wrapped else ():
             if isinstance(layer, LoraLayer) and key in layer.lora_A:
-                yield f"{place}.lora_A", layer.lora_A[key].weight.to(dtype)
-                yield f"{place}.lora_B", layer.lora_B[key].weight.to(dtype) * layer.scaling[key]
+                yield f"{module}.lora_A", layer.lora_A[key].weight.to(dtype)
+                yield f"{module}.lora_B", layer.lora_B[key].weight.to(dtype) * layer.scaling[key]
 
     def _layers(self) -> list[Any]:
         return [m for m in self._model.modules() if isinstance(m, LoraLayer)] if self._is_wrapped else []
 
 
-def _peft_config(files: AdapterHead) -> LoraConfig:
+def _peft_config(files: AdapterHeader) -> LoraConfig:
     settings = files.settings
     return LoraConfig(
         r=files.rank,
@@ -231,12 +233,12 @@ def _peft_config(files: AdapterHead) -> LoraConfig:
 
 
 def _key(name: str) -> str:
-    """PEFT keeps adapters as modules, whose names must not have dots."""
+    """PEFT stores adapters as modules, whose names must not contain dots."""
     return "adapter_" + name.encode().hex()
 
 
 def _is_same_model(named: str, folder: Path) -> bool:
-    """Whether an adapter's base is the model in `folder`: by its place, by its name, or by an equal configuration."""
+    """Whether an adapter's base is the model in `folder`: by path, by name, or by an equal configuration."""
     if not named:
         return True
     other = Path(named)
@@ -246,7 +248,7 @@ def _is_same_model(named: str, folder: Path) -> bool:
 
 
 def _architecture(folder: Path) -> dict[str, object]:
-    """A model's configuration without what every save changes; empty where it cannot be read."""
+    """A model's configuration without fields that every save changes; empty if it cannot be read."""
     try:
         config = read_settings(folder / "config.json")
     except ModelError:

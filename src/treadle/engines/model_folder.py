@@ -16,28 +16,28 @@ from typing import Any
 from treadle.errors import ModelError, RequestError
 from treadle.sync.layout import BYTES_PER_ELEMENT
 
-# Kinds of files that a model folder may hold, here and in its subfolders: weights, settings, words, pictures. A list of
-# what is dangerous (.py, .bin, .pt, .ckpt, .pickle, .so, ...) would never be complete.
+# File types that a model folder and its subfolders may contain: weights, settings, text, images. An allow list, because
+# a list of dangerous types (.py, .bin, .pt, .ckpt, .pickle, .so, ...) would never be complete.
 HARMLESS_SUFFIXES = frozenset({
     "", ".safetensors", ".tensors", ".gguf", ".json", ".jsonl", ".jinja", ".model", ".tiktoken", ".txt", ".md", ".rst",
     ".yaml", ".yml", ".toml", ".csv", ".tsv", ".log", ".lock", ".metadata", ".png", ".jpg", ".jpeg", ".gif", ".svg",
     ".webp", ".pdf",
 })  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
-UNREAD_FOLDERS = (".git", ".cache")  # of git and of the hub's client; no library looks into them
+UNREAD_FOLDERS = (".git", ".cache")  # of git and huggingface_hub; no library loads anything from them
 INDEX = "model.safetensors.index.json"
 SETTINGS = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json", INDEX)
 REFETCH_FIX = "fetch or save the model again"
-MAX_HEADER_BYTES = 100 << 20  # as safetensors itself has it
+MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether PEFT saved an adapter there; a folder that holds a whole model too counts as the model."""
+    """Whether `folder` is an adapter saved by PEFT; a folder that also contains a full model counts as a model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a model that is damaged, or that could run code."""
+    """Refuse a model that is damaged or could run code."""
     if is_adapter(folder):
         raise ModelError(f"{folder} holds an adapter", fix=f"treadle export {folder} --merged DIR makes a model of it")
     if not (folder / "config.json").is_file():
@@ -61,7 +61,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object of a model folder."""
+    """Read a JSON object from a file of a model folder."""
     if not file.is_file():
         raise ModelError(f"{file} is not there, or no file", fix=REFETCH_FIX)
     try:
@@ -71,7 +71,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object; raises ValueError for anything else."""
+    """Parse a JSON object; raises ValueError for anything else."""
     try:
         value = json.loads(raw)
     except RecursionError:
@@ -84,7 +84,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Parts that the index of the weights names and the folder does not have."""
+    """Weight files that the index names and the folder lacks."""
     index = folder / INDEX
     if not index.is_file():
         return []
@@ -98,7 +98,7 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """{name: {"dtype", "shape", "data_offsets"}} of a safetensors file, which must be as long as it says."""
+    """{name: {"dtype", "shape", "data_offsets"}} of a safetensors file; its size must match its header."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -118,7 +118,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuse files of a kind that a library could execute, also in subfolders."""
+    """Refuse file types that a library could execute, also in subfolders."""
     for file in _files(folder):
         if file.suffix.lower() not in HARMLESS_SUFFIXES:
             raise ModelError(
@@ -137,7 +137,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _has_key(settings: object, key: str) -> bool:
-    """At any depth. Without recursion: json.loads goes deeper than Python functions can."""
+    """Whether `key` occurs at any depth. Iterative: json.loads accepts deeper nesting than Python can recurse."""
     pending = [settings]
     while pending:
         value = pending.pop()
@@ -151,16 +151,18 @@ def _has_key(settings: object, key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class CheckpointFacts:
+    """What a model folder says about the model."""
+
     folder: Path
-    dtype: str  # the checkpoint's own
+    dtype: str  # of the checkpoint
     vocab_size: int
     max_positions: int | None
     eos_ids: frozenset[int]
-    linear_modules: tuple[str, ...]  # the last names of the matrices in its layers: q_proj, down_proj, ...
+    linear_modules: tuple[str, ...]  # last name components of the layers' matrices: q_proj, down_proj, ...
 
 
-def read_model_facts(folder: Path) -> ModelFacts:
+def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
     config = read_settings(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_settings(generation_file) if generation_file.is_file() else {}
@@ -174,7 +176,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in eos_ids):
         raise ModelError(f"{folder} has {eos!r} for eos_token_id", fix=REFETCH_FIX)
-    return ModelFacts(
+    return CheckpointFacts(
         folder=folder,
         dtype=dtype,
         vocab_size=vocab_size,
@@ -185,11 +187,11 @@ def read_model_facts(folder: Path) -> ModelFacts:
 
 
 def absolute(path: Path) -> Path:
-    """vLLM has another working folder, perhaps."""
+    """The absolute path: vLLM's working directory may differ."""
     return path.expanduser().resolve()
 
 
-def folder_of_weights(folder: Path) -> Path:
+def weights_folder(folder: Path) -> Path:
     folder = absolute(folder)
     if not any(folder.glob("*.safetensors")):
         raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
@@ -197,7 +199,7 @@ def folder_of_weights(folder: Path) -> Path:
 
 
 def _linear_modules(folder: Path) -> tuple[str, ...]:
-    """By the headers of its weights; a layer has a number in its name, an embedding or an output has none."""
+    """Found by tensor names: those of layers contain a number, those of embeddings and the output do not."""
     found = set()
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in read_header(file).items():
@@ -208,7 +210,7 @@ def _linear_modules(folder: Path) -> tuple[str, ...]:
 
 
 def _has_rope_scaling(config: dict[str, Any]) -> bool:
-    """Then the longest text is more than max_position_embeddings says, and only the model's own code knows how much."""
+    """With RoPE scaling, sequences may exceed max_position_embeddings, by an amount only the model's code knows."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ModelError(f"config.json has {rope!r} for scaled positions", fix=REFETCH_FIX)

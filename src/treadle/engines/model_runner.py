@@ -1,15 +1,15 @@
-"""The transformers engine: batched generation with a KV cache on a CPU or one GPU.
+"""Run a transformers model: batched generation with a KV cache on a CPU or one GPU.
 
-    admit(requests)   prefill the prompts, each once however many completions it gets
-    step()            one more token for every running sequence; finished ones leave
-    renew(version)    the weights are others now: what was cached is computed again from the tokens so far
+    admit(requests)      prefill the prompts, each once for all of its completions
+    step()               sample one token for every running sequence; finished ones leave the batch
+    recompute(version)   the weights have changed: recompute keys and values from the tokens so far
 
 On a CPU, completions of one request share a row of the batch until their tokens differ:
 
     row 0: s0 s1 s2 s3  "28 + 63 ="      step      row 0: s0 s2     "28 + 63 = 9"
                                        -------->   row 1: s1 s3     "28 + 63 = 8"
 
-All state belongs to the one thread that calls these (scheduler.py).
+Not thread-safe: only the generation thread (scheduler.py) may call it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from treadle.config import EngineConfig
-from treadle.engines.decoding import CudaGraphs, Decoder, KVCache, plug_in
-from treadle.engines.interface import Request, Sampled
+from treadle.engines.decoding import CudaGraphCapture, Decoder, KVCache, install_attention
+from treadle.engines.interface import Request, SampledCompletion
 from treadle.engines.model_folder import REFETCH_FIX
-from treadle.engines.sampling import report, sample, uniforms
-from treadle.engines.tokenizer import Text, Written
+from treadle.engines.sampling import sample, token_logprobs, uniforms
+from treadle.engines.tokenizer import IncrementalDetokenizer, ModelTokenizer
 from treadle.errors import ModelError, is_out_of_memory
 from treadle.processor import fast_dtype
 from treadle.sync.device import choose_device, choose_products
@@ -42,35 +42,35 @@ from treadle.sync.weights_file import share_parameters
 from treadle.wire.groups import common_prefix
 
 if TYPE_CHECKING:
-    from treadle.engines.lora import Adapters
+    from treadle.engines.lora import LoraAdapters
 
 PROBE = [1, 2, 3, 4, 5, 6, 7]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-COMPACT_AT = 1 / 8  # finished rows are dropped from the batch when they make up this share of it
-PREFILL_TOKENS = 16384  # more are computed in several forwards: their activations would take too much memory
-LOGITS_ROWS = 256  # positions whose logits are held at once when a prompt's logprobs are wanted
+COMPACT_AT = 1 / 8  # drop finished rows when they make up this share of the batch
+PREFILL_TOKENS = 16384  # per forward; bounds the memory of activations
+LOGITS_ROWS = 256  # positions whose logits are computed at once for prompt logprobs
 
 
 @dataclass(kw_only=True)
-class Sequence(Sampled):
-    """One completion while it grows."""
+class Sequence(SampledCompletion):
+    """A completion in progress."""
 
     request: Request
     uniform: np.ndarray
-    ends: frozenset[int]
-    written: Written | None  # only where the text is looked at before the end
+    end_ids: frozenset[int]
+    detokenizer: IncrementalDetokenizer | None  # only if text is needed before the end (stop strings, streams)
 
     @property
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
 
-Row = list[Sequence]  # sequences with the same history; a row of the KV cache
+Row = list[Sequence]  # sequences with the same tokens so far; one row of the KV cache
 
 
-class TransformersEngine:
-    def __init__(self, config: EngineConfig, folder: Path, text: Text | None = None) -> None:
-        """`text`: for a folder that holds weights alone, as a trainer saves them."""
+class ModelRunner:
+    def __init__(self, config: EngineConfig, folder: Path, tokenizer: ModelTokenizer | None = None) -> None:
+        """`tokenizer`: for a folder without one, as a trainer saves weights."""
         self.device = choose_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -78,46 +78,47 @@ class TransformersEngine:
         self.max_model_len = config.max_model_len
         self._reports_raw = config.logprobs_mode == "raw_logprobs"
         dtype = fast_dtype(self.device.type) if config.dtype == "fast" else config.dtype
-        kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-        options = loading_options(config.quantization, kind, self.device)
-        model = load_model(folder, kind, options)
+        torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
+        options = loading_options(config.quantization, torch_dtype, self.device)
+        model = load_model(folder, torch_dtype, options)
         self.model = (model if options else model.to(self.device)).eval()
         choose_products(self.model)
-        self.text = text or Text.load(folder)
+        self.tokenizer = tokenizer or ModelTokenizer.load(folder)
         self.eos_ids = _eos_ids(self.model)
-        # By the names that a trainer knows them by; adapters, when they come, wrap modules and rename these.
+        # By the trainer's names, kept now: adapters wrap modules later, which renames parameters.
         self.named_weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
-        self.weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())  # a tied one once
+        self.weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())  # tied ones once
         self._cache = KVCache(self.model.config.num_hidden_layers)
         expected = self._own_logits()
-        plug_in(self.model, self._cache)
+        install_attention(self.model, self._cache)
         self._rows: list[Row] = []  # row i of the cache; finished ones stay until the batch is compacted
-        # A decode step on a CPU takes time in proportion to its rows. CUDA graphs need a batch that keeps its rows.
+        # The time of a decode step on a CPU is proportional to its rows. CUDA graphs need a batch that keeps its rows.
         self._shares_rows = self.device.type == "cpu"
-        self._next_hidden = torch.empty(0)  # last hidden state of every row: the next token is read off it
-        # A mask with four dimensions tells transformers to build none of its own; our attention ignores it.
+        self._next_hidden = torch.empty(0)  # last hidden state of every row, from which the next token is sampled
+        # With a 4-dimensional mask transformers builds none of its own; KVCache's attention ignores it.
         no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self._forward = partial(_forward, self.model.base_model, no_mask)  # holds no engine: one that is left is freed
+        # No reference to self: a runner that was replaced must be freed.
+        self._forward = partial(_forward, self.model.base_model, no_mask)
         self._check_against(expected)
-        # Adapters are exchanged inside of layers; products of quantized weights were never recorded.
-        can_record = self.device.type == "cuda" and not config.enable_lora and not options
-        self._decoder = Decoder(self._forward, self._cache, CudaGraphs(self.device) if can_record else None)
+        # Switching adapters changes layers under a graph, and graphs of quantized layers are untested.
+        can_capture = self.device.type == "cuda" and not config.enable_lora and not options
+        self._decoder = Decoder(self._forward, self._cache, CudaGraphCapture(self.device) if can_capture else None)
         self.layout: Layout | None = None
         if config.weights_file is not None:
             self.layout = share_parameters(self.model, config.weights_file, str(folder))
 
     @cached_property
-    def adapters(self) -> Adapters:
-        from treadle.engines.lora import Adapters  # PEFT takes a while to load, and few engines need it
+    def adapters(self) -> LoraAdapters:
+        from treadle.engines.lora import LoraAdapters  # imports PEFT, which is slow and rarely needed
 
-        return Adapters(self.model)
+        return LoraAdapters(self.model)
 
     @property
     def num_running(self) -> int:
         return sum(1 for row in self._rows for s in row if s.finish_reason is None)
 
-    def settle(self) -> None:
-        """Wait for what a GPU still computes: only then is nobody reading the weights."""
+    def synchronize(self) -> None:
+        """Wait for pending GPU work, which may still read the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -125,10 +126,7 @@ class TransformersEngine:
     def admit(
         self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
     ) -> list[list[Sequence]]:
-        """Begin to generate; the sequences of each request fill up during later steps.
-
-        `streamed` are the places of requests whose text is wanted while it grows.
-        """
+        """Prefill requests; their sequences grow in later steps. `streamed`: indices of requests that are streamed."""
         self._compact()
         groups = self._sequences(requests, policy_version, streamed)
         rows = [[group] if self._shares_rows else [[s] for s in group] for group in groups]
@@ -137,10 +135,10 @@ class TransformersEngine:
         return groups
 
     @torch.inference_mode()
-    def renew(self, policy_version: int) -> None:
-        """The weights have changed: compute keys and values of every running sequence again, and go on with these."""
+    def recompute(self, policy_version: int) -> None:
+        """The weights have changed: recompute keys and values of every running sequence."""
         running = [row for row in map(_unfinished, self._rows) if row]
-        self.drop_all()
+        self.clear()
         if running:
             self._begin([row[0].request.prompt_ids + row[0].token_ids for row in running], [1] * len(running))
             self._rows = running
@@ -149,12 +147,12 @@ class TransformersEngine:
                 s.policy_versions.append(policy_version)
 
     @torch.inference_mode()
-    def answer_at_once(
+    def generate_single_tokens(
         self, requests: list[Request], policy_version: int = 0, *, streamed: Iterable[int] = ()
     ) -> list[list[Sequence]]:
-        """Requests for one token each, as `admit` takes them: their prefill alone gives it.
+        """Answer requests for one token each, which their prefill alone gives.
 
-        They join no batch, so what runs computes exactly as it would without them.
+        They do not join the batch, so running sequences compute exactly the same without them.
         """
         groups = self._sequences(requests, policy_version, streamed)
         for request, group in zip(requests, groups, strict=True):
@@ -164,53 +162,53 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One more token for each running sequence, if there is any."""
+        """Sample one token for every running sequence."""
         if not self._rows:
             return
         self._sample(self._rows, self._next_hidden)
         if not self.num_running:
-            self.drop_all()
+            self.clear()
             return
         tokens = self._fork()
         positions = [row[0].length - 1 for row in self._rows]
         self._next_hidden = self._decoder.step(tokens, positions)
 
     def _fork(self) -> Tensor:
-        """Give sequences whose new tokens differ rows of their own; the token that each row goes on with."""
+        """Split rows whose sequences sampled different tokens; returns the last token of each row."""
         children = [_by_last_token(row) for row in self._rows]
         num_finished = sum(not by_token for by_token in children)
         if all(len(by_token) <= 1 for by_token in children) and num_finished < COMPACT_AT * len(self._rows):
-            # A finished row is computed on: to take it out of the cache would cost more.
+            # Finished rows are still computed: removing them from the cache would cost more.
             self._rows = [
                 next(iter(by_token.values()), row) for by_token, row in zip(children, self._rows, strict=True)
             ]
         else:
             parents = [place for place, by_token in enumerate(children) for _ in by_token]
             self._rows = [row for by_token in children for row in by_token.values()]
-            self._cache.keep(torch.tensor(parents, dtype=torch.long, device=self.device))
+            self._cache.keep_rows(torch.tensor(parents, dtype=torch.long, device=self.device))
         return torch.tensor([row[0].token_ids[-1] for row in self._rows], device=self.device)
 
-    def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """End these with what they have."""
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """End these sequences with the tokens they have."""
         for s in sequences:
             if s.finish_reason is None:
                 self._finish(s, "abort")
         if not self.num_running:
-            self.drop_all()
+            self.clear()
 
-    def drop_all(self) -> None:
-        """Forget every sequence: after the last one finished, or after an error."""
+    def clear(self) -> None:
+        """Drop all sequences."""
         self._rows = []
         self._cache.clear()
 
-    def take_over(self, other: TransformersEngine) -> None:
-        """Go on with the sequences of another engine, once `renew` has computed what this one needs of them."""
+    def take_over(self, other: ModelRunner) -> None:
+        """Continue the sequences of another runner; `recompute` must follow."""
         self._rows, other._rows = other._rows, []
-        other.drop_all()
+        other.clear()
 
     @torch.inference_mode()
     def prompt_tops(self, prompt_ids: list[int], num_top: int) -> list[dict[int, float]]:
-        """Of each token of a prompt its raw logprob, then those of the likeliest; of the first nothing is known."""
+        """Raw logprobs of each prompt token and of the top tokens at its position; {} for the first token."""
         self._cache.begin_prefill()
         hidden_T = self._forward(torch.tensor([prompt_ids], device=self.device), self._positions(0, len(prompt_ids)))[0]
         self._cache.begin_prefill()
@@ -219,7 +217,7 @@ class TransformersEngine:
         for start in range(0, len(following), LOGITS_ROWS):
             tokens = following[start : start + LOGITS_ROWS]
             logits = self.model.get_output_embeddings()(hidden_T[start : start + len(tokens)])
-            own, likeliest = report(logits, [], tokens, num_top=num_top, raw=True)
+            own, likeliest = token_logprobs(logits, [], tokens, num_top=num_top, raw=True)
             for token, logprob, others in zip(tokens.tolist(), own.tolist(), likeliest, strict=True):
                 tops.append({token: logprob} | others)
         return tops
@@ -235,16 +233,16 @@ class TransformersEngine:
         return Sequence(
             request=request,
             uniform=uniforms(request.seed, index, request.max_tokens),
-            ends=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
-            written=self._written(request) if request.stop or is_streamed else None,
+            end_ids=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
+            detokenizer=self._detokenizer(request) if request.stop or is_streamed else None,
             policy_versions=[policy_version],
         )
 
-    def _written(self, request: Request) -> Written:
-        return Written(self.text, request.stop, request.prompt_ids)
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.tokenizer, request.stop, request.prompt_ids)
 
     def _sample(self, rows: list[Row], hidden_B: Tensor) -> None:
-        """The next token of each sequence, read off its row's last hidden state; finished ones get none."""
+        """Append the next token to each unfinished sequence, sampled from its row's last hidden state."""
         sequences = [s for row in rows for s in row]
         uniform = [s.uniform[min(len(s.token_ids), len(s.uniform) - 1)] for s in sequences]
         params = [s.request.sampling for s in sequences]
@@ -254,7 +252,7 @@ class TransformersEngine:
         tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
         num_top = max(s.request.num_top for s in sequences)
         if num_top or self._reports_raw:
-            logprobs_S, tops = report(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
+            logprobs_S, tops = token_logprobs(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
             _note_tops(sequences, tops)
         for s, token, logprob in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
             if s.finish_reason is None:
@@ -264,29 +262,29 @@ class TransformersEngine:
                     self._finish(s, reason)
 
     def _finished(self, s: Sequence, token: int) -> str | None:
-        if token in s.ends:
-            return "stop"  # its own text is not told
-        if s.written is not None and s.written.add(token):
+        if token in s.end_ids:
+            return "stop"  # the token itself is not part of the text
+        if s.detokenizer is not None and s.detokenizer.add(token):
             return "stop"
         return "length" if len(s.token_ids) >= s.request.max_tokens else None
 
     def _finish(self, s: Sequence, reason: str) -> None:
-        if s.written is None:
-            told = s.token_ids[:-1] if reason == "stop" else s.token_ids
-            s.text = self.text.decode_after(s.request.prompt_ids, told)
+        if s.detokenizer is None:
+            visible_ids = s.token_ids[:-1] if reason == "stop" else s.token_ids
+            s.text = self.tokenizer.decode_after(s.request.prompt_ids, visible_ids)
         else:
-            s.written.finish()
-            s.text = s.written.text
+            s.detokenizer.finish()
+            s.text = s.detokenizer.text
         s.finish_reason = reason
 
     @torch.inference_mode()
     def _own_logits(self) -> Tensor:
-        """What the model's own, untouched code makes of a short text."""
+        """Logits of the model's own code for a short prompt, before its attention is replaced."""
         return self.model(torch.tensor([PROBE], device=self.device)).logits[0, -1].float()
 
     @torch.inference_mode()
     def _check_against(self, expected: Tensor) -> None:
-        """Refuse a model whose attention or output does something that this engine does not know of."""
+        """Refuse a model whose attention or output layer does something that this engine does not implement."""
         ours = self.model.get_output_embeddings()(self._prefill([PROBE]))[0].float()
         difference = (torch.log_softmax(ours, -1) - torch.log_softmax(expected, -1)).abs().max().item()
         if difference > PROBE_TOLERANCE[self.model.dtype]:
@@ -294,18 +292,18 @@ class TransformersEngine:
                 f"this engine computes other logits than {self.folder.name}'s own code (by {difference:.2g})",
                 fix="its architecture needs another engine",
             )
-        self.drop_all()
+        self.clear()
 
     def _begin(self, prompts: list[list[int]], copies: list[int]) -> None:
-        """Give prompt i `copies[i]` rows behind those that are there, each ready for its next token."""
+        """Prefill the prompts, and append `copies[i]` rows for prompt i."""
         for first, last in _parts(prompts):
             hidden = self._prefill(prompts[first:last])
-            self._cache.adopt(copies[first:last])
+            self._cache.add_rows(copies[first:last])
             begun = hidden.repeat_interleave(torch.tensor(copies[first:last], device=self.device), 0)
             self._next_hidden = torch.cat([self._next_hidden, begun]) if self._rows or first else begun
 
     def _prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Forward the prompts, what they begin with in common only once; the last hidden state of each."""
+        """The last hidden state of each prompt; a common prefix is computed once."""
         shared = common_prefix(prompts) if len(prompts) > 1 else 0
         shared = min(shared, min(map(len, prompts)) - 1)  # every prompt needs a last token of its own
         self._cache.begin_prefill()
@@ -324,13 +322,13 @@ class TransformersEngine:
         return torch.arange(start, end, device=self.device)[None]
 
     def _compact(self) -> None:
-        """Drop rows of which every sequence is finished."""
+        """Drop rows whose sequences are all finished."""
         rows = [_unfinished(row) for row in self._rows]
         kept = [place for place, row in enumerate(rows) if row]
         if len(kept) < len(rows):
             index = torch.tensor(kept, dtype=torch.long, device=self.device)
             self._next_hidden = self._next_hidden[index]
-            self._cache.keep(index)
+            self._cache.keep_rows(index)
         self._rows = [rows[place] for place in kept]
 
 
@@ -339,7 +337,7 @@ def _unfinished(row: Row) -> Row:
 
 
 def _by_last_token(row: Row) -> dict[int, Row]:
-    """The unfinished sequences of a row by the token that each got last."""
+    """The unfinished sequences of a row, by their last token."""
     by_token: dict[int, Row] = {}
     for s in _unfinished(row):
         by_token.setdefault(s.token_ids[-1], []).append(s)
@@ -347,18 +345,18 @@ def _by_last_token(row: Row) -> dict[int, Row]:
 
 
 def load_model(folder: Path, dtype: Any, options: Mapping[str, Any]) -> Any:
-    """The model in `folder`; one that needs attention we do not have is refused. `options`: of sync/quantization.py."""
-    transformers_logging.disable_progress_bar()  # a log is no place for one
+    """Load the model in `folder`; refuses sliding-window attention. `options`: see sync/quantization.py."""
+    transformers_logging.disable_progress_bar()  # it would clutter the log
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             raise ModelError(f"{folder.name} uses sliding-window attention, which this engine does not do yet")
         model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    except Exception as error:  # of many kinds; all but a lack of memory mean: these files are no such model
+    except Exception as error:  # of many types; except for out-of-memory, they mean that the files are invalid
         if isinstance(error, ModelError) or is_out_of_memory(repr(error)):
             raise
         raise ModelError(f"{folder} cannot be loaded: {repr(error)[:500]}", fix=REFETCH_FIX) from None
-    if missing := sorted(loading["missing_keys"]):  # transformers would serve random numbers in their place
+    if missing := sorted(loading["missing_keys"]):  # transformers would initialize them randomly
         raise ModelError(f"{folder} has no {missing[0]} ({len(missing)} weights are missing)", fix=REFETCH_FIX)
     return model
 
@@ -376,7 +374,7 @@ def _eos_ids(model: Any) -> frozenset[int]:
 
 
 def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """Split prompts into runs (first, last) that one forward can take: their number times the longest is bounded."""
+    """Split prompts into ranges (first, last) of at most PREFILL_TOKENS padded tokens."""
     first, longest = 0, 0
     for place, prompt in enumerate(prompts):
         longest = max(longest, len(prompt))

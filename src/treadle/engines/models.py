@@ -20,12 +20,12 @@ from treadle.engines.model_folder import check_model_folder, missing_weights, re
 from treadle.errors import ModelError, TreadleError, as_user_error
 from treadle.sync.model_identity import find_model, is_path
 
-# Weights come as safetensors only: every other format can run code when it is opened.
+# Only safetensors weights are downloaded: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 
 
 def resolve_model(name: str) -> Path:
-    """The local folder of a model: the built-in default, a folder, or a Hugging Face id (fetched when needed)."""
+    """The local folder of a model: the built-in default, a folder, or a Hugging Face id (downloaded when needed)."""
     if name == DEFAULT_MODEL:
         folder = prepare_default_model()
         try:
@@ -34,19 +34,19 @@ def resolve_model(name: str) -> Path:
             raise ModelError(error.message, fix=f"delete {folder}: it is made again") from None
         return folder
     folder = Path(os.path.expanduser(name))  # leaves ~user where there is no such user
-    if not os.path.isdir(folder):  # also where its name is too long
+    if not os.path.isdir(folder):  # False also for a name that is too long
         folder = _fetch(name)
     check_model_folder(folder)
     return folder.resolve()
 
 
 def _fetch(name: str) -> Path:
-    find_model(name)  # refuses a path that is not there
+    find_model(name)  # refuses a path that does not exist
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=FETCHED))
-    except Exception as error:  # the hub client's errors have no common base; all mean: no model
+    except Exception as error:  # errors of huggingface_hub have no common base class; all mean that there is no model
         kind = type(error).__name__
         raise ModelError(
             f"there is no folder '{name}', and it could not be fetched from the model hub ({kind})",
@@ -55,7 +55,7 @@ def _fetch(name: str) -> Path:
 
 
 def main(name: str, verb: str = "run", *typed: str) -> int:
-    """`verb`: the command that the user called; error messages name its flags, as they were `typed`."""
+    """Print the folder of the model `name`. `verb` is the user's command; error messages name its flags as `typed`."""
     failure: TreadleError
     try:
         print(resolve_model(name))
@@ -72,7 +72,7 @@ def main(name: str, verb: str = "run", *typed: str) -> int:
 
 
 def inspect_model(name: str) -> dict[str, Any]:
-    """Where it lies on this disk, if it does, and what is wrong with it."""
+    """Where a model is on this disk, if it is, and what is wrong with it."""
     place = Path(os.path.expanduser(name))
     if name == DEFAULT_MODEL:
         kind = "built-in"
@@ -96,7 +96,7 @@ def inspect_model(name: str) -> dict[str, Any]:
 
 
 def _cached(name: str) -> Path | None:
-    with contextlib.suppress(Exception):  # the hub client's errors have no common base; all mean: it is not here
+    with contextlib.suppress(Exception):  # errors of huggingface_hub have no common base class; all mean: not cached
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=FETCHED, local_files_only=True))
@@ -104,7 +104,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _missing_files(folder: Path) -> list[str]:
-    """Parts that the index of the weights names, and a tokenizer: what a download that broke off has left out."""
+    """Weight files named by the index, and a tokenizer, that an interrupted download did not fetch."""
     missing = missing_weights(folder)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     return missing if has_tokenizer else [*missing, "tokenizer.json"]

@@ -1,4 +1,4 @@
-"""Requests that wait to be generated: first come, first served, and the requests of a wave side by side."""
+"""Queue requests for generation: first come, first served, with the requests of a wave admitted together."""
 
 from __future__ import annotations
 
@@ -9,95 +9,97 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from treadle.engines.interface import Delta, Generation, Request
+from treadle.engines.interface import CompletionDelta, GenerationResult, Request
 from treadle.engines.model_runner import Sequence
 from treadle.errors import EngineError
 from treadle.log import get_logger
 from treadle.wire.generate import Wave
 
 log = get_logger("engine")
-WAVE_PATIENCE_S = 10.0  # a wave whose last requests do not come is generated without them
-MOST_PARTIAL_WAVES = 1024  # that are remembered; of those that never become complete, the oldest are forgotten
+WAVE_TIMEOUT_S = 10.0  # an incomplete wave is generated without its missing requests after this time
+MAX_PARTIAL_WAVES = 1024  # partially admitted waves that are tracked; the oldest are dropped
 
-Tell = Callable[[list[Delta]], None]
+OnDeltas = Callable[[list[CompletionDelta]], None]
 
 
 @dataclass(eq=False)
-class Job:
-    """A request on its way to an answer."""
+class QueuedRequest:
+    """A request that waits or runs, and its result."""
 
     request: Request
-    tell: Tell | None  # takes what is new, after every token, when the answer is streamed
+    on_deltas: OnDeltas | None  # called after every token of a streamed request
     submitted: float = field(default_factory=time.monotonic)
-    future: Future[Generation] = field(default_factory=Future)
+    future: Future[GenerationResult] = field(default_factory=Future)
     sequences: list[Sequence] = field(default_factory=list)
-    num_told: list[int] = field(default_factory=list)
+    num_sent: list[int] = field(default_factory=list)
     prompt_tops: list[dict[int, float]] | None = None
     admitted: float = 0.0
-    adapter: str | None = None  # fixed when it is admitted, as is the version that it begins with
+    adapter: str | None = None  # set at admission, like policy_version
     policy_version: int = 0
 
     @property
-    def takes_no_row(self) -> bool:
-        """One token, off the prompt's last state: it joins no batch."""
+    def is_single_token(self) -> bool:
+        """Whether the prefill alone answers it, so that it takes no row of the batch."""
         return self.request.max_tokens == 1 and self.request.wave is None
 
     @property
     def is_done(self) -> bool:
         return all(s.finish_reason for s in self.sequences)
 
-    def news(self) -> list[Delta]:
-        """What was sampled since the last call. A sequence that ended has been told when its end has."""
-        return [self._delta(index, s) for index, s in enumerate(self.sequences) if self._has_news(index, s)]
+    def take_deltas(self) -> list[CompletionDelta]:
+        """What was sampled since the last call, the end of a sequence included."""
+        return [self._delta(index, s) for index, s in enumerate(self.sequences) if self._has_new(index, s)]
 
     def fail(self, error: EngineError) -> None:
         with contextlib.suppress(InvalidStateError):  # its client has left
             self.future.set_exception(error)
 
-    def _has_news(self, index: int, s: Sequence) -> bool:
-        return len(s.token_ids) + (s.finish_reason is not None) > self.num_told[index]
+    def _has_new(self, index: int, s: Sequence) -> bool:
+        return len(s.token_ids) + (s.finish_reason is not None) > self.num_sent[index]
 
-    def _delta(self, index: int, s: Sequence) -> Delta:
-        start = self.num_told[index]
-        self.num_told[index] = len(s.token_ids) + (s.finish_reason is not None)
-        return Delta(
+    def _delta(self, index: int, s: Sequence) -> CompletionDelta:
+        start = self.num_sent[index]
+        self.num_sent[index] = len(s.token_ids) + (s.finish_reason is not None)
+        return CompletionDelta(
             index=index,
             token_ids=s.token_ids[start:],
             logprobs=s.logprobs[start:],
             tops=s.tops[start:],
-            text=s.written.news(is_finished=s.finish_reason is not None) if s.written else "",
+            text=s.detokenizer.take_new_text(is_finished=s.finish_reason is not None) if s.detokenizer else "",
             finish_reason=s.finish_reason,
             policy_version=s.policy_versions[-1],
         )
 
 
-class WaitingLine:
-    """Belongs to the scheduler, which locks it."""
+class RequestQueue:
+    """Not thread-safe: the scheduler's lock protects it."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
-        self._admitted_of_wave: dict[str, int] = {}  # waves of which a part is admitted already
+        self._jobs: list[QueuedRequest] = []
+        self._admitted_of_wave: dict[str, int] = {}  # number of admitted requests of partially admitted waves
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def append(self, job: Job) -> None:
+    def append(self, job: QueuedRequest) -> None:
         self._drop_replaced(job)
         self._jobs.append(job)
 
-    def drop(self, is_unwanted: Callable[[Job], bool]) -> list[Job]:
-        """Remove these; returns them."""
+    def drop(self, is_unwanted: Callable[[QueuedRequest], bool]) -> list[QueuedRequest]:
+        """Remove and return these requests."""
         dropped = [job for job in self._jobs if is_unwanted(job)]
         if dropped:
             self._jobs = [job for job in self._jobs if job not in dropped]
         return dropped
 
-    def take(self, room: int, may_join: Callable[[Job, list[Job]], bool]) -> list[Job]:
-        """The next jobs with together at most `room` completions; within a wave by index, so that arrival order does
-        not decide the batch. The first that may not join those before it ends the search: nobody is overtaken.
+    def take(self, room: int, may_join: Callable[[QueuedRequest, list[QueuedRequest]], bool]) -> list[QueuedRequest]:
+        """Take the next requests with at most `room` completions in total.
+
+        Requests of a wave are ordered by index, so that arrival order does not change the batch. The first request
+        that may not join those before it ends the search: none is overtaken.
         """
-        # Those that need no room wait for none: a trainer's canary must not stand behind hundreds of rollouts.
-        chosen = [job for job in self._jobs if job.takes_no_row and may_join(job, [])]
+        # Single-token requests need no row and wait for none: a trainer's canary must not queue behind rollouts.
+        chosen = [job for job in self._jobs if job.is_single_token and may_join(job, [])]
         if chosen:
             chosen = [job for job in chosen if may_join(job, chosen[:1])]
         present = Counter(job.request.wave.id for job in self._jobs if job.request.wave is not None)
@@ -115,31 +117,31 @@ class WaitingLine:
             self._count(job.request.wave)
         return chosen
 
-    def _in_order(self) -> list[Job]:
+    def _in_order(self) -> list[QueuedRequest]:
         arrival: dict[str, float] = {}
         for job in self._jobs:
             if job.request.wave is not None:
                 arrival.setdefault(job.request.wave.id, job.submitted)
 
-        def order(job: Job) -> tuple[float, int]:
+        def order(job: QueuedRequest) -> tuple[float, int]:
             wave = job.request.wave
             return (arrival[wave.id], wave.index) if wave else (job.submitted, 0)
 
         return sorted(self._jobs, key=order)
 
-    def _is_complete(self, job: Job, wave: Wave, present: Counter[str]) -> bool:
-        """Whether all of its wave are here, or have been waited for long enough."""
+    def _is_complete(self, job: QueuedRequest, wave: Wave, present: Counter[str]) -> bool:
+        """Whether all requests of the wave have arrived, or the wait for them timed out."""
         if present[wave.id] + self._admitted_of_wave.get(wave.id, 0) >= wave.size:
             return True
-        if time.monotonic() - job.submitted < WAVE_PATIENCE_S:
+        if time.monotonic() - job.submitted < WAVE_TIMEOUT_S:
             return False
         log.warning("wave_incomplete", wave=wave.id, present=present[wave.id], size=wave.size)
         return True
 
-    def _drop_replaced(self, job: Job) -> None:
-        """A client that was killed and came back asks for the same place in the same wave: the old request is dead."""
-        place = _place(job)
-        for old in self.drop(lambda other: _place(other) == place) if place else []:
+    def _drop_replaced(self, job: QueuedRequest) -> None:
+        """Drop an older request for the same index of the same wave: its client was killed and restarted."""
+        slot = _wave_slot(job)
+        for old in self.drop(lambda other: _wave_slot(other) == slot) if slot else []:
             old.fail(EngineError("replaced by a newer request of the same wave"))
 
     def _count(self, wave: Wave | None) -> None:
@@ -148,10 +150,10 @@ class WaitingLine:
         count = self._admitted_of_wave.pop(wave.id, 0) + 1
         if count < wave.size:
             self._admitted_of_wave[wave.id] = count
-        while len(self._admitted_of_wave) > MOST_PARTIAL_WAVES:
+        while len(self._admitted_of_wave) > MAX_PARTIAL_WAVES:
             del self._admitted_of_wave[next(iter(self._admitted_of_wave))]
 
 
-def _place(job: Job) -> tuple[str, int] | None:
+def _wave_slot(job: QueuedRequest) -> tuple[str, int] | None:
     wave = job.request.wave
     return (wave.id, wave.index) if wave else None

@@ -1,7 +1,7 @@
-"""Choosing tokens: a distribution per row, and one uniform number per row that picks from it.
+"""Sample tokens by inverse CDF: one distribution and one uniform number per row.
 
-Sampling by inverse CDF from numbers that belong to the sequence (not to the batch) makes a seed's tokens independent
-of what else is being generated.
+The uniform numbers belong to the sequence, not to the batch, so the tokens of a seed do not depend on which other
+requests run at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 256  # the vocabulary is searched block by block: a running sum over 50,000 entries a row is ten times slower
+BLOCK = 256  # the vocabulary is searched in blocks: a cumulative sum over 50,000 entries per row is ten times slower
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SamplingParams:
 
 
 def uniforms(seed: int | None, sequence: int, count: int) -> np.ndarray:
-    """The numbers that sample one sequence, from a counter-based generator keyed by (seed, sequence).
+    """The uniform numbers of one sequence, from a counter-based generator keyed by (seed, sequence).
 
     >>> bool((uniforms(7, 0, 4) == uniforms(7, 0, 8)[:4]).all())
     True
@@ -39,9 +39,9 @@ def uniforms(seed: int | None, sequence: int, count: int) -> np.ndarray:
 
 
 def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids and their logprobs under the distribution that was sampled from.
+    """Sample token ids; returns them with their logprobs under the distribution they were sampled from.
 
-    Temperature 0 takes the likeliest token and reports its logprob at temperature 1.
+    Temperature 0 takes the most likely token and reports its logprob at temperature 1.
     """
     logits_BV = _processed(logits_BV, params)
     highest_B, likeliest_B = logits_BV.max(-1)
@@ -53,13 +53,13 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor) -
     return tokens_B, logprobs_B
 
 
-def report(
+def token_logprobs(
     logits_BV: Tensor, params: list[SamplingParams], tokens_B: Tensor, *, num_top: int, raw: bool
 ) -> tuple[Tensor, list[dict[int, float]]]:
-    """The tokens' logprobs, and per row {token id: logprob} of the likeliest tokens, the likeliest first; tokens that
-    truncation rules out are left out. What is wanted only now and then.
+    """Logprobs of `tokens_B`, and per row {token id: logprob} of the top tokens, most likely first.
 
-    Of the distribution that was sampled from, or, `raw`, of the model's own at temperature 1.
+    Under the distribution that was sampled from (tokens removed by truncation are omitted), or, with `raw`, under the
+    model's own at temperature 1.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float() if raw else _processed(logits_BV, params), -1)
     top_BK = logprobs_BV.topk(min(num_top, logprobs_BV.shape[-1]), -1)
@@ -71,7 +71,7 @@ def report(
 
 
 def _processed(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The logits that are sampled from: divided by the temperature, and -inf where truncation rules a token out."""
+    """Logits divided by the temperature, and -inf where truncation removes a token."""
     logits_BV = logits_BV.float()
     temperature_B = torch.tensor([p.temperature or 1.0 for p in params], device=logits_BV.device)
     if not bool((temperature_B == 1.0).all()):
@@ -80,7 +80,7 @@ def _processed(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the first token at which the running sum of weights passes uniform * total; and the total."""
+    """For each row, the first token at which the cumulative sum of weights exceeds uniform * total; and the total."""
     num_rows, num_tokens = weights_BV.shape
     if num_tokens % BLOCK:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, BLOCK - num_tokens % BLOCK))
@@ -94,14 +94,14 @@ def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]
     rest_B = target_B - (running[rows, block_B] - block_sums[rows, block_B])
     chosen = blocks[rows, block_B]
     place_B = (chosen.double().cumsum(-1) <= rest_B[:, None]).sum(-1).clamp_(max=BLOCK - 1)
-    # Rounding can end on a token of weight zero (a truncated one, or padding): its block's likeliest stands in.
+    # Rounding can select a token of weight zero (truncated, or padding): use the block's most likely one instead.
     impossible_B = chosen[rows, place_B] == 0
     place_B = torch.where(impossible_B, chosen.argmax(-1), place_B)
     return block_B * BLOCK + place_B, total_B.float()
 
 
 def _truncate(logits_BV: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set the logits that top-k, top-p and min-p rule out to -inf, row by row."""
+    """Set the logits that top-k, top-p and min-p remove to -inf, row by row."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):
         if not p.truncates:

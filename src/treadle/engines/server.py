@@ -16,9 +16,9 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
-from treadle.engines.adapter_settings import base_of, read_adapter_settings
-from treadle.engines.api.app import access_of, app_of
-from treadle.engines.interface import Engine, EngineState
+from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
+from treadle.engines.api.app import create_app, engine_access
+from treadle.engines.interface import EngineStatus, InferenceEngine
 from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
@@ -33,43 +33,43 @@ from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About, Watchdog
 from treadle.wire.hub import GENERATED_TOKENS, WorkReport
 
-MAX_CONNECTIONS = 20_000  # a wave is generated when all of its requests are here, so they must all find room
-LOOK_S = 2.0
+MAX_CONNECTIONS = 20_000  # a wave starts when all of its requests have arrived, so all must get a connection
+POLL_S = 2.0
 RESTART_GRACE_S = 20.0
-LONG_LOAD_S = 300.0
+MAX_LOAD_S = 300.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there are private to their owner
-# A thread that reads or writes files waits this long for each turn beside a busy event loop. With Python's own 5 ms, an
-# adapter of 120 tensors took seconds to look at.
-THREADS_TURN_S = 0.0005
-ADAPTER_VERSION = 1  # policy version of an adapter given by --model; 0: the model's own weights, where a run can begin
-NO_ROOM_FIX = (
+# GIL switch interval: how long a thread waits each time for a busy event loop. With Python's default of 5 ms, reading
+# an adapter of 120 tensors took seconds.
+SWITCH_INTERVAL_S = 0.0005
+ADAPTER_VERSION = 1  # policy version of an adapter given by --model; 0, where a run begins, is the base model
+OUT_OF_MEMORY_FIX = (
     "lower --max-num-seqs or --max-model-len, or stop what else uses the memory; `treadle plan` says what fits"
 )
 log = get_logger("engine")
 
 
-class EngineEye:
-    """`eye.see(await engine.state())`, every few seconds; the watchdog does the rest."""
+class EngineMonitor:
+    """Turns a regularly polled EngineStatus into waits that the watchdog reports: a stalled or a held engine."""
 
     def __init__(self, waits: Waits, patience_s: float) -> None:
         self._waits = waits
         self._patience_s = patience_s
-        self._state: EngineState | None = None
-        self._loading: WorkReport | None = None  # how far it has come, where that is known
+        self._state: EngineStatus | None = None
+        self._loading: WorkReport | None = None  # progress of loading, if known
         self._hold: Wait | None = None
         self._generation: Wait | None = None
 
-    def loads(self, what: str, done: int, total: int) -> None:
-        """Called before the first state."""
+    def on_load_progress(self, what: str, done: int, total: int) -> None:
+        """Report progress of loading, before the first `update`."""
         self._loading = WorkReport(what=what, done=done, total=total)
 
-    def see(self, state: EngineState) -> None:
+    def update(self, state: EngineStatus) -> None:
         before, self._state = self._state, state
-        requests = f"{state.num_running} requests that run and {state.num_waiting} that wait"
-        self._hold = self._follow(
+        requests = f"{state.num_running} running and {state.num_waiting} waiting requests"
+        self._hold = self._track(
             self._hold,
             Wanted(
-                f"the trainer to let it go: it is held to change version {state.policy_version}",
+                f"the trainer to release it: it is held to replace version {state.policy_version}",
                 of="trainer",
                 holding=requests,
                 deadline_s=self._patience_s,
@@ -86,23 +86,23 @@ class EngineEye:
         answer = Wanted(
             "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
         )
-        self._generation = self._follow(self._generation, answer if generates else None)
+        self._generation = self._track(self._generation, answer if generates else None)
 
     def about(self) -> About:
         state = self._state
         if state is None:
             return About(state="loading", work=self._loading)
         if state.is_held:
-            told = "held"
+            description = "held"
         elif state.num_running:
-            told = f"generating {state.num_running}, {state.num_waiting} waiting"
+            description = f"generating {state.num_running}, {state.num_waiting} waiting"
         else:
-            told = "idle"
+            description = "idle"
         counts = {"moves": float(state.num_moves), GENERATED_TOKENS: float(state.generated_tokens)}
-        return About(state=told, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
+        return About(state=description, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
 
-    def _follow(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:
-        """Begin a wait when there is something to wait for, end it when there is not; one that lasts stays as it is."""
+    def _track(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:
+        """Begin a wait when something is wanted, end it when nothing is; a wait that continues is kept."""
         if wanted is None and wait is not None:
             self._waits.end(wait, was_met=True)
             return None
@@ -110,27 +110,32 @@ class EngineEye:
 
 
 def run_engine(config: EngineConfig) -> None:
-    sys.setswitchinterval(THREADS_TURN_S)
-    config = share_if_switched_on(config, os.environ)
-    access = access_of(config, os.environ)
-    listener = take_port(config.host, config.port)  # before the slow part: a port in use is known at once
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    config = apply_shared_weights_switch(config, os.environ)
+    access = engine_access(config, os.environ)
+    listener = take_port(config.host, config.port)  # before loading: a port in use is reported at once
     waits = Waits()
-    eye = EngineEye(waits, config.patience_s)
+    monitor = EngineMonitor(waits, config.patience_s)
     with (
         closing(listener),
         contextlib.nullcontext() if config.weights_file is None else claimed(config.weights_file),
-        Watchdog("engine", "engine", waits, config.hub_url, eye.about) as watchdog,
+        Watchdog("engine", "engine", waits, config.hub_url, monitor.about) as watchdog,
     ):
-        _serve(config, access, listener, waits, eye, watchdog)
+        _serve(config, access, listener, waits, monitor, watchdog)
 
 
 def _serve(
-    config: EngineConfig, access: Access, listener: socket.socket, waits: Waits, eye: EngineEye, watchdog: Watchdog
+    config: EngineConfig,
+    access: Access,
+    listener: socket.socket,
+    waits: Waits,
+    monitor: EngineMonitor,
+    watchdog: Watchdog,
 ) -> None:
     started = time.monotonic()
-    config, adapter = base_and_adapter(config)
-    with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=LONG_LOAD_S)):
-        engine = start_engine(config, resolve_model(config.model), eye.loads)
+    config, adapter = split_adapter(config)
+    with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=MAX_LOAD_S)):
+        engine = start_engine(config, resolve_model(config.model), monitor.on_load_progress)
     facts = engine.facts
     log.info(
         "loaded",
@@ -141,35 +146,35 @@ def _serve(
         seconds=time.monotonic() - started,
     )
     log.info("listening", host=config.host, port=config.port)
-    life = EngineLife(engine, eye, watchdog, adapter)
+    lifespan = EngineLifespan(engine, monitor, watchdog, adapter)
     file = config.weights_file
-    bridge_file = None if file is None else bridge_file_path(file, os.environ, Path.cwd())
-    app = app_of(engine, config, access, life=life, bridge_file=bridge_file)
+    bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
+    app = create_app(engine, config, access, lifespan=lifespan, bridge_file=bridge_file)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
-    serve_until_stopped(app, listener, on_stop=life.end, limits=limits)
-    if life.refusal is not None:
-        raise life.refusal
-    if life.failure is not None:
-        fix = NO_ROOM_FIX if is_out_of_memory(life.failure) else "the traceback is above"
-        raise EngineError(f"generation failed ({life.failure})", fix=fix)
+    serve_until_stopped(app, listener, on_stop=lifespan.end, limits=limits)
+    if lifespan.adapter_error is not None:
+        raise lifespan.adapter_error
+    if lifespan.failure is not None:
+        fix = OUT_OF_MEMORY_FIX if is_out_of_memory(lifespan.failure) else "the traceback is above"
+        raise EngineError(f"generation failed ({lifespan.failure})", fix=fix)
 
 
-def share_if_switched_on(config: EngineConfig, env: Mapping[str, str]) -> EngineConfig:
-    """VLLM_ENABLE_SHARED_WEIGHTS=1 is --weights-file with a file of its own, in memory where it has files."""
+def apply_shared_weights_switch(config: EngineConfig, env: Mapping[str, str]) -> EngineConfig:
+    """VLLM_ENABLE_SHARED_WEIGHTS=1 means --weights-file with a generated path, in /dev/shm if it exists."""
     if config.weights_file is not None or not is_switched_on(env):
         return config
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return config.model_copy(update={"weights_file": folder / f"treadle-engine-{os.getpid()}.weights"})
 
 
-def base_and_adapter(config: EngineConfig) -> tuple[EngineConfig, Path | None]:
-    """The settings of the model to load, and the adapter to serve it with where --model names an adapter's folder."""
+def split_adapter(config: EngineConfig) -> tuple[EngineConfig, Path | None]:
+    """If --model is an adapter's folder: settings with its base model, and the adapter; else the settings and None."""
     folder = Path(os.path.expanduser(config.model))
     if not is_adapter(folder):
         return config, None
     settings = read_adapter_settings(folder)
     served = {
-        "model": base_of(folder, settings),
+        "model": base_model_name(folder, settings),
         "served_model_name": config.served_model_name or config.model,
         "enable_lora": True,
         "max_lora_rank": max(config.max_lora_rank, settings.rank),
@@ -177,53 +182,53 @@ def base_and_adapter(config: EngineConfig) -> tuple[EngineConfig, Path | None]:
     return config.model_copy(update=served), folder.resolve()
 
 
-def start_engine(config: EngineConfig, folder: Path, tell: Callable[[str, int, int], None]) -> Engine:
-    """The engine that the settings name; `auto` takes vLLM where it is installed.
+def start_engine(config: EngineConfig, folder: Path, on_progress: Callable[[str, int, int], None]) -> InferenceEngine:
+    """Start the configured engine; `auto` is vLLM if it is installed.
 
-    `tell` hears how far it has come, where that is known: what it does, how many are done, of how many.
+    `on_progress(what, done, total)` reports progress of loading, where it is known.
     """
     if has_vllm(config):
         from treadle.engines.vllm.start import start_vllm
 
-        return start_vllm(config, folder, tell)
+        return start_vllm(config, folder, on_progress)
     require("train", "torch", "transformers")
-    from treadle.engines.transformers_engine import TransformersServer
+    from treadle.engines.transformers_engine import TransformersEngine
     from treadle.sync.loading import telling_of_weights
 
-    with report_loading(tell):
-        return TransformersServer(config, folder, on_failure=_end_process)
+    with telling_of_weights(on_progress):
+        return TransformersEngine(config, folder, on_failure=_terminate_self)
 
 
-def _end_process() -> None:
+def _terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class EngineLife:
-    """From the first request to the last: watches the engine, and closes it once, however often it is told to.
+class EngineLifespan:
+    """ASGI lifespan: polls the engine while the application serves, and closes it once.
 
-    An engine that stays dead ends the process. Whoever started it sees that at once; a surface that goes on answering
-    503 is noticed by nobody. The time until then is for POST /bridge/restart.
+    If the engine has failed and does not recover within `grace_s`, the process ends: its parent notices that at once,
+    while an API that answers 503 may go unnoticed. The grace period is for POST /bridge/restart.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        eye: EngineEye,
+        engine: InferenceEngine,
+        monitor: EngineMonitor,
         watchdog: Watchdog,
         adapter: Path | None = None,
         *,
         grace_s: float = RESTART_GRACE_S,
-        on_death: Callable[[], None] = _end_process,
+        on_death: Callable[[], None] = _terminate_self,
     ) -> None:
         self._engine = engine
-        self._eye = eye
+        self._monitor = monitor
         self._watchdog = watchdog
-        self._adapter = adapter  # to serve with from the first request on
+        self._adapter = adapter  # loaded before the first request
         self._grace_s = grace_s
         self._on_death = on_death
         self._closing: asyncio.Task[None] | None = None
         self.failure: str | None = None
-        self.refusal: TreadleError | None = None  # of the adapter
+        self.adapter_error: TreadleError | None = None
 
     @contextlib.asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
@@ -234,7 +239,7 @@ class EngineLife:
                 await self._engine.load_adapter(self._adapter.name, self._adapter, ADAPTER_VERSION)
             yield
         except TreadleError as error:
-            self.refusal = error
+            self.adapter_error = error
             raise
         finally:
             watching.cancel()
@@ -249,12 +254,12 @@ class EngineLife:
     async def _watch(self) -> None:
         failed_since: float | None = None
         while failed_since is None or time.monotonic() - failed_since < self._grace_s:
-            await asyncio.sleep(LOOK_S)
-            state = await self._engine.state()
-            self._eye.see(state)
+            await asyncio.sleep(POLL_S)
+            state = await self._engine.status()
+            self._monitor.update(state)
             failed_since = (failed_since or time.monotonic()) if state.failure is not None else None
         self._on_death()
 
     async def _close(self) -> None:
-        self.failure = (await self._engine.state()).failure
+        self.failure = (await self._engine.status()).failure
         await self._engine.close()

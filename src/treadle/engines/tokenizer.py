@@ -1,4 +1,4 @@
-"""A model's text: its tokenizer and chat template, and completions as text while they grow."""
+"""Tokenize prompts and chats with a model's own tokenizer and template, and detokenize completions as they grow."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from treadle.engines.model_folder import REFETCH_FIX
 from treadle.errors import ModelError, RequestError
 from treadle.tokenizer_file import encode, load_tokenizer, prepare_tokenizer
 
-NUMS_BEFORE = 4, 16  # tokens that a tokenizer may look back at; more where so few begin in the middle of a character
-# Names in chat_template_kwargs that are no variables of a template, or that have a field of their own in a request.
+CONTEXT_SIZES = 4, 16  # preceding tokens to decode with; the larger one if the smaller starts inside a character
+# Names not allowed in chat_template_kwargs: they are no template variables, or have a request field of their own.
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
 )
-UNFINISHED = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
+INCOMPLETE_CHAR = "\ufffd"  # how a decoder renders a character whose last bytes are missing
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Not where a trainer saved weights alone."""
+    """False for a folder to which a trainer saved only weights."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-class Text:
-    """`Text.load(folder).encode("Say 7")` -> token ids."""
+class ModelTokenizer:
+    """`ModelTokenizer.load(folder).encode("Say 7")` -> token ids."""
 
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self._tokenizer = tokenizer
         self._folder = folder
 
     @classmethod
-    def load(cls, folder: Path) -> Text:
+    def load(cls, folder: Path) -> ModelTokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             return cls(prepare_tokenizer(_pretrained(folder).backend_tokenizer, folder), folder)
@@ -46,30 +46,32 @@ class Text:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """As it reads after those tokens."""
-        context, read = self.context(before)
-        whole = self.decode([*context, *token_ids])
-        return whole[len(read) :] if whole.startswith(read) else self.decode(token_ids)
+        """The text of `token_ids` when they follow `before`."""
+        context, prefix = self.context(before)
+        text = self.decode([*context, *token_ids])
+        return text[len(prefix) :] if text.startswith(prefix) else self.decode(token_ids)
 
     def context(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """The last of the tokens that went before, and their text: some tokenizers write the space in front of a word
-        only if another word went before it. None, where they end in the middle of a character."""
-        for number in NUMS_BEFORE:
-            last = list(before[-number:])
-            read = self.decode(last)
-            if not read.endswith(UNFINISHED):
-                return last, read
+        """The last tokens of `before`, and their text; empty if they end inside a character.
+
+        Some tokenizers write the space before a word only if another word precedes it.
+        """
+        for size in CONTEXT_SIZES:
+            last = list(before[-size:])
+            text = self.decode(last)
+            if not text.endswith(INCOMPLETE_CHAR):
+                return last, text
         return [], ""
 
     def token(self, token_id: int) -> str:
-        """One token by itself, special ones too: for answers that list tokens as text."""
+        """The text of one token by itself, special tokens included."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def chat_template(
@@ -80,7 +82,7 @@ class Text:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """The model's own chat template, and the values with which it writes a conversation (chat_template.py)."""
+        """The model's chat template, and the variables to render it with (chat_template.py)."""
         templates, special_tokens = self._chat
         source = templates.get("tool_use") if tools else None
         source = source or templates.get("default")
@@ -99,7 +101,7 @@ class Text:
         return source, {**special_tokens, "documents": None, **(options or {}), **own}
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what a chat template wrote, its special tokens included."""
+        """Token ids of a rendered chat template, which contains its special tokens already."""
         return encode(self._tokenizer, text, add_special_tokens=False)
 
     @property
@@ -107,13 +109,12 @@ class Text:
         return "_chat" in self.__dict__
 
     def load_chat(self) -> None:
-        """What `chat_template` needs: it takes a second, once."""
+        """Load what `chat_template` needs; takes a second the first time."""
         _ = self._chat
 
     @cached_property
     def _chat(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Templates by name, and special tokens by name, as transformers reads them; loaded for the first
-        conversation."""
+        """Templates and special tokens, each by name, as transformers reads them."""
         tokenizer = _pretrained(self._folder)
         found = tokenizer.chat_template
         templates = found if isinstance(found, dict) else {} if found is None else {"default": str(found)}
@@ -123,62 +124,62 @@ class Text:
 def _pretrained(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of many kinds, and all of them mean: these files are no tokenizer
+    except Exception as error:  # of many types; all mean that the files are no valid tokenizer
         raise ModelError(f"cannot load the tokenizer in {folder}: {error}", fix=REFETCH_FIX) from None
 
 
-class Written:
-    """The text of one completion while it grows, cut where a stop string begins.
+class IncrementalDetokenizer:
+    """The text of a growing completion, cut at the first stop string.
 
-    `add(token)` says whether a stop string was found. `news()` is the text that is new since the last call; the end of
-    it is kept back as long as it may still become a stop string.
+    `add(token)` returns whether a stop string was found. `take_new_text()` returns the text since the last call; an end
+    that may still become a stop string is held back.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str], before: Sequence[int] = ()) -> None:
-        """`before`: the tokens that it follows."""
+    def __init__(self, tokenizer: ModelTokenizer, stop: Sequence[str], before: Sequence[int] = ()) -> None:
+        """`before`: the tokens of the prompt."""
         self.text = ""
-        self._tokenizer = text
+        self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
-        # Few tokens: what the last ones read as depends on those just before them.
-        self._recent, self._read = text.context(before)
-        self._num_read = len(self._recent)  # of the recent ones: in `text` already, or before it
-        self._num_told = 0
+        # Recent tokens only: the text of a token depends on the few before it.
+        self._recent, self._recent_text = tokenizer.context(before)
+        self._num_decoded = len(self._recent)  # of the recent ones: part of `text` already, or of the prompt
+        self._num_sent = 0
 
     def add(self, token_id: int) -> bool:
         self._recent.append(token_id)
         now = self._tokenizer.decode(self._recent)
-        return False if now.endswith(UNFINISHED) else self._take(now)
+        return False if now.endswith(INCOMPLETE_CHAR) else self._append(now)
 
     def finish(self) -> None:
-        """No token comes any more: a character that was never completed is shown as the decoder shows it."""
-        if self._num_read < len(self._recent):
-            self._take(self._tokenizer.decode(self._recent))
+        """Flush after the last token; an incomplete character is rendered as INCOMPLETE_CHAR."""
+        if self._num_decoded < len(self._recent):
+            self._append(self._tokenizer.decode(self._recent))
 
-    def news(self, *, is_finished: bool) -> str:
-        end = len(self.text) - (0 if is_finished else self._num_doubtful())
-        new = self.text[self._num_told : end]
-        self._num_told = max(end, self._num_told)
+    def take_new_text(self, *, is_finished: bool) -> str:
+        end = len(self.text) - (0 if is_finished else self._num_held_back())
+        new = self.text[self._num_sent : end]
+        self._num_sent = max(end, self._num_sent)
         return new
 
-    def _take(self, now: str) -> bool:
+    def _append(self, now: str) -> bool:
         start = max(0, len(self.text) - self._longest + 1)
-        new = self._recent[self._num_read :]
+        new = self._recent[self._num_decoded :]
         alone = self._tokenizer.decode(new)
-        self.text += now[len(self._read) :] if now.startswith(self._read) else alone
-        self._read = alone
-        if self._read:
+        self.text += now[len(self._recent_text) :] if now.startswith(self._recent_text) else alone
+        self._recent_text = alone
+        if self._recent_text:
             self._recent = new
-        else:  # special tokens only: what comes next follows the text before them
-            self._read = now
-        self._num_read = len(self._recent)
+        else:  # special tokens only: the next token follows the text before them
+            self._recent_text = now
+        self._num_decoded = len(self._recent)
         cuts = [at for word in self._stop if (at := self.text.find(word, start)) >= 0]
         if cuts:
             self.text = self.text[: min(cuts)]
         return bool(cuts)
 
-    def _num_doubtful(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+    def _num_held_back(self) -> int:
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(self.text)), 0, -1):
             end = self.text[-length:]
             if any(word.startswith(end) for word in self._stop):

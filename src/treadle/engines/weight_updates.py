@@ -29,61 +29,66 @@ log = get_logger("engine")
 SAME_MODEL = "give engine and trainer the same --model"
 
 
-class Arrival:
-    """begin ──> came ──> named          as it should be: on their way, whole, served under a version
-    ──> broke_off                     a mixture now; the next that comes whole mends it, or a restart
+class WeightUpdate:
+    """State of a weight update while the engine is held.
+
+    begin(), received(), finish(): being written, complete, served under a version. After fail() the weights are a
+    mixture of versions, which only a complete update or a restart repairs.
     """
 
     def __init__(self) -> None:
-        self._problem: str | None = None  # why the weights are no version's; None: they are one's
-        self._are_whole = True
+        self._problem: str | None = None  # why the weights belong to no version; None: they belong to one
+        self._is_complete = True
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the weights are those of the version that is served; else only all of them, anew, can mend that."""
+    def is_consistent(self) -> bool:
+        """Whether the weights are those of the served version; if not, only a complete set of weights repairs them."""
         return self._problem is None
 
     def begin(self) -> None:
-        self._problem, self._are_whole = "they are on their way", False
+        self._problem, self._is_complete = "a transfer is in progress", False
 
-    def broke_off(self, reason: str) -> None:
-        self._problem, self._are_whole = reason, False
+    def fail(self, reason: str) -> None:
+        self._problem, self._is_complete = reason, False
 
-    def came(self) -> None:
-        self._problem, self._are_whole = "they have come, and nobody has said which version they are", True
+    def received(self) -> None:
+        self._problem, self._is_complete = "they are complete, but no policy version was given", True
 
-    def named(self) -> None:
-        """Or there are none any more: nothing was written, or the engine begins anew."""
-        self._problem, self._are_whole = None, True
+    def finish(self) -> None:
+        """The weights have a version now. Also called when nothing was written, or after a restart."""
+        self._problem, self._is_complete = None, True
 
-    def refuse_going_on(self, policy_version: int | None) -> None:
-        """Whole weights may be served under a version that is named; a mixture, never."""
-        if self._problem is None or (self._are_whole and policy_version is not None):
+    def check_can_resume(self, policy_version: int | None) -> None:
+        """Complete weights may be served once they have a version; a mixture, never."""
+        if self._problem is None or (self._is_complete and policy_version is not None):
             return
         raise EngineError(
             f"new weights came in part, and nothing may be sampled from a mixture: {self._problem}"
-            if not self._are_whole
+            if not self._is_complete
             else f"new weights wait for their version: {self._problem}",
             fix=REPUBLISH_FIX,
         )
 
 
-class Receiver:
-    """In the process that has the weights. They are named as a trainer names them, a tied one once."""
+class BroadcastReceiver:
+    """Receives a trainer's broadcast in the process that has the weights.
+
+    `weights` are keyed by the trainer's parameter names, tied ones once.
+    """
 
     def __init__(self) -> None:
-        self._name: str | None = None  # None: in no group
+        self._name: str | None = None  # None: not in a group
         self._group: WeightGroup | None = None
 
     def join(self, request: JoinGroup, weights: Mapping[str, Tensor]) -> None:
         device = next(iter(weights.values())).device
-        refuse_other_weights(request, weights)
-        refuse_other_backend(request, device)
+        check_same_weights(request, weights)
+        check_backend(request, device)
         own_address = own_address_towards(request.host, request.port)
         store = visit_store(request.host, request.port, request.timeout_s)
         peer = f"the trainer at {request.host}"
         group = form_group(request, store, ENGINE, own_address=own_address, peer=peer, device=device)
-        self.leave()  # a trainer that could not join has thrown nobody out
+        self.leave()  # only now: a trainer that fails to join must not end the present group
         self._group, self._name = group, request.group
         log.info("joined", backend=request.backend, trainer=request.host, weights=len(weights))
 
@@ -92,14 +97,14 @@ class Receiver:
             self._group.close()
         self._name = self._group = None
 
-    def refuse_other(self, name: str) -> None:
-        """Before anything is written."""
-        refuse_other_group(self._name, name)
+    def check_name(self, name: str) -> None:
+        """Refuse a trainer of another group; call this before anything is written."""
+        check_group(self._name, name)
 
     def receive(self, name: str, weights: Mapping[str, Tensor]) -> Received:
-        """From the group of this name, into `weights`."""
-        self.refuse_other(name)
-        assert self._group is not None  # noqa: S101 - it has a name
+        """Receive a broadcast of the group `name` into `weights`."""
+        self.check_name(name)
+        assert self._group is not None  # noqa: S101 - set together with the name
         started = time.monotonic()
         try:
             num_bytes = self._group.receive(weights)
@@ -109,7 +114,7 @@ class Receiver:
         return Received(status="received", num_bytes=num_bytes, seconds=time.monotonic() - started)
 
 
-def refuse_other_group(own: str | None, asked: str) -> None:
+def check_group(own: str | None, asked: str) -> None:
     if own != asked:
         raise RequestError(
             "this engine is in no group with this trainer: it was restarted, or another trainer has joined since",
@@ -117,8 +122,8 @@ def refuse_other_group(own: str | None, asked: str) -> None:
         )
 
 
-def refuse_other_weights(request: JoinGroup, weights: Mapping[str, Tensor]) -> None:
-    """The trainer's must be the engine's, each once: names, shapes and number format. Nothing is written before."""
+def check_same_weights(request: JoinGroup, weights: Mapping[str, Tensor]) -> None:
+    """Check that names, shapes and dtype of the trainer's weights match this engine's, before anything is written."""
     sent = dict(request.weights)
     if len(sent) != len(request.weights):
         raise RequestError("a weight is named twice", fix="name each weight once")
@@ -134,17 +139,17 @@ def refuse_other_weights(request: JoinGroup, weights: Mapping[str, Tensor]) -> N
             raise RequestError(
                 f"this engine keeps {name} in an order of its own", fix="set --weight-bridge-mode reload"
             )
-        kind = str(own.dtype).removeprefix("torch.")
-        if kind != request.dtype:
+        dtype = str(own.dtype).removeprefix("torch.")
+        if dtype != request.dtype:
             raise RequestError(
-                f"{name} is {request.dtype} at the trainer and {kind} in this engine", fix="give both the same --dtype"
+                f"{name} is {request.dtype} at the trainer and {dtype} in this engine", fix="give both the same --dtype"
             )
     missing = next((name for name in weights if name not in sent), None)
     if missing is not None:
         raise RequestError(f"this engine has {missing}, which the trainer does not publish", fix=SAME_MODEL)
 
 
-def refuse_other_backend(request: JoinGroup, device: torch.device) -> None:
+def check_backend(request: JoinGroup, device: torch.device) -> None:
     if request.backend == "nccl" and device.type != "cuda":
         raise RequestError(
             f"NCCL is between GPUs, and this engine's weights are on {device}", fix="set --broadcast-by gloo"
@@ -154,9 +159,11 @@ def refuse_other_backend(request: JoinGroup, device: torch.device) -> None:
 def read_weights(
     folder: Path, weights: Mapping[str, Tensor], policy_version: int, *, must_be_all: bool = False
 ) -> dict[str, Sent]:
-    """What `folder` holds, each of which has its place in `weights`, which are of this version; anything that has no
-    place, or that is the difference to another version, is refused by name. `must_be_all`: the weights there are a
-    mixture, which nothing less can mend."""
+    """Read the safetensors files of `folder` and match them to `weights`, which are of `policy_version`.
+
+    Refuses, by name, tensors that `weights` does not have, and a delta to another version. `must_be_all`: refuse a
+    partial set, because the present weights are a mixture that only a complete set repairs.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RequestError(f"{folder} holds no *.safetensors", fix="save the weights there first")
@@ -167,7 +174,7 @@ def read_weights(
             with safe_open(file, framework="pt") as opened:
                 base = (opened.metadata() or {}).get(DELTA_FROM)
             if base is not None:
-                _refuse_other_base(file, base, policy_version)
+                _check_delta_base(file, base, policy_version)
                 is_delta = True
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
@@ -176,7 +183,7 @@ def read_weights(
         raise RequestError(f"the files in {folder} hold no weights", fix="save the weights there first")
     found = _checked(tensors, folder, weights)
     if must_be_all:
-        _refuse_part(found, folder, weights)
+        _check_complete(found, folder, weights)
     return found
 
 
@@ -200,8 +207,8 @@ def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, 
     return found
 
 
-def _refuse_part(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """A tied weight has several names; one of them is enough."""
+def _check_complete(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Check that every weight is given in full. A tied weight has several names; one of them is enough."""
     given = {weights[name].data_ptr() for name, sent in found.items() if isinstance(sent, Tensor)}
     missing = next((name for name, weight in weights.items() if weight.data_ptr() not in given), None)
     if missing is not None:
@@ -211,7 +218,7 @@ def _refuse_part(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, 
         )
 
 
-def _refuse_other_base(file: Path, base: str, policy_version: int) -> None:
+def _check_delta_base(file: Path, base: str, policy_version: int) -> None:
     if base != str(policy_version):
         raise RequestError(
             f"{file} holds what changed since version {base}, and the engine has version {policy_version}",

@@ -21,7 +21,7 @@ from treadle.net.listening import take_port
 KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
 
 
-class VllmDouble:
+class FakeVllm:
     """`stop` ends its connections, as the death of the process does."""
 
     headers = {"Authorization": "Bearer double"}  # noqa: RUF012 - as the real one has it
@@ -57,10 +57,10 @@ class VllmDouble:
     def num_connections(self):
         return len(self._http.server_state.connections)
 
-    def death(self):
+    def exit_reason(self):
         return "vLLM ended with exit code 1" if self.has_ended.is_set() else None
 
-    def wait_until_it_generates(self, timeout_s):
+    def wait_until_ready(self, timeout_s):
         assert self.is_ready.wait(timeout_s)
         if self.has_ended.is_set():
             raise EngineError("ended before it was ready")

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
-from treadle.engines.api.app import access_of, app_of
-from treadle.engines.transformers_engine import TransformersServer
+from treadle.engines.api.app import create_app, engine_access
+from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError
 from treadle.net.access import CLIENTS
 from treadle.net.tokens import role_token
@@ -29,21 +29,21 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(config):
-    made = TransformersServer(config, Path(config.model))
+    made = TransformersEngine(config, Path(config.model))
     yield made
     asyncio.run(made.close())
 
 
 def client(engine, config, env, base="http://127.0.0.1:9001"):
-    return TestClient(app_of(engine, config, access_of(config, env)), base_url=base, client=("10.1.2.3", 5000))
+    return TestClient(create_app(engine, config, engine_access(config, env)), base_url=base, client=("10.1.2.3", 5000))
 
 
 def test_an_address_that_others_can_reach_needs_a_token(config):
     open_to_all = config.model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(ConfigError, match=r"engine .* needs a token") as error:
-        access_of(open_to_all, {})
+        engine_access(open_to_all, {})
     assert "TREADLE_ENGINE_TOKEN" in error.value.fix
-    assert not access_of(open_to_all, {"TREADLE_ENGINE_TOKEN": TOKEN}).is_open
+    assert not engine_access(open_to_all, {"TREADLE_ENGINE_TOKEN": TOKEN}).is_open
 
 
 def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
@@ -60,7 +60,7 @@ def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
 
 def test_a_token_file_is_made_when_it_is_not_there(config, tmp_path):
     file = tmp_path / "token"
-    access = access_of(config.model_copy(update={"token_file": file}), {})
+    access = engine_access(config.model_copy(update={"token_file": file}), {})
     assert access.roles_of(file.read_text().strip().encode(), is_local=False) == CLIENTS
 
 

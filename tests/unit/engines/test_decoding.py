@@ -15,14 +15,14 @@ import torch
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import decoding
-from treadle.engines.decoding import Decoder, Recorded
+from treadle.engines.decoding import CapturedStep, Decoder
 from treadle.engines.interface import Request
-from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.model_runner import ModelRunner
 from treadle.engines.sampling import SamplingParams
 
 
 class Records:
-    """Counts what was recorded, and how often it was replayed: only while keys and values are where they were."""
+    """Counts what was captured, and how often it was replayed: only while keys and values are where they were."""
 
     def __init__(self, spoil=None):
         self.replays = []
@@ -47,7 +47,7 @@ class Records:
             out.copy_(work())
             self._spoil.copy_(right)
 
-        return Recorded(replay, out)
+        return CapturedStep(replay, out)
 
     def _places(self):
         return [t.data_ptr() for t in (*self.cache._keys, *self.cache._values)]
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 
 def engine_that(record, folder):
-    engine = TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    engine = ModelRunner(EngineConfig(dtype="float32", threads=1), folder)
     if isinstance(record, Records):
         record.cache = engine._cache
     engine._decoder = Decoder(engine._forward, engine._cache, record)
@@ -86,11 +86,11 @@ def ask(prompt_ids, max_tokens):
 @pytest.mark.parametrize("late", [(), ([4, 5], [9, 9, 9])])
 def test_recorded_steps_sample_what_plain_ones_do(folder, late):
     records = Records()
-    recorded = generate(engine_that(records, folder), late=late)
+    captured = generate(engine_that(records, folder), late=late)
     plain = generate(engine_that(None, folder), late=late)
     assert sum(records.replays) > 60
     assert len(records.replays) >= 3  # rows that finish or come, and a cache that grows, need another one
-    for (tokens, logprobs), (expected_tokens, expected) in zip(recorded, plain, strict=True):
+    for (tokens, logprobs), (expected_tokens, expected) in zip(captured, plain, strict=True):
         assert tokens == expected_tokens
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -98,7 +98,7 @@ def test_recorded_steps_sample_what_plain_ones_do(folder, late):
 def test_nothing_is_recorded_for_a_few_steps(folder):
     records = Records()
     engine = engine_that(records, folder)
-    engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER)])
+    engine.admit([ask([5, 6, 7], decoding.CAPTURE_AFTER)])
     while engine.num_running:
         engine.step()
     assert records.replays == []
@@ -115,7 +115,7 @@ def test_changed_weights_are_what_a_recording_computes_with(folder, renews):
                 with torch.no_grad():
                     engine.model.base_model.norm.weight.mul_(0.5)
                 if renews:
-                    engine.renew(1)
+                    engine.recompute(1)
             engine.step()
         told.append([s.token_ids for group in groups for s in group])
         assert [s.policy_versions for group in groups for s in group] == [[0, 1] if renews else [0]] * 2
@@ -126,15 +126,15 @@ def test_recordings_that_are_of_little_use_become_rare(folder):
     records = Records()
     engine = engine_that(records, folder)
     for _ in range(12):
-        engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER + 3)])
+        engine.admit([ask([5, 6, 7], decoding.CAPTURE_AFTER + 3)])
         while engine.num_running:
             engine.step()
     assert len(records.replays) == 1
     engine.admit([ask([5, 6, 7], 40)])
     while engine.num_running:
         engine.step()
-    assert records.replays[1] > decoding.WORTH_IT
-    engine.admit([ask([5, 6, 7], decoding.RECORD_AFTER + 3)])
+    assert records.replays[1] > decoding.MIN_REPLAYS
+    engine.admit([ask([5, 6, 7], decoding.CAPTURE_AFTER + 3)])
     while engine.num_running:
         engine.step()
     assert len(records.replays) == 3, "it was worth it: the next one comes as soon as the first"
@@ -172,8 +172,8 @@ def test_without_memory_it_is_tried_again(folder, caplog, is_told):
     records.cache = engine._cache
     assert [t for t, _ in generate(engine)] == [t for t, _ in generate(engine_that(None, folder))]
     assert sum(records.replays) > 20
-    said = [r.treadle_fields["reason"] for r in caplog.records if r.getMessage() == "decoding_not_recorded"]
-    assert said == ["no memory for it"] * 2
+    said = [r.treadle_fields["reason"] for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
+    assert said == ["out of memory"] * 2
 
 
 def cannot(work):
@@ -181,7 +181,7 @@ def cannot(work):
 
 
 def told_of(caplog):
-    (said,) = [r for r in caplog.records if r.getMessage() == "decoding_not_recorded"]
+    (said,) = [r for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
     return said.treadle_fields["reason"]
 
 
@@ -196,7 +196,7 @@ def test_a_recording_that_computes_something_else_is_left_and_leaves_nothing_beh
     records.cache = engine._cache
     engine._decoder = Decoder(engine._forward, engine._cache, records)
     assert generate(engine) == generate(engine_that(None, folder))
-    assert "computes something else" in told_of(caplog)
+    assert "its result differs" in told_of(caplog)
     assert records.replays == [1]
 
 

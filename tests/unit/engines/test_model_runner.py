@@ -8,16 +8,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines import transformers_engine
+from treadle.engines import model_runner
 from treadle.engines.interface import Request
-from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.model_runner import ModelRunner
 from treadle.engines.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return TransformersEngine(EngineConfig(dtype="float32", threads=1), folder)
+    return ModelRunner(EngineConfig(dtype="float32", threads=1), folder)
 
 
 def ask(prompt_ids, *, n=1, max_tokens=12, temperature=1.0, seed=0, stop=(), stop_ids=(), **more):
@@ -107,7 +107,7 @@ def test_rows_stay_shared_when_the_weights_change(engine):
     for _ in range(4):
         engine.step()
     num_rows = len(engine._rows)
-    engine.renew(1)  # to the same weights
+    engine.recompute(1)  # to the same weights
     assert len(engine._rows) == num_rows < 10
     while engine.num_running:
         engine.step()
@@ -149,7 +149,7 @@ def plain_logits(engine, token_ids):
 
 def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine):
     config = EngineConfig(dtype="float32", threads=1, logprobs_mode="raw_logprobs")
-    raw = generate(TransformersEngine(config, engine.folder), ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
+    raw = generate(ModelRunner(config, engine.folder), ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
     processed = generate(engine, ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
     assert raw.token_ids == processed.token_ids
     logits = plain_logits(engine, [5, 6, 7, *raw.token_ids])
@@ -189,7 +189,7 @@ def test_a_prompts_logprobs_while_others_run(engine):
 
 def test_prompts_too_many_for_one_forward_are_prefilled_in_parts(engine):
     asked = [ask([3 + k % 50, *range(5, 20 + k % 3)], seed=k, max_tokens=2) for k in range(1000)]
-    assert sum(len(request.prompt_ids) for request in asked) > transformers_engine.PREFILL_TOKENS
+    assert sum(len(request.prompt_ids) for request in asked) > model_runner.PREFILL_TOKENS
     in_parts = generate(engine, *asked)
     for place in (0, 500, 999):
         alone = generate(engine, asked[place])[0][0]
@@ -200,7 +200,7 @@ def test_prompts_too_many_for_one_forward_are_prefilled_in_parts(engine):
 def test_engines_in_one_process_do_not_disturb_each_other(engine, tmp_path):
     expected = generate(engine, ask([5, 6, 7], n=2))[0]
     mine = engine.admit([ask([5, 6, 7], n=2)])[0]
-    other = TransformersEngine(EngineConfig(dtype="float32", threads=1), write_tiny_model(tmp_path, seed=1))
+    other = ModelRunner(EngineConfig(dtype="float32", threads=1), write_tiny_model(tmp_path, seed=1))
     theirs = other.admit([ask([5, 6, 7], n=3, max_tokens=20)])[0]
     while engine.num_running or other.num_running:
         engine.step()

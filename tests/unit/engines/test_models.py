@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.model_folder import check_model_folder
-from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.model_runner import ModelRunner
 from treadle.engines.models import resolve_model
 from treadle.errors import ModelError
 
@@ -149,7 +149,7 @@ def test_a_name_that_no_folder_can_have_is_refused(name):
 def test_settings_that_transformers_cannot_use_are_a_sentence(folder, settings, told):
     (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=told) as refused:
-        TransformersEngine(EngineConfig(dtype="float32", threads=1, device="cpu"), folder)
+        ModelRunner(EngineConfig(dtype="float32", threads=1, device="cpu"), folder)
     assert str(folder) in refused.value.message
 
 
@@ -158,4 +158,4 @@ def test_a_weight_that_is_missing_is_not_made_up(folder):
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"has no model\.layers\.0\.mlp\.up_proj\.weight"):
-        TransformersEngine(EngineConfig(dtype="float32", threads=1, device="cpu"), folder)
+        ModelRunner(EngineConfig(dtype="float32", threads=1, device="cpu"), folder)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from treadle.engines.api.context import Publishing
+from treadle.engines.api.context import PublisherCheck
 from treadle.errors import EngineError, RequestError
 from treadle.sync.process_identity import PUBLISHER_HEADER, ProcessIdentity, Publisher, this_publisher
 
@@ -30,8 +30,8 @@ def changed(**fields):
     return msgspec.structs.replace(HERE, **fields)
 
 
-def publish(publishing, publisher, **options):
-    with publishing.by(asked_by(publisher), **options):
+def publish(publishers, publisher, **options):
+    with publishers.authorize(asked_by(publisher), **options):
         pass
 
 
@@ -46,63 +46,63 @@ def other_process():
 
 def test_a_trainer_of_another_run_is_refused_also_after_the_first_has_ended():
     for first in (HERE, changed(process=ENDED), changed(machine="another", process=ENDED)):
-        publishing = Publishing()
-        publish(publishing, first)
-        other = changed(run="/runs/b on x", process=ProcessIdentity(pid=1, started=0))
+        publishers = PublisherCheck()
+        publish(publishers, first)
+        other = changed(run="/runs/b on x", process=Owner(pid=1, started=0))
         with pytest.raises(RequestError, match=r"serves versions of /runs/a on .*, not of /runs/b on x"):
-            publish(publishing, other)
-        publish(publishing, first)
+            publish(publishers, other)
+        publish(publishers, first)
 
 
 def test_of_one_run_a_second_trainer_waits_for_the_end_of_the_first():
-    publishing = Publishing()
+    publishers = PublisherCheck()
     with other_process() as first:
-        publish(publishing, first)
+        publish(publishers, first)
         with pytest.raises(RequestError, match=rf"another trainer of .* \(process {first.process.pid}\)"):
-            publish(publishing, HERE)
+            publish(publishers, HERE)
         os.kill(first.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        publish(publishing, HERE)
+        publish(publishers, HERE)
     with pytest.raises(RequestError, match="publishes to this engine now"):
-        publish(publishing, first)  # what it had sent before it ended
+        publish(publishers, first)  # what it had sent before it ended
 
 
 def test_a_trainer_on_another_machine_is_replaced_by_the_next_of_its_run():
-    publishing, far = Publishing(), changed(machine="another machine")
-    publish(publishing, far)
-    publish(publishing, HERE)
+    publishers, far = PublisherCheck(), changed(machine="another machine")
+    publish(publishers, far)
+    publish(publishers, HERE)
     with pytest.raises(RequestError, match="publishes to this engine now"):
-        publish(publishing, far)
+        publish(publishers, far)
 
 
 def test_a_request_without_a_name_changes_nothing_beside_a_trainer():
-    publishing = Publishing()
-    publish(publishing, None)
-    publish(publishing, HERE)
+    publishers = PublisherCheck()
+    publish(publishers, None)
+    publish(publishers, HERE)
     with pytest.raises(RequestError, match="the trainer of /runs/a on"):
-        publish(publishing, None)
-    publish(publishing, None, also_by_hand=True)
+        publish(publishers, None)
+    publish(publishers, None, allow_anonymous=True)
 
 
 def test_a_restart_by_hand_makes_the_engine_anybodys():
-    publishing, other = Publishing(), changed(run="/runs/b", process=ENDED)
-    publish(publishing, HERE)
-    publishing.begin_again(asked_by(HERE))  # its own way to publish
+    publishers, other = PublisherCheck(), changed(run="/runs/b", process=ENDED)
+    publish(publishers, HERE)
+    publishers.reset(asked_by(HERE))  # its own way to publish
     with pytest.raises(RequestError):
-        publish(publishing, other)
-    publishing.begin_again(asked_by(None))
-    publish(publishing, other)
+        publish(publishers, other)
+    publishers.reset(asked_by(None))
+    publish(publishers, other)
 
 
 def test_a_publish_that_was_refused_claims_nothing():
-    publishing, other = Publishing(), changed(run="/runs/b", process=ENDED)
-    with pytest.raises(RequestError, match="does not fit"), publishing.by(asked_by(HERE)):
+    publishers, other = PublisherCheck(), changed(run="/runs/b", process=ENDED)
+    with pytest.raises(RequestError, match="does not fit"), publishers.authorize(asked_by(HERE)):
         raise RequestError("it does not fit")
-    publish(publishing, other)
-    with pytest.raises(EngineError, match="half written"), publishing.by(asked_by(other)):
+    publish(publishers, other)
+    with pytest.raises(EngineError, match="half written"), publishers.authorize(asked_by(other)):
         raise EngineError("half written")
     with pytest.raises(RequestError, match="serves versions of /runs/b"):
-        publish(publishing, HERE)
+        publish(publishers, HERE)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_publish_that_was_refused_claims_nothing():
 )
 def test_a_header_that_cannot_be_read_is_a_sentence(header):
     request = Request({"type": "http", "headers": [(PUBLISHER_HEADER.lower().encode(), header.encode())]})
-    with pytest.raises(RequestError, match="cannot be read"), Publishing().by(request):
+    with pytest.raises(RequestError, match="cannot be read"), PublisherCheck().authorize(request):
         pass
 
 

@@ -16,7 +16,7 @@ from treadle.config import EngineConfig
 from treadle.engines import request_queue
 from treadle.engines.interface import Adapter, Request
 from treadle.engines.lora import read_adapter
-from treadle.engines.model_runner import TransformersEngine
+from treadle.engines.model_runner import ModelRunner
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.scheduler import Scheduler
 from treadle.errors import EngineError
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def scheduler(folder):
-    made = Scheduler(TransformersEngine(EngineConfig(dtype="float32", threads=1), folder), max_num_seqs=8)
+    made = Scheduler(ModelRunner(EngineConfig(dtype="float32", threads=1), folder), max_num_seqs=8)
     yield made
     made.stop()
     made.join()
@@ -56,16 +56,16 @@ def test_a_wave_waits_for_its_last_member(scheduler):
 
 
 def test_waves_that_never_become_complete_are_forgotten(monkeypatch):
-    monkeypatch.setattr(request_queue, "WAVE_PATIENCE_S", 0.0)
-    line = request_queue.WaitingLine()
-    for number in range(request_queue.MOST_PARTIAL_WAVES + 50):
-        line.append(request_queue.Job(ask(wave=wave(0, size=2, id=str(number))), None))
+    monkeypatch.setattr(request_queue, "WAVE_TIMEOUT_S", 0.0)
+    line = request_queue.RequestQueue()
+    for number in range(request_queue.MAX_PARTIAL_WAVES + 50):
+        line.append(request_queue.QueuedRequest(ask(wave=wave(0, size=2, id=str(number))), None))
         assert len(line.take(8, lambda *_: True)) == 1
-    assert len(line._admitted_of_wave) == request_queue.MOST_PARTIAL_WAVES
+    assert len(line._admitted_of_wave) == request_queue.MAX_PARTIAL_WAVES
 
 
 def test_a_wave_whose_last_member_never_comes_is_generated_without_it(scheduler, monkeypatch):
-    monkeypatch.setattr(request_queue, "WAVE_PATIENCE_S", 0.5)
+    monkeypatch.setattr(request_queue, "WAVE_TIMEOUT_S", 0.5)
     assert scheduler.submit(ask(wave=wave(0, size=2))).result(30)
 
 
@@ -122,7 +122,7 @@ def test_a_failure_is_told_to_everyone_and_to_the_health_check(scheduler, kind):
     def broken(*_, **__):
         raise kind("out of memory")
 
-    scheduler.engine.admit = broken
+    scheduler.runner.admit = broken
     future = scheduler.submit(ask())
     with pytest.raises(EngineError, match=kind.__name__):
         future.result(10)
@@ -172,14 +172,14 @@ def copied(engine):
 
 def test_after_a_hold_every_token_comes_from_the_new_weights_alone(scheduler, folder):
     """Two requests of different lengths in mid-flight, two publishes: each logprob is that of a fresh full forward."""
-    weights = {0: copied(scheduler.engine)}
+    weights = {0: copied(scheduler.runner)}
     futures = [scheduler.submit(ask(seed, n=2, max_tokens=150)) for seed in (1, 2)]
     wait_until_running(scheduler)
     for version in (4, 5):
         scheduler.hold("keep", 30)
         assert scheduler.num_running == 2
-        shake(scheduler.engine, version)
-        weights[version] = copied(scheduler.engine)
+        shake(scheduler.runner, version)
+        weights[version] = copied(scheduler.runner)
         counts = [len(s.token_ids) for job in scheduler._running for s in job.sequences]
         scheduler.release(version)
         deadline = time.monotonic() + 10
@@ -248,7 +248,7 @@ def test_a_request_for_one_token_changes_no_bit_of_what_runs(folder):
     runs = []
     for has_canary in (False, True):
         config = EngineConfig(dtype=fast_dtype("cpu"), threads=1)
-        scheduler = Scheduler(TransformersEngine(config, folder), max_num_seqs=8)
+        scheduler = Scheduler(ModelRunner(config, folder), max_num_seqs=8)
         futures = [scheduler.submit(ask(i, n=3, max_tokens=40, wave=wave(i, size=2))) for i in range(2)]
         if has_canary:
             wait_until_running(scheduler)
@@ -283,7 +283,7 @@ def test_a_request_that_is_taken_back_frees_its_rows_and_its_place_in_the_line(s
     running.cancel()
     waiting.cancel()
     assert behind.result(5)
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.engine.num_running) == (0, 0, 0)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.runner.num_running) == (0, 0, 0)
 
 
 def test_a_frozen_request_can_be_taken_back(scheduler):
@@ -324,7 +324,7 @@ def test_an_errand_of_an_engine_that_ends_is_answered(scheduler):
         late.result(10)
 
 
-class SlowToBegin(TransformersEngine):
+class SlowToBegin(ModelRunner):
     """Stops for a moment between a request's admission and its first token."""
 
     def __init__(self, config, folder):

@@ -1,4 +1,4 @@
-"""Text while it grows: what is told adds up, characters of several tokens, and stop strings that never show."""
+"""Incremental detokenization: deltas add up to the text, multi-token characters, stop strings; chat templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tests.tiny_model import write_tiny_model
 from treadle import tokenizer_file
 from treadle.chat_template import compile_template
-from treadle.engines.tokenizer import Text, Written
+from treadle.engines.tokenizer import IncrementalDetokenizer, ModelTokenizer
 from treadle.errors import ModelError, RequestError
 
 
@@ -23,7 +23,7 @@ def byte_text(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    return Text(tokenizer, tmp_path_factory.mktemp("none"))
+    return ModelTokenizer(tokenizer, tmp_path_factory.mktemp("none"))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def spaced_text(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "?"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(["<turn>"])
-    return Text(tokenizer, tmp_path_factory.mktemp("spaced"))
+    return ModelTokenizer(tokenizer, tmp_path_factory.mktemp("spaced"))
 
 
 IS, PARIS, FRANCE, _, TURN = range(5)
@@ -63,7 +63,7 @@ def byte_fallback_text(tmp_path_factory):
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return Text(tokenizer, tmp_path_factory.mktemp("fallback"))
+    return ModelTokenizer(tokenizer, tmp_path_factory.mktemp("fallback"))
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_bytes_of_a_prompt_are_not_told_again(byte_fallback_text, prompt, said, 
 
 def told_pieces(text, token_ids, stop=(), before=()):
     """What a reader gets, token by token, and whether it was stopped."""
-    written, pieces = Written(text, stop, before), []
+    written, pieces = IncrementalDetokenizer(text, stop, before), []
     for token in token_ids:
         if written.add(token):
-            return [*pieces, written.news(is_finished=True)], True
-        pieces.append(written.news(is_finished=False))
+            return [*pieces, written.take_new_text(is_finished=True)], True
+        pieces.append(written.take_new_text(is_finished=False))
     written.finish()
-    return [*pieces, written.news(is_finished=True)], False
+    return [*pieces, written.take_new_text(is_finished=True)], False
 
 
 @pytest.mark.parametrize("words", ["plain words", "Größe, 数学 and 🙂 too", "日本語"])
@@ -129,7 +129,7 @@ def test_what_may_become_a_stop_string_is_kept_back_until_it_cannot(byte_text):
 
 def test_a_chat_is_written_by_the_models_template(tmp_path):
     folder = write_tiny_model(tmp_path)
-    text = Text.load(folder)
+    text = ModelTokenizer.load(folder)
     ids = encode_chat(text, [{"role": "user", "content": "Hi"}])
     assert [text.token(i) for i in ids] == ["H", "i", "<turn>"]
     assert encode_chat(text, [{"role": "user", "content": "Hi"}], add_generation_prompt=False) == ids[:-1]
@@ -147,7 +147,7 @@ def test_tools_go_through_a_template_that_takes_them(tmp_path):
     template = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}{{ messages[0]['content'] }}"
     (folder / "chat_template.jinja").write_text(template)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    text = Text.load(folder)
+    text = ModelTokenizer.load(folder)
     assert [text.token(i) for i in encode_chat(text, [{"role": "user", "content": "x"}], tools=tools)] == [*"add", "x"]
 
 
@@ -155,16 +155,16 @@ def test_a_model_without_a_template_or_without_a_tokenizer(tmp_path):
     folder = write_tiny_model(tmp_path)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(RequestError, match="no chat template") as error:
-        Text.load(folder).chat_template([{"role": "user", "content": "Hi"}])
+        ModelTokenizer.load(folder).chat_template([{"role": "user", "content": "Hi"}])
     assert "/v1/completions" in error.value.fix
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"cannot load the tokenizer in .*tokenizer\.json"):
-        Text.load(folder)
+        ModelTokenizer.load(folder)
 
 
 def test_a_tokenizer_that_transformers_cannot_load_is_a_sentence(tmp_path):
     folder = write_tiny_model(tmp_path)
-    text = Text.load(folder)
+    text = ModelTokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
     with pytest.raises(ModelError, match="cannot load the tokenizer in"):
         text.load_chat()
@@ -175,7 +175,7 @@ def test_several_templates_are_chosen_by_the_tools(tmp_path):
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    text, messages = Text.load(folder), [{"role": "user", "content": "Hi"}]
+    text, messages = ModelTokenizer.load(folder), [{"role": "user", "content": "Hi"}]
     assert text.chat_template(messages)[0] == "plain"
     assert text.chat_template(messages, tools=[{"type": "function"}])[0] == "with tools"
 
@@ -188,14 +188,14 @@ def test_a_tokenizer_that_decodes_by_a_regular_expression_is_refused(tmp_path):
     tokenizer.decoder = decoders.Sequence([decoders.Replace(ENDLESS, ""), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ModelError, match=r"the decoder of the tokenizer in .* has a regular expression"):
-        Text.load(tmp_path)
+        ModelTokenizer.load(tmp_path)
 
 
 def test_a_tokenizer_that_panics_is_a_sentence(tmp_path, capfd):
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(ENDLESS, "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = Text.load(tmp_path)
+    text = ModelTokenizer.load(tmp_path)
     assert text.encode("x") == [0]
     for encode in (text.encode, text.encode_rendered):
         with pytest.raises(ModelError, match=r"tokenizer fails on this text: .*retry-limit"):
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_is_slow_at_every_character_is_given_up(tmp_path, monke
     slow = Regex("(?=(?:x|x){18}y)x|x")  # 2^18 ways at each character: too few for the library to give it up
     tokenizer.pre_tokenizer = pre_tokenizers.Split(slow, "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = Text.load(tmp_path)
+    text = ModelTokenizer.load(tmp_path)
     assert text.encode("x") == [0]
     monkeypatch.setattr(tokenizer_file, "MAX_S", 0.1)
     for encode in (text.encode, text.encode_rendered):  # the second is not begun

@@ -18,10 +18,10 @@ from treadle.config import EngineConfig
 from treadle.engines import lora, transformers_engine
 from treadle.engines.api.app import build_app
 from treadle.engines.interface import Request
-from treadle.engines.lora import read_adapter, read_adapter_head
+from treadle.engines.lora import read_adapter, read_adapter_header
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.server import LOOK_S, EngineEye, EngineLife, base_and_adapter
-from treadle.engines.transformers_engine import TransformersServer
+from treadle.engines.server import POLL_S, EngineLifespan, EngineMonitor, split_adapter
+from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
 from treadle.watch.waits import Waits
@@ -42,7 +42,7 @@ def config(folder):
 
 @pytest.fixture
 def server(config, folder):
-    made = TransformersServer(config, folder)
+    made = TransformersEngine(config, folder)
     yield made
     asyncio.run(made.close())
 
@@ -87,7 +87,7 @@ def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, 
         running = asyncio.ensure_future(server.generate(ask(max_tokens=200)))
         await asyncio.sleep(0.05)
         await server.restart(trained, adapter, 4)
-        assert (await server.state()).policy_version == 4
+        assert (await server.status()).policy_version == 4
         check(await server.generate(ask()), trained, adapter)
         (went_on,) = (await running).completions
         assert went_on.policy_versions == [0, 4]
@@ -115,7 +115,7 @@ def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_
         await server.load_adapter("good", good, 1)
         with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.load_adapter("liar", liar, 2)
-        assert (await server.state()).policy_version == 1
+        assert (await server.status()).policy_version == 1
         assert server.serving_adapter.name == "good"
         assert [adapter.name for adapter in server.adapters()] == ["good"]
         check(await server.generate(ask()), folder, good)
@@ -123,7 +123,7 @@ def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("read", [read_adapter_head, read_adapter])
+@pytest.mark.parametrize("read", [read_adapter_header, read_adapter])
 def test_half_an_adapter_is_refused(folder, tmp_path, read):
     weights = write_adapter(folder, tmp_path, 1) / "adapter_model.safetensors"
     whole = weights.read_bytes()
@@ -141,9 +141,9 @@ def test_after_a_restart_text_is_that_of_the_folder_where_it_has_a_tokenizer(ser
     one, two = list(words)[30:32]
     words[one], words[two] = words[two], words[one]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    before = server.text.encode(one), server.text.encode(two)
+    before = server.tokenizer.encode(one), server.tokenizer.encode(two)
     asyncio.run(server.restart(other, None, 4))
-    assert (server.text.encode(two), server.text.encode(one)) == before
+    assert (server.tokenizer.encode(two), server.tokenizer.encode(one)) == before
 
 
 def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, folder, tmp_path):
@@ -153,7 +153,7 @@ def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, fol
     async def story():
         with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.restart(trained, liar, 3)
-        assert (await server.state()).policy_version == 0
+        assert (await server.status()).policy_version == 0
         assert server.facts.folder == folder
         check(await server.generate(ask()), folder)
 
@@ -163,7 +163,7 @@ def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, fol
 def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(server):
     async def story():
         many = [asyncio.ensure_future(server.generate(ask(seed, max_tokens=200))) for seed in range(16)]
-        while (await server.state()).num_running < 8:
+        while (await server.status()).num_running < 8:
             await asyncio.sleep(0.01)
         await server.generate(ask(max_tokens=1))
         assert not any(task.done() for task in many)
@@ -174,9 +174,9 @@ def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(
 
 def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(server):
     ended, waits = [], Waits()
-    life = EngineLife(
+    life = EngineLifespan(
         server,
-        EngineEye(waits, 300.0),
+        EngineMonitor(waits, 300.0),
         Watchdog("engine", "engine", waits),
         grace_s=0.0,
         on_death=lambda: ended.append("process"),
@@ -184,12 +184,12 @@ def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(
 
     async def story():
         async with life():
-            await asyncio.sleep(2.5 * LOOK_S)
+            await asyncio.sleep(2.5 * POLL_S)
             assert ended == []
-            server._scheduler.engine.admit = None  # as a bug in it would
+            server._scheduler.runner.admit = None  # as a bug in it would
             with pytest.raises(EngineError, match="generation failed"):
                 await server.generate(ask())
-            await asyncio.sleep(2.5 * LOOK_S)
+            await asyncio.sleep(2.5 * POLL_S)
         assert ended == ["process"]
 
     asyncio.run(story())
@@ -198,27 +198,27 @@ def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(
 def test_an_engine_whose_model_is_an_adapter_serves_with_it_from_the_start(folder, tmp_path):
     adapter = write_adapter(folder, tmp_path / "final_adapter", seed=1)
     asked = EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu", max_lora_rank=2)
-    config, found = base_and_adapter(asked)
+    config, found = split_adapter(asked)
     assert (config.model, found, config.max_lora_rank) == (str(folder), adapter, 4)
     assert config.served_model_name == str(adapter)
-    server, waits = TransformersServer(config, folder), Waits()
-    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    server, waits = TransformersEngine(config, folder), Waits()
+    life = EngineLifespan(server, EngineMonitor(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
     async def story():
         async with life():
             check(await server.generate(ask()), folder, adapter)
-            assert (await server.state()).policy_version == 1, "no run begins on it"
+            assert (await server.status()).policy_version == 1, "no run begins on it"
 
     asyncio.run(story())
-    assert base_and_adapter(config) == (config, None)
+    assert split_adapter(config) == (config, None)
 
 
 def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp_path):
     other = write_tiny_model(tmp_path / "other", hidden_size=32)
     adapter = write_adapter(other, tmp_path / "final_adapter", seed=1)
-    config, found = base_and_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
-    server, waits = TransformersServer(config, folder), Waits()
-    life = EngineLife(server, EngineEye(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    config, found = split_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
+    server, waits = TransformersEngine(config, folder), Waits()
+    life = EngineLifespan(server, EngineMonitor(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
     async def story():
         async with life():
@@ -226,7 +226,7 @@ def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp
 
     with pytest.raises(RequestError):
         asyncio.run(story())
-    assert "was made for" in str(life.refusal)
+    assert "was made for" in str(life.adapter_error)
 
 
 def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path):
@@ -240,7 +240,7 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
             await server.restart(broken, None, 3)
         assert await server.fingerprints(0) == before
         check(await server.generate(ask()), folder)
-        assert (await server.state()).policy_version == 0
+        assert (await server.status()).policy_version == 0
 
     asyncio.run(story())
 
@@ -259,7 +259,7 @@ def test_a_reload_that_fails_halfway_leaves_the_engine_still_until_a_whole_one(s
         waiting = asyncio.ensure_future(server.generate(ask()))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        assert (await server.state()).is_held
+        assert (await server.status()).is_held
         with pytest.raises(EngineError, match="came in part"):
             await server.release(None)
         await server.reload(folder, 1)
@@ -330,7 +330,7 @@ def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, fol
 
 
 def test_without_the_flag_no_adapter_is_taken(config, folder, tmp_path):
-    server = TransformersServer(config.model_copy(update={"enable_lora": False}), folder)
+    server = TransformersEngine(config.model_copy(update={"enable_lora": False}), folder)
 
     async def story():
         with pytest.raises(EngineError, match="takes no adapters") as error:
@@ -345,7 +345,7 @@ def test_a_dead_engine_is_not_healthy(server, config):
     def broken(*_, **__):
         raise RuntimeError("out of memory")
 
-    server._engine.admit = broken
+    server._runner.admit = broken
     surface = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
     answer = surface.post("/generate", json={"prompt": "hi", "max_tokens": 4})
     assert (answer.status_code, "RuntimeError" in answer.json()["error"]) == (503, True)
@@ -388,7 +388,7 @@ def test_requests_may_call_the_model_by_a_name_of_the_users(config, folder, serv
 
 def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
     forwarded = []
-    model = server._engine.model.base_model
+    model = server._runner.model.base_model
     forward = model.forward
     monkeypatch.setattr(
         model, "forward", lambda **kw: (forwarded.append(tuple(kw["input_ids"].shape)), forward(**kw))[1]
@@ -410,10 +410,10 @@ def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, fol
 
     async def story():
         with monkeypatch.context() as patched:
-            patched.setattr(lora.Adapters, "_inject", inject)
+            patched.setattr(lora.LoraAdapters, "_inject", inject)
             with pytest.raises(EngineError, match=r"changed the model's own weights, model\.layers\.1\.mlp\.up_proj"):
                 await server.load_adapter("a", adapter, 1)
-        assert (await server.state()).is_held
+        assert (await server.status()).is_held
         with pytest.raises(EngineError, match="nothing may be sampled from a mixture"):
             await server.release(None)
         await server.restart(folder, None, 2)

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from treadle.config import EngineConfig
-from treadle.engines.model_folder import ModelFacts, read_model_facts
-from treadle.engines.vllm.command import Place, server_command
+from treadle.engines.model_folder import CheckpointFacts, read_checkpoint_facts
+from treadle.engines.vllm.command import ServerResources, server_command
 from treadle.engines.vllm.installation import LORA_RANKS, Installation, lora_rank
-from treadle.engines.vllm.server_process import remedy
+from treadle.engines.vllm.server_process import suggest_fix
 from treadle.errors import ConfigError, ModelError
 from treadle.processor import fast_dtype
 
 CPU = Installation(python="/env/bin/python", version="0.32.0", is_cpu=True, has_flashinfer=False)
 GPU = Installation(python="/env/bin/python", version="0.26.0", is_cpu=False, has_flashinfer=True)
-PLACE = Place(port=4321, api_key="secret", scratch=Path("/tmp/scratch"), cache=Path("/cache"))
-MODEL = ModelFacts(
+PLACE = ServerResources(port=4321, api_key="secret", scratch=Path("/tmp/scratch"), cache=Path("/cache"))
+MODEL = CheckpointFacts(
     Path("/models/m"), dtype="float32", vocab_size=100, max_positions=512, eos_ids=frozenset({1}),
     linear_modules=("down_proj", "q_proj"),
 )  # fmt: skip
@@ -209,16 +209,16 @@ def test_versions_outside_the_tested_ones_are_known():
 def test_a_models_folder_tells_its_facts(tmp_path):
     config = {"torch_dtype": "bfloat16", "vocab_size": 7, "max_position_embeddings": 64, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    facts = read_model_facts(tmp_path)
+    facts = read_checkpoint_facts(tmp_path)
     assert (facts.dtype, facts.vocab_size, facts.max_positions, facts.eos_ids) == ("bfloat16", 7, 64, frozenset({2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "llama3"}}))
-    facts = read_model_facts(tmp_path)
+    facts = read_checkpoint_facts(tmp_path)
     assert facts.eos_ids == {2, 5}
     assert facts.max_positions is None
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is damaged"):
-        read_model_facts(tmp_path)
+        read_checkpoint_facts(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_models_folder_tells_its_facts(tmp_path):
     ],
 )
 def test_a_server_that_did_not_start_gets_a_remedy(line, words):
-    assert words in remedy(["INFO loading", line])
+    assert words in suggest_fix(["INFO loading", line])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_server_that_did_not_start_gets_a_remedy(line, words):
     ],
 )
 def test_a_server_without_memory_is_told_the_settings_that_help_and_where_to_plan(line, words):
-    fix = remedy(["INFO loading", line])
+    fix = suggest_fix(["INFO loading", line])
     assert words in fix
     assert "--max-model-len" in fix
     assert "treadle plan" in fix

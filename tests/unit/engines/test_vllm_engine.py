@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_model import write_tiny_model
-from tests.unit.engines.fake_vllm import VllmDouble
+from tests.unit.engines.fake_vllm import FakeVllm
 from treadle.config import EngineConfig
 from treadle.engines.interface import ADAPTER_FILES, EngineFacts, Request
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.vllm.client import agreed_answer
+from treadle.engines.vllm.client import common_answer
 from treadle.engines.vllm.engine import VllmEngine
 from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.start import begin_server, start_vllm
@@ -52,7 +52,7 @@ class Engines:
     """An engine before a double, and the doubles that its restarts begin."""
 
     def __init__(self, folder=Path("/model"), drain_timeout_s=SOON_S):
-        self.servers = [VllmDouble()]
+        self.servers = [FakeVllm()]
         self.refusal = None
         self.engine = VllmEngine(
             self.servers[0],
@@ -68,7 +68,7 @@ class Engines:
             raise self.refusal
 
         def begin():
-            self.servers.append(VllmDouble(is_ready=False))
+            self.servers.append(FakeVllm(is_ready=False))
             return self.servers[-1], facts(folder)
 
         return begin
@@ -107,7 +107,7 @@ def test_a_request_that_nobody_waits_for_ends_in_vllm_too():
             await until(lambda: server.bodies)
             asked.cancel()
             await until(server.has_hung_up.is_set)
-            assert (await made.engine.state()).num_running == 0
+            assert (await made.engine.status()).num_running == 0
 
     asyncio.run(leave())
 
@@ -120,7 +120,7 @@ def test_a_stream_that_is_closed_early_ends_in_vllm_too():
             stream = made.engine.stream(request())
             assert (await anext(stream)).token_ids == [7]
             await stream.aclose()
-            assert (await made.engine.state()).num_running == 0
+            assert (await made.engine.status()).num_running == 0
             await until(server.has_hung_up.is_set)
 
     asyncio.run(leave())
@@ -193,7 +193,7 @@ def test_a_stop_during_a_restart_ends_at_once_and_leaves_no_server(models, momen
             if moment == "while it loads":
                 await until(lambda: len(made.servers) == 2)
             else:
-                await until(lambda: not made.engine._door.is_open)
+                await until(lambda: not made.engine._request_gate.is_open)
             waiting = asyncio.ensure_future(made.engine.generate(request()))
             started = time.monotonic()
             await made.engine.close()
@@ -378,7 +378,7 @@ def test_fingerprints_are_begun_and_read_one_question_at_a_time():
 
 def test_one_worker_is_not_named():
     with pytest.raises(RequestError, match=r"^it does not fit"):
-        agreed_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
+        common_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
 
 
 def test_a_restart_that_cannot_work_is_refused_and_the_server_stays(models):
@@ -389,7 +389,7 @@ def test_a_restart_that_cannot_work_is_refused_and_the_server_stays(models):
                 await made.engine.restart(models[1], None, 3)
             assert refused.value.fix == "--dtype float16"
             assert not made.servers[0].has_ended.is_set()
-            assert (await made.engine.state()).failure is None
+            assert (await made.engine.status()).failure is None
             assert len((await made.engine.generate(request())).completions) == 1
 
     asyncio.run(restart())

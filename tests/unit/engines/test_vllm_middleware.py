@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from treadle.engines.vllm import middleware
-from treadle.engines.vllm.completions import Answer, Choice
-from treadle.engines.vllm.middleware import LOWEST, _unless_client_leaves, answer_of
+from treadle.engines.vllm.completions import VllmChoice, VllmOutput
+from treadle.engines.vllm.middleware import MIN_LOGPROB, _unless_client_leaves, to_output
 from treadle.sync.gate import Gate
 
 
@@ -47,14 +47,14 @@ def output(*completions, prompt=None):
 
 def test_the_sampled_tokens_logprob_is_apart_from_the_likeliest():
     flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (4, -0.2), (9, float("-inf"))])
-    answer = answer_of(output(completion([8, 4], flat, text="xy")), has_text=True, num_top=2)
-    tops = [{3: -0.1, 8: -2.0}, {4: -0.2, 9: LOWEST}]
-    assert answer == Answer([Choice(0, [8, 4], [-2.0, -0.2], tops, text="xy")])
+    answer = to_output(output(completion([8, 4], flat, text="xy")), has_text=True, num_top=2)
+    tops = [{3: -0.1, 8: -2.0}, {4: -0.2, 9: MIN_LOGPROB}]
+    assert answer == VllmOutput([VllmChoice(0, [8, 4], [-2.0, -0.2], tops, text="xy")])
 
 
 def test_two_moments_that_vllm_put_together_keep_the_sampled_token_among_the_likeliest():
     flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (9, -1.0)], [(5, -9.0), (4, -0.2), (9, -1.0)])
-    (choice,) = answer_of(output(completion([8, 4, 5], flat)), has_text=False, num_top=2).choices
+    (choice,) = to_output(output(completion([8, 4, 5], flat)), has_text=False, num_top=2).choices
     assert choice.tops == [{3: -0.1, 8: -2.0}, {4: -0.2, 9: -1.0}, {4: -0.2, 9: -1.0}]
     assert choice.logprobs == [-2.0, -0.2, -9.0]
 
@@ -62,29 +62,29 @@ def test_two_moments_that_vllm_put_together_keep_the_sampled_token_among_the_lik
 def test_a_logprob_that_is_no_number_is_an_error():
     flat = Flat.of([(8, float("nan"))])
     with pytest.raises(RuntimeError, match="diverged"):
-        answer_of(output(completion([8], flat)), has_text=False, num_top=0)
+        to_output(output(completion([8], flat)), has_text=False, num_top=0)
 
 
 def test_without_tops_or_text_there_are_none():
-    (choice,) = answer_of(output(completion([8], Flat.of([(8, -2.0)]))), has_text=False, num_top=0).choices
+    (choice,) = to_output(output(completion([8], Flat.of([(8, -2.0)]))), has_text=False, num_top=0).choices
     assert (choice.logprobs, choice.tops, choice.text) == ([-2.0], [], None)
 
 
 def test_a_moment_without_tokens_has_no_logprobs():
     everything = Flat.of([(8, -2.0)], [(4, -0.2)])
     last = completion([], everything, finish_reason="abort")
-    assert answer_of(output(last), has_text=True, num_top=2).choices[0].logprobs == []
+    assert to_output(output(last), has_text=True, num_top=2).choices[0].logprobs == []
 
 
 def test_nothing_is_known_of_the_first_token_of_a_prompt():
     prompt = Flat.of([], [(6, -3.0), (2, -0.5)])
-    answer = answer_of(output(completion([8], Flat.of([(8, -1.0)])), prompt=prompt), has_text=False, num_top=0)
+    answer = to_output(output(completion([8], Flat.of([(8, -1.0)])), prompt=prompt), has_text=False, num_top=0)
     assert answer.prompt_tops == [{}, {6: -3.0, 2: -0.5}]
 
 
 def test_a_completion_that_failed_is_an_error():
     with pytest.raises(RuntimeError, match="could not finish"):
-        answer_of(output(completion([], Flat(), finish_reason="error")), has_text=False, num_top=0)
+        to_output(output(completion([], Flat(), finish_reason="error")), has_text=False, num_top=0)
 
 
 def test_what_its_client_left_is_dropped():
@@ -160,4 +160,4 @@ def test_the_worker_goes_on_when_the_call_that_drops_caches_is_sent(kind, tmp_pa
     monkeypatch.setattr(PublishGate, "allow_resume", let_go)
     order = {"gate": str(gate), "number": NUMBER, "timeout_s": 5.0}
     asyncio.run(asyncio.wait_for(middleware._adopt(SimpleNamespace(engine_client=kind(gate, sent)), order), 10))
-    assert sent == ["treadle_stand_still", "reset_prefix_cache", "may go on"]
+    assert sent == ["treadle_wait_for_write", "reset_prefix_cache", "may go on"]

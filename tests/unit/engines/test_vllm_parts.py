@@ -20,10 +20,10 @@ from tests.e2e.processes import free_port
 from treadle.engines.interface import Adapter, Request
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm import child_guard
-from treadle.engines.vllm.adapters import AdapterBook
-from treadle.engines.vllm.admission import ChangeLine
-from treadle.engines.vllm.command import Place, ServerCommand
-from treadle.engines.vllm.completions import Answer, Choice, as_deltas, as_generation, order_of
+from treadle.engines.vllm.adapters import AdapterRegistry
+from treadle.engines.vllm.admission import ChangeQueue
+from treadle.engines.vllm.command import ServerCommand, ServerResources
+from treadle.engines.vllm.completions import VllmChoice, VllmOutput, build_vllm_request, to_deltas, to_result
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError
 
@@ -100,7 +100,7 @@ time.sleep(600)
 def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_server(tmp_path, capfd):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    place = Place(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
+    place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
     server = ServerProcess(ServerCommand((sys.executable, "-c", DEAF_SERVER), os.environ), place)
     said = ""
 
@@ -112,13 +112,13 @@ def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_serv
     wait_until(has_said_its_pid)
     pid = int(said.rsplit(maxsplit=1)[-1])
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(server.wait_until_it_generates, 600)
+        waiting = pool.submit(server.wait_until_ready, 600)
         stopping = pool.submit(server.stop)
         with pytest.raises(EngineError, match="stopped while it started"):
             waiting.result(child_guard.GRACE_S)
         assert not stopping.done()  # it is given its time
         stopping.result(30)
-    assert server.death() is not None
+    assert server.exit_reason() is not None
     wait_until_gone([pid])
     assert not scratch.exists()
 
@@ -146,14 +146,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 def test_a_first_token_may_take_what_is_left_of_the_start(tmp_path, monkeypatch, timeout_s, is_long_enough):
     monkeypatch.setattr("treadle.engines.vllm.server_process.FIRST_TOKEN_S", 0.2)
     (tmp_path / "scratch").mkdir()
-    place = Place(port=free_port(), api_key="k", scratch=tmp_path / "scratch", cache=tmp_path)
+    place = ServerResources(port=free_port(), api_key="k", scratch=tmp_path / "scratch", cache=tmp_path)
     server = ServerProcess(ServerCommand((sys.executable, "-c", SLOW_SERVER, str(place.port)), os.environ), place)
     wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", place.port)) == 0)
     if is_long_enough:
-        server.wait_until_it_generates(timeout_s)
+        server.wait_until_ready(timeout_s)
     else:
         with pytest.raises(EngineError, match="its first token did not come within 0 s") as refused:
-            server.wait_until_it_generates(timeout_s)
+            server.wait_until_ready(timeout_s)
         assert "--start-timeout-s" in refused.value.fix
     server.stop()
 
@@ -174,7 +174,7 @@ time.sleep(600)
 def test_how_far_a_start_has_come_is_told_and_its_log_has_one_line_of_each_bar(tmp_path, capfd):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    place = Place(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
+    place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
     told, said = [], ""
 
     def is_ready():
@@ -204,7 +204,7 @@ def sampling(asked):
 
 
 def ordered(asked, *, stream=False):
-    return order_of(asked, model="policy", eos_ids=frozenset({1}), cache_salt="v3", stream=stream)
+    return build_vllm_request(asked, model="policy", eos_ids=frozenset({1}), cache_salt="v3", stream=stream)
 
 
 def no_text(_prompt, _token_ids):
@@ -233,17 +233,17 @@ def test_text_is_asked_for_only_where_it_must_be_seen_while_it_grows():
 def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
     asked = request(n=3, sampling=SamplingParams(temperature=0))
     assert sampling(asked)["n"] == 1
-    answer = Answer([Choice(0, [7, 8], [-0.5, -1.0], text="ab", finish_reason="length")])
-    generation = as_generation(answer, asked, [4], 0.1, no_text)
+    answer = VllmOutput([VllmChoice(0, [7, 8], [-0.5, -1.0], text="ab", finish_reason="length")])
+    generation = to_result(answer, asked, [4], 0.1, no_text)
     assert [c.token_ids for c in generation.completions] == [[7, 8]] * 3
     assert [c.policy_versions for c in generation.completions] == [[4]] * 3
-    assert [d.index for d in as_deltas(answer, asked, 4)] == [0, 1, 2]
+    assert [d.index for d in to_deltas(answer, asked, 4)] == [0, 1, 2]
 
 
 def test_an_answer_is_read_by_index_and_its_text_written_where_vllm_did_not():
-    choices = [Choice(1, [8], [-2.0], [{3: -0.1}], finish_reason="length"), Choice(0, [9], [-1.0], text="a")]
-    answer = Answer(choices, prompt_tops=[{}, {6: -3.0}])
-    written = as_generation(answer, request(num_top=1), [0, 1], 0.1, lambda *given: f"{given}")
+    choices = [VllmChoice(1, [8], [-2.0], [{3: -0.1}], finish_reason="length"), VllmChoice(0, [9], [-1.0], text="a")]
+    answer = VllmOutput(choices, prompt_tops=[{}, {6: -3.0}])
+    written = to_result(answer, request(num_top=1), [0, 1], 0.1, lambda *given: f"{given}")
     assert [c.text for c in written.completions] == ["a", "([5, 6], [8])"]
     assert written.completions[1].tops == [{3: -0.1}]
     assert written.prompt_tops == [{}, {6: -3.0}]
@@ -251,15 +251,15 @@ def test_an_answer_is_read_by_index_and_its_text_written_where_vllm_did_not():
 
 
 def test_the_token_that_ends_a_completion_is_not_in_its_text():
-    ended, cut_off = Choice(0, [7, 8], finish_reason="stop"), Choice(1, [7, 8], finish_reason="length")
-    generation = as_generation(Answer([ended, cut_off]), request(), [0], 0.1, lambda _, token_ids: f"{token_ids}")
+    ended, cut_off = VllmChoice(0, [7, 8], finish_reason="stop"), VllmChoice(1, [7, 8], finish_reason="length")
+    generation = to_result(VllmOutput([ended, cut_off]), request(), [0], 0.1, lambda _, token_ids: f"{token_ids}")
     assert [c.text for c in generation.completions] == ["[7]", "[7, 8]"]
     assert [c.token_ids for c in generation.completions] == [[7, 8]] * 2
 
 
 def test_a_character_that_was_cut_off_is_not_in_the_text():
-    cut_off = Choice(0, [7, 8], finish_reason="length")
-    generation = as_generation(Answer([cut_off]), request(n=1), [0], 0.1, lambda *_: "a\ufffd")
+    cut_off = VllmChoice(0, [7, 8], finish_reason="length")
+    generation = to_result(VllmOutput([cut_off]), request(n=1), [0], 0.1, lambda *_: "a\ufffd")
     assert [c.text for c in generation.completions] == ["a"]
 
 
@@ -268,55 +268,55 @@ def adapter(name, version):
 
 
 def test_a_new_policy_serves_everybody_and_an_unloaded_one_goes_when_nobody_uses_it():
-    book = AdapterBook()
-    first, second = book.new_name("v1"), book.new_name("v2")
-    assert book.borrow(None) is None
-    book.add(adapter("v1", 1), first)
-    used, served = book.borrow(None)
+    registry = AdapterRegistry()
+    first, second = registry.next_name("v1"), registry.next_name("v2")
+    assert registry.acquire(None) is None
+    registry.add(adapter("v1", 1), first)
+    used, served = registry.acquire(None)
     assert (used.policy_version, served) == (1, first)
-    book.add(adapter("v2", 2), second)
-    assert [a.name for a in book.listed()] == ["v1", "v2"]
-    assert book.borrow(None)[1] == second
-    book.remove("v1")
-    assert [a.name for a in book.listed()] == ["v2"]
-    assert book.unused() == []
-    assert book.give_back(first) is True
-    assert book.unused() == [first]
-    book.forget(first)
-    assert book.unused() == []
+    registry.add(adapter("v2", 2), second)
+    assert [a.name for a in registry.loaded()] == ["v1", "v2"]
+    assert registry.acquire(None)[1] == second
+    registry.remove("v1")
+    assert [a.name for a in registry.loaded()] == ["v2"]
+    assert registry.unused() == []
+    assert registry.release(first) is True
+    assert registry.unused() == [first]
+    registry.discard(first)
+    assert registry.unused() == []
 
 
 def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
-    book = AdapterBook()
-    first = book.new_name("mine")
-    book.add(adapter("mine", None), first)
-    assert book.borrow(None) is None  # loaded by hand, it serves only those who name it
-    book.remove("mine")
-    second = book.new_name("mine")
-    book.add(adapter("mine", None), second)
+    registry = AdapterRegistry()
+    first = registry.next_name("mine")
+    registry.add(adapter("mine", None), first)
+    assert registry.acquire(None) is None  # loaded by hand, it serves only those who name it
+    registry.remove("mine")
+    second = registry.next_name("mine")
+    registry.add(adapter("mine", None), second)
     assert first != second
-    assert book.unused() == [first]
-    assert book.borrow("mine")[1] == second
+    assert registry.unused() == [first]
+    assert registry.acquire("mine")[1] == second
 
 
 def test_a_repeated_load_changes_nothing_and_another_of_the_name_is_refused():
-    book = AdapterBook()
-    book.add(adapter("mine", 1), book.new_name("mine"))
-    assert book.known("mine", Path("/a/mine"), 1) == adapter("mine", 1)
-    assert book.known("other", Path("/a/other"), 1) is None
+    registry = AdapterRegistry()
+    registry.add(adapter("mine", 1), registry.next_name("mine"))
+    assert registry.find("mine", Path("/a/mine"), 1) == adapter("mine", 1)
+    assert registry.find("other", Path("/a/other"), 1) is None
     with pytest.raises(RequestError, match="choose a new name"):
-        book.known("mine", Path("/a/other"), 1)
+        registry.find("mine", Path("/a/other"), 1)
 
 
 def test_unloading_what_serves_gives_the_base_model_back():
-    book = AdapterBook()
-    name = book.new_name("v1")
-    book.add(adapter("v1", 1), name)
-    book.remove("v1")
-    assert book.serving is None
-    assert book.unused() == [name]
+    registry = AdapterRegistry()
+    name = registry.next_name("v1")
+    registry.add(adapter("v1", 1), name)
+    registry.remove("v1")
+    assert registry.serving is None
+    assert registry.unused() == [name]
     with pytest.raises(RequestError, match="no adapter 'v1'"):
-        book.remove("v1")
+        registry.remove("v1")
 
 
 def test_a_change_that_fails_after_its_asker_left_is_told_in_a_line(caplog):
@@ -327,9 +327,9 @@ def test_a_change_that_fails_after_its_asker_left_is_told_in_a_line(caplog):
             await may_fail.wait()
             raise EngineError("the server is gone")
 
-        line, strays = ChangeLine(), []
+        line, strays = ChangeQueue(), []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: strays.append(context))
-        asking = asyncio.ensure_future(line.make(change()))
+        asking = asyncio.ensure_future(line.run(change()))
         await asyncio.sleep(0.01)
         asking.cancel()
         may_fail.set()

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.e2e.processes import environment, free_port, wait_until_healthy
-from treadle.engines.weight_updates import Receiver
+from treadle.engines.weight_updates import BroadcastReceiver
 from treadle.errors import TreadleError
 from treadle.wire.bridge import Joined, JoinGroup, ReceiveWeights
 
@@ -79,7 +79,7 @@ def peer(folder):
 
 
 def serve(port):
-    weights, receiver = random_weights(0), Receiver()
+    weights, receiver = random_weights(0), BroadcastReceiver()
 
     async def join(http):
         request = msgspec.json.decode(await http.body(), type=JoinGroup)

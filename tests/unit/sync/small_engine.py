@@ -26,7 +26,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
-from treadle.engines.weight_updates import Receiver
+from treadle.engines.weight_updates import BroadcastReceiver
 from treadle.errors import TreadleError
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.gate import PublishGate, check_publish_order
@@ -65,7 +65,7 @@ class SmallEngine:
         self.calls, self.tokens, self.names_used, self.adapters = [], [], [], {}
         self._cache = {}
         self._adapter_path = None
-        self._receiver = Receiver()
+        self._receiver = BroadcastReceiver()
         self._load(self.folder)
 
     def _load(self, folder):

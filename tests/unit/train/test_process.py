@@ -21,7 +21,7 @@ from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
 from treadle.engines.api.app import build_app
-from treadle.engines.transformers_engine import TransformersServer
+from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
 from treadle.loading import report_loading
 from treadle.sync.modes import OfflineSync
@@ -81,7 +81,7 @@ def serving(app):
 @pytest.fixture
 def engine_url(folder, tmp_path):
     config = EngineConfig(dtype="float32", threads=1, device="cpu", weights_file=tmp_path / "shared.weights")
-    engine = TransformersServer(config, folder)
+    engine = TransformersEngine(config, folder)
     with serving(build_app(engine, config, {})) as url:
         yield url
     asyncio.run(engine.close())

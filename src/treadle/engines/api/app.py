@@ -17,54 +17,54 @@ from treadle.config import EngineConfig
 from treadle.config.engine_choice import adapter_root
 from treadle.engines.api.adapters import AdapterRoutes
 from treadle.engines.api.bridge import BridgeRoutes
-from treadle.engines.api.context import Ledger, Served
+from treadle.engines.api.context import ApiContext, RequestStats
 from treadle.engines.api.generate import generate_routes
-from treadle.engines.api.http import refusal, route
+from treadle.engines.api.http import error_response, route
 from treadle.engines.api.openai import openai_routes
-from treadle.engines.interface import Engine, EngineState
+from treadle.engines.interface import EngineStatus, InferenceEngine
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer
 from treadle.net.exposition import CONTENT_TYPE, Page
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 
-def metrics_route(served: Served) -> Route:
+def metrics_route(context: ApiContext) -> Route:
     async def metrics(_: HttpRequest) -> Response:
         page = Page()
-        _add_state(page, await served.engine.state(), len(served.engine.adapters()))
-        _add_requests(page, served.ledger)
+        _add_state(page, await context.engine.status(), len(context.engine.adapters()))
+        _add_requests(page, context.stats)
         return Response(page.text(), media_type=CONTENT_TYPE)
 
-    return route("/metrics", metrics, served.ledger)
+    return route("/metrics", metrics, context.stats)
 
 
-def _add_state(page: Page, state: EngineState, num_adapters: int) -> None:
-    page.family("engine_up", "gauge", "1 while it can generate").add(int(state.failure is None))
-    page.family("engine_held", "gauge", "1 while no token is sampled because weights change").add(int(state.is_held))
-    page.family("engine_policy_version", "gauge", "the policy version that is served").add(state.policy_version)
-    page.family("engine_requests_running", "gauge", "requests that are being generated").add(state.num_running)
-    page.family("engine_requests_waiting", "gauge", "requests that wait for room").add(state.num_waiting)
-    page.family("engine_adapters", "gauge", "LoRA adapters that are loaded").add(num_adapters)
-    page.family("engine_generated_tokens_total", "counter", "tokens that were sampled").add(state.generated_tokens)
+def _add_state(page: Page, state: EngineStatus, num_adapters: int) -> None:
+    page.family("engine_up", "gauge", "1 if the engine can generate").add(int(state.failure is None))
+    page.family("engine_held", "gauge", "1 while the engine is held for a weight update").add(int(state.is_held))
+    page.family("engine_policy_version", "gauge", "served policy version").add(state.policy_version)
+    page.family("engine_requests_running", "gauge", "running requests").add(state.num_running)
+    page.family("engine_requests_waiting", "gauge", "queued requests").add(state.num_waiting)
+    page.family("engine_adapters", "gauge", "loaded LoRA adapters").add(num_adapters)
+    page.family("engine_generated_tokens_total", "counter", "sampled tokens").add(state.generated_tokens)
     page.family("engine_generating_seconds_total", "counter", "time spent generating").add(state.generating_s)
 
 
-def _add_requests(page: Page, ledger: Ledger) -> None:
-    answered = page.family("engine_http_requests_total", "counter", "calls that were answered, by route and status")
-    for (path, status), count in sorted(ledger.requests.items()):
+def _add_requests(page: Page, stats: RequestStats) -> None:
+    answered = page.family("engine_http_requests_total", "counter", "HTTP requests by route and status")
+    for (path, status), count in sorted(stats.requests.items()):
         answered.add(count, {"route": path, "status": str(status)})
-    seconds = page.family("engine_http_request_seconds", "histogram", "time until a call was answered, by route")
-    for path, histogram in sorted(ledger.seconds.items()):
+    seconds = page.family("engine_http_request_seconds", "histogram", "HTTP request latency by route")
+    for path, histogram in sorted(stats.seconds.items()):
         seconds.add_histogram(histogram, {"route": path})
 
 
-def build_app(engine: Engine, config: EngineConfig, env: Mapping[str, str]) -> Guard:
-    """`build_app(engine, config, os.environ)`. The caller closes the engine in the end."""
-    return app_of(engine, config, access_of(config, env))
+def build_app(engine: InferenceEngine, config: EngineConfig, env: Mapping[str, str]) -> Guard:
+    """The application without a lifespan: the caller closes the engine."""
+    return create_app(engine, config, engine_access(config, env))
 
 
-def access_of(config: EngineConfig, env: Mapping[str, str]) -> Access:
-    """Who may call; refuses an address that others can reach when there is no token."""
+def engine_access(config: EngineConfig, env: Mapping[str, str]) -> Access:
+    """Access rules; refuses an address that other machines can reach if there is no token."""
     rules = AccessRules(
         process="engine",
         host=config.host,
@@ -77,32 +77,31 @@ def access_of(config: EngineConfig, env: Mapping[str, str]) -> Access:
 
 
 @contextlib.asynccontextmanager
-async def _no_life() -> AsyncIterator[None]:
-    """Of an application whose engine is somebody else's."""
+async def _no_lifespan() -> AsyncIterator[None]:
     yield
 
 
-def app_of(
-    engine: Engine,
+def create_app(
+    engine: InferenceEngine,
     config: EngineConfig,
     access: Access,
     *,
-    life: Callable[[], AbstractAsyncContextManager[None]] = _no_life,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] = _no_lifespan,
     bridge_file: Path | None = None,
 ) -> Guard:
-    """`life` is entered when the application begins to serve, and left when it ends; `bridge_file` is there between."""
+    """`lifespan` surrounds the time in which the application serves; `bridge_file` exists during that time."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with life():
-            await served.write_bridge_file()
+    async def app_lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with lifespan():
+            await context.write_bridge_file()
             try:
                 yield
             finally:
-                served.remove_bridge_file()
-                served.templates.close()
+                context.remove_bridge_file()
+                context.templates.close()
 
-    served = Served(
+    context = ApiContext(
         engine=engine,
         model_name=config.served_model_name or config.model,
         pause_timeout_s=config.pause_timeout_s,
@@ -117,14 +116,14 @@ def app_of(
 
     async def no_route(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for no other
-        return refusal(http.url.path, error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        return error_response(http.url.path, error.status_code, f"{http.method} {http.url.path}: {error.detail}")
 
     routes: list[Route] = [
-        *generate_routes(served),
-        *openai_routes(served),
-        *BridgeRoutes(served).routes(),
-        *AdapterRoutes(served).routes(),
-        metrics_route(served),
-        route("/bridge/list_endpoints", list_endpoints, served.ledger),
+        *generate_routes(context),
+        *openai_routes(context),
+        *BridgeRoutes(context).routes(),
+        *AdapterRoutes(context).routes(),
+        metrics_route(context),
+        route("/bridge/list_endpoints", list_endpoints, context.stats),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: no_route}, lifespan=lifespan), access)
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: no_route}, lifespan=app_lifespan), access)

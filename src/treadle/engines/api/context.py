@@ -24,8 +24,8 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from treadle.chat_template import TemplateWorker
-from treadle.engines.interface import Engine
-from treadle.engines.tokenizer import Text
+from treadle.engines.interface import InferenceEngine
+from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.net.exposition import Histogram
@@ -34,24 +34,26 @@ from treadle.sync.owner import PUBLISHER_HEADER, Publisher, read_publisher
 
 _FIX = "let one trainer publish to one engine; for another run, start the engine again or POST /bridge/restart by hand"
 log = get_logger("engine")
-MIN_CHARS_ENCODED = 1 << 18  # this much is always encoded: a word that a tokenizer does not know may be one token
+MIN_CHARS_ENCODED = 1 << 18  # shorter prompts are always encoded: an unknown word may become a single token
 LATENCY_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-class Publishing:
-    """All of it belongs to the event loop."""
+class PublisherCheck:
+    """Decides which trainer may change the weights. Used only on the event loop."""
 
     def __init__(self) -> None:
         self._publisher: Publisher | None = None
         self._replaced: list[Publisher] = []
 
     @contextmanager
-    def by(self, http: HttpRequest, *, also_by_hand: bool = False) -> Iterator[None]:
-        """Around what changes the weights, or the version that they are. `also_by_hand`: a request without a name may
-        do it too, although a trainer publishes."""
+    def authorize(self, http: HttpRequest, *, allow_anonymous: bool = False) -> Iterator[None]:
+        """Wrap every change of weights or of their version; raises RequestError for other publishers.
+
+        `allow_anonymous`: also accept a request without a publisher header although a trainer publishes.
+        """
         asking, before = _publisher_of(http), self._publisher
         if asking is None:
-            if before is not None and not also_by_hand:
+            if before is not None and not allow_anonymous:
                 raise RequestError(f"the trainer of {before.run} publishes to this engine", fix=_FIX)
             yield
             return
@@ -61,13 +63,13 @@ class Publishing:
             self._replaced.append(before)
         try:
             yield
-        except RequestError:  # nothing was changed
+        except RequestError:  # nothing has changed
             if before is None:
                 self._publisher = None
             raise
 
-    def begin_again(self, http: HttpRequest) -> None:
-        """After a restart: asked for by hand, the engine is anybody's."""
+    def reset(self, http: HttpRequest) -> None:
+        """After a restart that was requested by hand, any run may publish."""
         if _publisher_of(http) is None:
             self._publisher, self._replaced = None, []
 
@@ -96,16 +98,16 @@ def _publisher_of(http: HttpRequest) -> Publisher | None:
 
 
 @dataclass
-class Ledger:
-    """What the surface counts. All of it belongs to the event loop."""
+class RequestStats:
+    """Counters of the HTTP API. Used only on the event loop."""
 
     started: float = field(default_factory=time.time)
-    last_update_time: float | None = None  # seconds since 1970, of the last change of weights
+    last_update_time: float | None = None  # Unix time of the last weight update
     adapter_ids: dict[str, int] = field(default_factory=dict)
     num_adapter_loads: int = 0
     requests: dict[tuple[str, int], int] = field(default_factory=dict)  # by route and status
     seconds: dict[str, Histogram] = field(default_factory=dict)  # by route
-    told_layout: Layout | None = None  # what the bridge file says
+    bridge_layout: Layout | None = None  # contents of the bridge file
 
     def count(self, route: str, status: int, seconds: float) -> None:
         self.requests[route, status] = self.requests.get((route, status), 0) + 1
@@ -115,7 +117,7 @@ class Ledger:
         self.last_update_time = time.time()
 
     def adapter_loaded(self, name: str) -> int:
-        """Its number; a load that was repeated keeps it."""
+        """The adapter's id; a repeated load keeps it."""
         if name not in self.adapter_ids:
             self.num_adapter_loads += 1
             self.adapter_ids[name] = self.num_adapter_loads
@@ -123,22 +125,22 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Served:
-    """One engine, and what the surface knows beside it."""
+class ApiContext:
+    """The engine, and what all routes share."""
 
-    engine: Engine
-    model_name: str  # as it was asked for at the start
+    engine: InferenceEngine
+    model_name: str  # as given at start
     pause_timeout_s: float
-    adapter_root: Path  # the folder from which adapters and weights are loaded, resolved
-    model_folder: Path  # what the engine was started with, which is always loaded again
-    bridge_file: Path | None = None  # where a trainer can read which weights are shared
-    ledger: Ledger = field(default_factory=Ledger)
+    adapter_root: Path  # adapters and weights are loaded only from this folder (resolved)
+    model_folder: Path  # that the engine was started with; it may always be loaded again
+    bridge_file: Path | None = None  # tells trainers where the shared weights are
+    stats: RequestStats = field(default_factory=RequestStats)
     templates: TemplateWorker = field(default_factory=TemplateWorker)
-    publishing: Publishing = field(default_factory=Publishing)
+    publishers: PublisherCheck = field(default_factory=PublisherCheck)
 
     @property
-    def text(self) -> Text:
-        return self.engine.text
+    def tokenizer(self) -> ModelTokenizer:
+        return self.engine.tokenizer
 
     async def encode_chat(
         self,
@@ -148,26 +150,26 @@ class Served:
         add_generation_prompt: bool,
         options: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Token ids of a conversation, as the model's own chat template writes it."""
-        text = self.text
-        if not text.is_chat_loaded:
-            await asyncio.to_thread(text.load_chat)
-        source, values = text.chat_template(
+        """Token ids of a conversation, rendered with the model's chat template."""
+        tokenizer = self.tokenizer
+        if not tokenizer.is_chat_loaded:
+            await asyncio.to_thread(tokenizer.load_chat)
+        source, values = tokenizer.chat_template(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
         )
         rendered = await self.templates.render_async(source, values)
-        self._refuse_longer(rendered)
-        return text.encode_rendered(rendered)
+        self._check_length(rendered)
+        return tokenizer.encode_rendered(rendered)
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt."""
-        self._refuse_longer(prompt)
-        return self.text.encode(prompt)
+        """Token ids of a prompt; refuses one that cannot fit."""
+        self._check_length(prompt)
+        return self.tokenizer.encode(prompt)
 
-    def _refuse_longer(self, prompt: str) -> None:
-        """Encoding megabytes of text takes seconds, in which no other request is answered."""
+    def _check_length(self, prompt: str) -> None:
+        """Encoding megabytes of text takes seconds, and blocks all other requests."""
         max_tokens = self.engine.facts.max_model_len
-        if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.text.longest_token:
+        if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.tokenizer.longest_token:
             raise RequestError(f"a prompt of {len(prompt):,} characters is longer than --max-model-len {max_tokens}")
 
     async def write_bridge_file(self) -> None:
@@ -175,13 +177,13 @@ class Served:
             return
         try:
             layout = await self.engine.layout()
-        except EngineError as error:  # whoever asks for the layout is told the same
+        except EngineError as error:  # GET /bridge/state_dict_info reports the same error
             log.error("bridge_file_not_written", reason=str(error))
             return
         if layout is not None:
             write_bridge_file(self.bridge_file, layout)
-            self.ledger.told_layout = layout
+            self.stats.bridge_layout = layout
 
     def remove_bridge_file(self) -> None:
-        if self.bridge_file is not None and self.ledger.told_layout is not None:
-            remove_bridge_file(self.bridge_file, self.ledger.told_layout)
+        if self.bridge_file is not None and self.stats.bridge_layout is not None:
+            remove_bridge_file(self.bridge_file, self.stats.bridge_layout)

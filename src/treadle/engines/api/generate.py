@@ -16,9 +16,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.api.context import Served
-from treadle.engines.api.http import decode, nobody_reads, route
-from treadle.engines.interface import Delta, Engine, EngineFacts, Generation, Request, Sampled
+from treadle.engines.api.context import ApiContext
+from treadle.engines.api.http import client_left_response, decode, route
+from treadle.engines.interface import (
+    CompletionDelta,
+    EngineFacts,
+    GenerationResult,
+    InferenceEngine,
+    Request,
+    SampledCompletion,
+)
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.net.bodies import json_answer, unless_gone
@@ -36,13 +43,13 @@ from treadle.wire.generate import (
 
 MAX_PROMPTS = 256  # in one request
 MAX_STOP_IDS = 1024
-MAX_LOGPROBS = 20  # likeliest tokens a position; more make answers of many megabytes
+MAX_LOGPROBS = 20  # top tokens per position; more would make responses of many megabytes
 HEALTH_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What a client may set, in the words of the wire."""
+class GenerationOptions:
+    """Options that a client may set, with the field names of the API."""
 
     n: int = 1
     max_tokens: int
@@ -60,49 +67,51 @@ class Ask:
     adapter: str | None = None
 
 
-def request_of(prompt_ids: object, ask: Ask, facts: EngineFacts) -> Request:
-    """`request_of([1, 2, 3], Ask(max_tokens=8), engine.facts)`; raises RequestError with what is wrong."""
+def build_request(prompt_ids: object, options: GenerationOptions, facts: EngineFacts) -> Request:
+    """Validate token ids and options against the engine's limits; raises RequestError."""
     ids = _checked_ids(prompt_ids, facts.vocab_size)
-    if ask.n < 1 or ask.max_tokens < 1:
+    if options.n < 1 or options.max_tokens < 1:
         raise RequestError("n and max_tokens must be at least 1")
-    if ask.n > facts.max_num_seqs:
-        raise RequestError(f"n={ask.n} is over --max-num-seqs {facts.max_num_seqs}")
-    if not (0 <= ask.temperature <= 100 and 0 < ask.top_p <= 1 and 0 <= ask.min_p <= 1 and ask.top_k >= -1):
+    if options.n > facts.max_num_seqs:
+        raise RequestError(f"n={options.n} is over --max-num-seqs {facts.max_num_seqs}")
+    if not (
+        0 <= options.temperature <= 100 and 0 < options.top_p <= 1 and 0 <= options.min_p <= 1 and options.top_k >= -1
+    ):
         raise RequestError("temperature, top_p, top_k or min_p is out of range")
-    if len(ids) + ask.max_tokens > facts.max_model_len:
+    if len(ids) + options.max_tokens > facts.max_model_len:
         raise RequestError(
-            f"{len(ids)} prompt and {ask.max_tokens} new tokens exceed --max-model-len {facts.max_model_len}"
+            f"{len(ids)} prompt and {options.max_tokens} new tokens exceed --max-model-len {facts.max_model_len}"
         )
-    stop = (ask.stop,) if isinstance(ask.stop, str) else tuple(ask.stop or ())
+    stop = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
     if len(stop) > MAX_STOP_STRINGS or not all(0 < len(word) <= MAX_STOP_CHARS for word in stop):
         raise RequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, each of 1 to {MAX_STOP_CHARS} characters")
-    stop_ids = frozenset(ask.stop_token_ids or ())
+    stop_ids = frozenset(options.stop_token_ids or ())
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} of them, not {len(stop_ids)}")
-    if not all(0 <= token < facts.vocab_size for token in stop_ids):  # vLLM refuses them, or cannot write them down
+    if not all(0 <= token < facts.vocab_size for token in stop_ids):  # vLLM rejects them, or fails on them
         raise RequestError(f"stop_token_ids must be whole numbers from 0 to {facts.vocab_size - 1}")
-    for count in (ask.logprobs, ask.prompt_logprobs):
+    for count in (options.logprobs, options.prompt_logprobs):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"logprobs of {count} tokens a position were asked for; 0 to {MAX_LOGPROBS} can be had")
     return Request(
         prompt_ids=ids,
-        n=ask.n,
-        max_tokens=ask.max_tokens,
+        n=options.n,
+        max_tokens=options.max_tokens,
         sampling=SamplingParams(
-            # Both engines get the same: vLLM would raise some of these to 0.01, and take others for 0.
-            0.0 if ask.temperature < MIN_TEMPERATURE else ask.temperature,
-            ask.top_p,
-            max(ask.top_k, 0) if ask.top_k < facts.vocab_size else 0,  # all of them: it rules out nothing
-            ask.min_p,
+            # Same for both engines: vLLM would raise some small temperatures to 0.01 and take others for 0.
+            0.0 if options.temperature < MIN_TEMPERATURE else options.temperature,
+            options.top_p,
+            max(options.top_k, 0) if options.top_k < facts.vocab_size else 0,  # the whole vocabulary: no truncation
+            options.min_p,
         ),
-        seed=ask.seed,
+        seed=options.seed,
         stop=stop,
         stop_ids=stop_ids,
-        ignore_eos=ask.ignore_eos,
-        num_top=ask.logprobs or 0,
-        num_prompt_top=ask.prompt_logprobs,
-        wave=ask.wave,
-        adapter=ask.adapter,
+        ignore_eos=options.ignore_eos,
+        num_top=options.logprobs or 0,
+        num_prompt_top=options.prompt_logprobs,
+        wave=options.wave,
+        adapter=options.adapter,
     )
 
 
@@ -114,8 +123,8 @@ def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     return ids
 
 
-async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
-    """The answers, in order; when a request fails, the others are cancelled."""
+async def generate_all(engine: InferenceEngine, requests: Sequence[Request]) -> list[GenerationResult]:
+    """Run requests concurrently; results in order. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     try:
         return await asyncio.gather(*tasks)
@@ -124,56 +133,58 @@ async def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Gene
             task.cancel()
 
 
-async def merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
-    """(which stream, what came); the error of any of them ends all."""
-    came: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+async def merge_streams(
+    streams: Sequence[AsyncIterator[CompletionDelta]],
+) -> AsyncIterator[tuple[int, CompletionDelta]]:
+    """Yield (stream index, delta) from all streams as they come; an error of one ends all."""
+    queue: asyncio.Queue[tuple[int, CompletionDelta] | BaseException | None] = asyncio.Queue()
 
-    async def pump(place: int, stream: AsyncIterator[Delta]) -> None:
+    async def pump(index: int, stream: AsyncIterator[CompletionDelta]) -> None:
         try:
             async for delta in stream:
-                came.put_nowait((place, delta))
+                queue.put_nowait((index, delta))
         except Exception as error:
-            came.put_nowait(error)
+            queue.put_nowait(error)
         else:
-            came.put_nowait(None)
+            queue.put_nowait(None)
 
-    tasks = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
     num_open = len(tasks)
     try:
         while num_open:
-            part = await came.get()
-            if isinstance(part, BaseException):
-                raise part
-            if part is None:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
                 num_open -= 1
             else:
-                yield part
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def generate_routes(served: Served) -> list[Route]:
-    engine = served.engine
+def generate_routes(context: ApiContext) -> list[Route]:
+    engine = context.engine
 
     async def generate(http: HttpRequest) -> Response:
         body = await decode(http, GenerateRequest)
         prompts = _prompts(body)
-        requests = [request_of(_encoded(served, prompt), _ask(body), engine.facts) for prompt in prompts]
+        requests = [build_request(_encoded(context, prompt), _options(body), engine.facts) for prompt in prompts]
         if body.stream:
             if body.prompt_logprobs is not None:
                 raise RequestError("a streamed answer has no prompt_logprobs", fix='leave "stream" out')
-            return StreamingResponse(_lines(served, body, prompts[0], requests[0]), media_type="application/x-ndjson")
+            return StreamingResponse(_lines(context, body, prompts[0], requests[0]), media_type="application/x-ndjson")
         generations = await unless_gone(http, generate_all(engine, requests))
         if generations is None:
-            return nobody_reads()
-        answers = [_answer(served, body, *each) for each in zip(prompts, requests, generations, strict=True)]
+            return client_left_response()
+        answers = [_answer(context, body, *each) for each in zip(prompts, requests, generations, strict=True)]
         return json_answer(answers if isinstance(body.prompt, list) else answers[0])
 
     async def health(_: HttpRequest) -> Response:
-        state = await engine.state()
-        told = EngineHealth(
+        state = await engine.status()
+        body = EngineHealth(
             status="paused" if state.is_held else "ok",
             model=str(engine.facts.folder),
             policy_version=state.policy_version,
@@ -183,25 +194,25 @@ def generate_routes(served: Served) -> list[Route]:
             generating_s=state.generating_s,
         )
         if state.failure is not None:
-            told.status = f"failed: {state.failure}"
-        return json_answer(told, 200 if state.failure is None else 503)
+            body.status = f"failed: {state.failure}"
+        return json_answer(body, 200 if state.failure is None else 503)
 
     async def health_generate(_: HttpRequest) -> Response:
         started = time.monotonic()
-        request = request_of([0], Ask(max_tokens=1, temperature=0.0), engine.facts)
+        request = build_request([0], GenerationOptions(max_tokens=1, temperature=0.0), engine.facts)
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 await engine.generate(request)
         except TimeoutError:
-            is_held = (await engine.state()).is_held
-            why = "it is paused" if is_held else "it is stuck, or much too busy"
+            is_held = (await engine.status()).is_held
+            why = "the engine is paused" if is_held else "the engine is stuck or overloaded"
             raise EngineError(f"no token within {HEALTH_DEADLINE_S:.0f} s: {why}") from None
         return json_answer({"status": "ok", "seconds": time.monotonic() - started})
 
     return [
-        route("/generate", generate, served.ledger, method="POST"),
-        route("/health", health, served.ledger),
-        route("/health_generate", health_generate, served.ledger),
+        route("/generate", generate, context.stats, method="POST"),
+        route("/health", health, context.stats),
+        route("/health_generate", health_generate, context.stats),
     ]
 
 
@@ -214,34 +225,32 @@ def _prompts(body: GenerateRequest) -> list[Prompt]:
     return prompts
 
 
-def _encoded(served: Served, prompt: Prompt) -> object:
-    """The prompt's token ids, unchecked: `request_of` checks them."""
-    return served.encode(prompt) if isinstance(prompt, str) else prompt.get("prompt_token_ids")
+def _encoded(context: ApiContext, prompt: Prompt) -> object:
+    """The prompt's token ids, unchecked: `build_request` checks them."""
+    return context.encode(prompt) if isinstance(prompt, str) else prompt.get("prompt_token_ids")
 
 
-def _ask(body: GenerateRequest) -> Ask:
-    return Ask(**{field.name: getattr(body, field.name) for field in fields(Ask)})  # they have the same names
+def _options(body: GenerateRequest) -> GenerationOptions:
+    return GenerationOptions(**{field.name: getattr(body, field.name) for field in fields(GenerationOptions)})
 
 
-async def _lines(served: Served, body: GenerateRequest, prompt: Prompt, request: Request) -> AsyncIterator[bytes]:
-    """What is new, line by line as JSON, and the whole answer at the end. An error is a line too: it is too late for a
-    status."""
+async def _lines(context: ApiContext, body: GenerateRequest, prompt: Prompt, request: Request) -> AsyncIterator[bytes]:
+    """JSON lines: one per delta, then the full response. An error is a line too, as the status has been sent."""
     started = time.monotonic()
-    gathered = [Sampled() for _ in range(request.n)]
+    completions = [SampledCompletion() for _ in range(request.n)]
     try:
-        async with contextlib.aclosing(served.engine.stream(request)) as stream:  # type: ignore[type-var]
+        async with contextlib.aclosing(context.engine.stream(request)) as stream:  # type: ignore[type-var]
             async for delta in stream:
-                gather(gathered[delta.index], delta)
+                _append_delta(completions[delta.index], delta)
                 yield msgspec.json.encode(_chunk(delta, wants_logprobs=body.logprobs is not None)) + b"\n"
     except TreadleError as error:
         yield msgspec.json.encode({"error": str(error)}) + b"\n"
         return
-    whole = Generation(gathered, seconds=time.monotonic() - started)
-    yield msgspec.json.encode(_answer(served, body, prompt, request, whole)) + b"\n"
+    result = GenerationResult(completions, seconds=time.monotonic() - started)
+    yield msgspec.json.encode(_answer(context, body, prompt, request, result)) + b"\n"
 
 
-def gather(sampled: Sampled, delta: Delta) -> None:
-    """Add what is new to what there was."""
+def _append_delta(sampled: SampledCompletion, delta: CompletionDelta) -> None:
     sampled.token_ids += delta.token_ids
     sampled.logprobs += delta.logprobs
     sampled.tops += delta.tops
@@ -251,7 +260,7 @@ def gather(sampled: Sampled, delta: Delta) -> None:
         sampled.policy_versions.append(delta.policy_version)
 
 
-def _chunk(delta: Delta, *, wants_logprobs: bool) -> GenerateChunk:
+def _chunk(delta: CompletionDelta, *, wants_logprobs: bool) -> GenerateChunk:
     return GenerateChunk(
         index=delta.index,
         text=delta.text,
@@ -263,12 +272,12 @@ def _chunk(delta: Delta, *, wants_logprobs: bool) -> GenerateChunk:
 
 
 def _answer(
-    served: Served, body: GenerateRequest, prompt: Prompt, request: Request, generation: Generation
+    context: ApiContext, body: GenerateRequest, prompt: Prompt, request: Request, generation: GenerationResult
 ) -> GenerateAnswer:
     completions, tops = generation.completions, generation.prompt_tops
     return GenerateAnswer(
         text=[s.text for s in completions],
-        prompt=prompt if isinstance(prompt, str) else served.text.decode(request.prompt_ids),
+        prompt=prompt if isinstance(prompt, str) else context.tokenizer.decode(request.prompt_ids),
         finish_reasons=[s.finish_reason or "length" for s in completions],
         token_ids=[s.token_ids for s in completions],
         prompt_token_ids=request.prompt_ids,
@@ -281,12 +290,12 @@ def _answer(
     )
 
 
-def oldest_version(completions: list[Sampled]) -> int:
+def oldest_version(completions: list[SampledCompletion]) -> int:
     return min(version for s in completions for version in s.policy_versions)
 
 
-def _logprobs(sampled: Sampled | Delta) -> list[list[dict[str, float]]]:
-    """Per token a one-element list that holds a dict: the sampled token first, then the likeliest others."""
+def _logprobs(sampled: SampledCompletion | CompletionDelta) -> list[list[dict[str, float]]]:
+    """Per token a list with one dict: the sampled token first, then the top tokens."""
     tops = sampled.tops or [{}] * len(sampled.token_ids)
     return [
         [{str(token): logprob} | _named(top, but=token)]

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from treadle.engines.api.context import Ledger
+from treadle.engines.api.context import RequestStats
 from treadle.engines.interface import ADAPTER_FILES
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.net.access import EVERYBODY, why_refused
@@ -22,7 +22,7 @@ from treadle.net.tokens import Role
 MAX_BODY_BYTES = 16 << 20
 OPENAI_PREFIX = "/v1/"
 FORBIDDEN = 403
-# Who may use a route: everybody reads, environments and trainers sample, only trainers change weights and adapters.
+# Roles by route: everyone may read, environments and trainers may sample, only trainers change weights and adapters.
 SAMPLING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 SAMPLERS: frozenset[Role] = frozenset({"environment", "trainer"})
 PUBLISHERS: frozenset[Role] = frozenset({"trainer"})
@@ -32,84 +32,86 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class NotHere(RequestError):
-    """A path, a model or an adapter that does not exist."""
+class NotFound(RequestError):
+    """A path, a model or an adapter does not exist."""
 
 
-def route(path: str, handler: Handler, ledger: Ledger, *, method: str = "GET") -> Route:
-    """A route whose errors become answers, and whose requests are counted."""
+def route(path: str, handler: Handler, stats: RequestStats, *, method: str = "GET") -> Route:
+    """A route that checks the caller's role, maps errors to responses, and counts requests."""
     roles = SAMPLERS if path in SAMPLING else EVERYBODY if method == "GET" else PUBLISHERS
 
     async def guarded(http: Request) -> Response:
         started = time.monotonic()
         why = why_refused(http.scope, roles)
         try:
-            response = await handler(http) if why is None else refusal(path, FORBIDDEN, why)
+            response = await handler(http) if why is None else error_response(path, FORBIDDEN, why)
         except TreadleError as error:
-            response = refusal(path, status_of(error), str(error))
+            response = error_response(path, http_status(error), str(error))
         except ClientDisconnect:
-            response = nobody_reads()  # it left before all of its question was here
-        ledger.count(path, response.status_code, time.monotonic() - started)
+            response = client_left_response()  # before its whole body had arrived
+        stats.count(path, response.status_code, time.monotonic() - started)
         return response
 
     return Route(path, guarded, methods=[method])
 
 
-def status_of(error: TreadleError) -> int:
-    """What was asked is wrong (400, 404), or it cannot be done now (503)."""
-    if isinstance(error, NotHere):
+def http_status(error: TreadleError) -> int:
+    """400 or 404 for an invalid request, 503 for what cannot be done now."""
+    if isinstance(error, NotFound):
         return 404
     return 400 if isinstance(error, RequestError | UserError) else 503
 
 
-def refusal(path: str, status: int, message: str) -> Response:
+def error_response(path: str, status: int, message: str) -> Response:
     return json_answer(error_body(message, status) if path.startswith(OPENAI_PREFIX) else {"error": message}, status)
 
 
 def error_body(message: str, status: int) -> dict[str, object]:
-    """The shape in which OpenAI's clients read errors."""
+    """An error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 async def decode(http: Request, kind: type[T]) -> T:
-    kind_of_body = http.headers.get("content-type", "application/json")
-    if not kind_of_body.startswith("application/json"):
-        raise RequestError(f"the body must be application/json, not {kind_of_body[:60]}")
+    content_type = http.headers.get("content-type", "application/json")
+    if not content_type.startswith("application/json"):
+        raise RequestError(f"the body must be application/json, not {content_type[:60]}")
     return await read_json(http, kind, max_bytes=MAX_BODY_BYTES)
 
 
-def nobody_reads() -> Response:
+def client_left_response() -> Response:
     return Response(status_code=CLIENT_LEFT)
 
 
-def weights_here(path: str, root: Path, model_folder: Path) -> Path:
-    """The folder of weights that a request names: the engine's own model, or one in `root`, as `adapter_here`."""
+def resolve_weights_folder(path: str, root: Path, model_folder: Path) -> Path:
+    """The weights folder that a request names: the engine's own model, or a folder inside `root`."""
     folder = _resolved(path, root)
-    if folder == model_folder:  # its files may be links, as in the cache of downloaded models
+    if folder == model_folder:  # its files may be links, as in the Hugging Face cache
         return folder
-    _refuse_outside(path, root, [folder])
+    _check_inside(path, root, [folder])
     try:
         files = [folder / name for name in os.listdir(folder)]
     except OSError:
         raise _no_folder(path) from None
-    _refuse_outside(path, root, files)
+    _check_inside(path, root, files)
     return folder
 
 
-def adapter_here(path: str, root: Path) -> Path:
-    """The folder of an adapter that a request names: in `root`, to which a relative path belongs. Links may not lead
-    out of it, and whether anything is there is said only of places inside."""
+def resolve_adapter_folder(path: str, root: Path) -> Path:
+    """The adapter folder that a request names, inside `root`; relative paths are relative to it.
+
+    Links may not lead out of `root`. Whether a path exists is disclosed only for paths inside.
+    """
     folder = _resolved(path, root)
-    _refuse_outside(path, root, [folder, *(folder / name for name in ADAPTER_FILES)])
+    _check_inside(path, root, [folder, *(folder / name for name in ADAPTER_FILES)])
     if not os.path.isdir(folder):
         raise _no_folder(path)
     return folder
 
 
-def _refuse_outside(path: str, root: Path, places: Iterable[Path]) -> None:
-    for place in places:
-        if not Path(os.path.realpath(place)).is_relative_to(root):
+def _check_inside(path: str, root: Path, targets: Iterable[Path]) -> None:
+    for target in targets:
+        if not Path(os.path.realpath(target)).is_relative_to(root):
             raise RequestError(
                 f"{_cut(path)} is not in {root}, the folder from which this engine loads adapters and weights",
                 fix="save it there, or start the engine with another --adapter-root",
@@ -117,15 +119,15 @@ def _refuse_outside(path: str, root: Path, places: Iterable[Path]) -> None:
 
 
 def _resolved(path: str, base: Path) -> Path:
-    """os.path instead of Path: what is too long, or not allowed, is no folder, and no error of another kind."""
+    """os.path instead of Path, because it does not raise for a path that is too long or not permitted."""
     try:
         return Path(os.path.realpath(base / os.path.expanduser(path)))
     except ValueError:  # a NUL
         raise _no_folder(path) from None
 
 
-def _no_folder(path: str) -> NotHere:
-    return NotHere(f"there is no folder {_cut(path)} on the engine's machine", fix="give a path that both sides see")
+def _no_folder(path: str) -> NotFound:
+    return NotFound(f"there is no folder {_cut(path)} on the engine's machine", fix="give a path that both sides see")
 
 
 def _cut(path: str) -> str:

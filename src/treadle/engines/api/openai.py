@@ -14,11 +14,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.api.context import Served
-from treadle.engines.api.generate import MAX_PROMPTS, Ask, generate_all, merged, oldest_version, request_of
-from treadle.engines.api.http import NotHere, decode, error_body, nobody_reads, route, status_of
-from treadle.engines.interface import Delta, Generation, Request, Sampled
-from treadle.engines.tokenizer import Text
+from treadle.engines.api.context import ApiContext
+from treadle.engines.api.generate import (
+    MAX_PROMPTS,
+    GenerationOptions,
+    build_request,
+    generate_all,
+    merge_streams,
+    oldest_version,
+)
+from treadle.engines.api.http import NotFound, client_left_response, decode, error_body, http_status, route
+from treadle.engines.interface import CompletionDelta, GenerationResult, Request, SampledCompletion
+from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import RequestError, TreadleError
 from treadle.net.bodies import json_answer, unless_gone
 from treadle.wire.openai import (
@@ -39,23 +46,25 @@ from treadle.wire.openai import (
 Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 
 
-def chat_logprobs(sampled: Sampled | Delta, text: Text) -> ChatLogprobs:
+def chat_logprobs(sampled: SampledCompletion | CompletionDelta, tokenizer: ModelTokenizer) -> ChatLogprobs:
     tops = sampled.tops or [{}] * len(sampled.token_ids)
     content = []
     for token, logprob, top in zip(sampled.token_ids, sampled.logprobs, tops, strict=True):
-        own = _entry(token, logprob, text)
-        others = [_entry(other, value, text) for other, value in top.items()]
+        own = _entry(token, logprob, tokenizer)
+        others = [_entry(other, value, tokenizer) for other, value in top.items()]
         content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others))
     return ChatLogprobs(content=content)
 
 
-def completion_logprobs(sampled: Sampled | Delta, text: Text, num_chars: int) -> CompletionLogprobs:
-    """`num_chars` of the text were sent before this part of it."""
-    tokens = [text.token(token) for token in sampled.token_ids]
+def completion_logprobs(
+    sampled: SampledCompletion | CompletionDelta, tokenizer: ModelTokenizer, num_chars: int
+) -> CompletionLogprobs:
+    """`num_chars`: length of the text that was sent before this part."""
+    tokens = [tokenizer.token(token) for token in sampled.token_ids]
     offsets = [num_chars, *accumulate((len(token) for token in tokens), initial=num_chars)][1:-1]
     tops = None
     if sampled.tops:
-        tops = [{text.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
+        tops = [{tokenizer.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
     return CompletionLogprobs(
         tokens=tokens,
         token_logprobs=sampled.logprobs,
@@ -64,49 +73,48 @@ def completion_logprobs(sampled: Sampled | Delta, text: Text, num_chars: int) ->
     )
 
 
-def _entry(token: int, logprob: float, text: Text) -> TokenLogprob:
-    shown = text.token(token)
+def _entry(token: int, logprob: float, tokenizer: ModelTokenizer) -> TokenLogprob:
+    shown = tokenizer.token(token)
     return TokenLogprob(token=shown, logprob=logprob, bytes=list(shown.encode()))
 
 
-class Reply(ABC):
-    """How one call is answered: `whole`, or `opening`, chunks and `closing`."""
+class OpenAIReply(ABC):
+    """Formats the response to one request: `full`, or as a stream of `first_chunks`, `chunk`s and `last_chunks`."""
 
-    prefix: str  # of the answer's id
+    prefix: str  # of the response id
     kind: Kind
     chunk_kind: Kind
 
-    def __init__(self, served: Served, body: CompletionRequest | ChatRequest, requests: list[Request]) -> None:
-        self.served = served
+    def __init__(self, context: ApiContext, body: CompletionRequest | ChatRequest, requests: list[Request]) -> None:
+        self.context = context
         self.requests = requests
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._model = body.model or served.model_name
+        self._model = body.model or context.model_name
         self._wants_ids = body.return_token_ids
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
-    def whole(self, generations: Sequence[Generation]) -> Answer:
+    def full(self, generations: Sequence[GenerationResult]) -> Answer:
         completions = [sampled for generation in generations for sampled in generation.completions]
-        answer = self._answer(self.kind, [self._whole_choice(i, sampled) for i, sampled in enumerate(completions)])
+        answer = self._answer(self.kind, [self._full_choice(i, sampled) for i, sampled in enumerate(completions)])
         answer.policy_version = oldest_version(completions)
         answer.usage = self._usage(sum(len(sampled.token_ids) for sampled in completions))
         return answer
 
-    def opening(self) -> list[Answer]:
-        """What a stream begins with."""
+    def first_chunks(self) -> list[Answer]:
         return []
 
-    def chunk(self, place: int, delta: Delta, num_chars: int) -> Answer:
-        """One delta of request `place`; of its completion's text `num_chars` were sent before."""
-        index = place * self.requests[0].n + delta.index
+    def chunk(self, request_index: int, delta: CompletionDelta, num_chars: int) -> Answer:
+        """One delta of a request, after `num_chars` characters of the completion's text."""
+        index = request_index * self.requests[0].n + delta.index
         choice = self._choice(index, delta, [delta.policy_version], num_chars)
-        self._put_delta(choice, delta.text)
+        self._set_delta(choice, delta.text)
         answer = self._answer(self.chunk_kind, [choice])
         answer.policy_version = delta.policy_version
         return answer
 
-    def closing(self, num_tokens: int) -> list[Answer]:
-        """What a stream ends with, when the client wants to know what it cost."""
+    def last_chunks(self, num_tokens: int) -> list[Answer]:
+        """The usage, if the client asked for it."""
         if not self._wants_usage:
             return []
         last = self._answer(self.chunk_kind, [])
@@ -114,20 +122,24 @@ class Reply(ABC):
         return [last]
 
     @abstractmethod
-    def _put_whole(self, choice: Choice, text: str) -> None: ...
+    def _set_text(self, choice: Choice, text: str) -> None: ...
 
     @abstractmethod
-    def _put_delta(self, choice: Choice, text: str) -> None: ...
+    def _set_delta(self, choice: Choice, text: str) -> None: ...
 
     @abstractmethod
-    def _logprobs(self, sampled: Sampled | Delta, num_chars: int) -> ChatLogprobs | CompletionLogprobs | None: ...
+    def _logprobs(
+        self, sampled: SampledCompletion | CompletionDelta, num_chars: int
+    ) -> ChatLogprobs | CompletionLogprobs | None: ...
 
-    def _whole_choice(self, index: int, sampled: Sampled) -> Choice:
+    def _full_choice(self, index: int, sampled: SampledCompletion) -> Choice:
         choice = self._choice(index, sampled, sampled.policy_versions, 0)
-        self._put_whole(choice, sampled.text)
+        self._set_text(choice, sampled.text)
         return choice
 
-    def _choice(self, index: int, sampled: Sampled | Delta, policy_versions: list[int], num_chars: int) -> Choice:
+    def _choice(
+        self, index: int, sampled: SampledCompletion | CompletionDelta, policy_versions: list[int], num_chars: int
+    ) -> Choice:
         return Choice(
             index=index,
             finish_reason=sampled.finish_reason,
@@ -144,56 +156,56 @@ class Reply(ABC):
         return Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=num_prompt + num_tokens)
 
 
-class CompletionReply(Reply):
-    """Of several prompts, each with `n` choices."""
+class CompletionReply(OpenAIReply):
+    """Response of /v1/completions: several prompts, each with `n` choices."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, served: Served, body: CompletionRequest, requests: list[Request]) -> None:
-        super().__init__(served, body, requests)
+    def __init__(self, context: ApiContext, body: CompletionRequest, requests: list[Request]) -> None:
+        super().__init__(context, body, requests)
         self._wants_logprobs = body.logprobs is not None
 
-    def _put_whole(self, choice: Choice, text: str) -> None:
+    def _set_text(self, choice: Choice, text: str) -> None:
         choice.text = text
         if self._wants_ids:
             choice.prompt_token_ids = self.requests[choice.index // self.requests[0].n].prompt_ids
 
-    def _put_delta(self, choice: Choice, text: str) -> None:
+    def _set_delta(self, choice: Choice, text: str) -> None:
         choice.text = text
 
-    def _logprobs(self, sampled: Sampled | Delta, num_chars: int) -> CompletionLogprobs | None:
-        return completion_logprobs(sampled, self.served.text, num_chars) if self._wants_logprobs else None
+    def _logprobs(self, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> CompletionLogprobs | None:
+        return completion_logprobs(sampled, self.context.tokenizer, num_chars) if self._wants_logprobs else None
 
 
-class ChatReply(Reply):
-    """Of one conversation, with `n` choices."""
+class ChatReply(OpenAIReply):
+    """Response of /v1/chat/completions: one conversation with `n` choices."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, served: Served, body: ChatRequest, request: Request) -> None:
-        super().__init__(served, body, [request])
+    def __init__(self, context: ApiContext, body: ChatRequest, request: Request) -> None:
+        super().__init__(context, body, [request])
         self._wants_logprobs = bool(body.logprobs)
 
-    def opening(self) -> list[Answer]:
-        """Who speaks."""
-        begin = {"role": "assistant", "content": ""}
+    def first_chunks(self) -> list[Answer]:
+        """The role, once per choice."""
+        role = {"role": "assistant", "content": ""}
         choices = (
-            Choice(index=index, finish_reason=None, policy_versions=[], delta=begin)
+            Choice(index=index, finish_reason=None, policy_versions=[], delta=role)
             for index in range(self.requests[0].n)
         )
         return [self._answer(self.chunk_kind, [choice]) for choice in choices]
 
-    def _put_whole(self, choice: Choice, text: str) -> None:
+    def _set_text(self, choice: Choice, text: str) -> None:
         choice.message = {"role": "assistant", "content": text}
 
-    def _put_delta(self, choice: Choice, text: str) -> None:
+    def _set_delta(self, choice: Choice, text: str) -> None:
         choice.delta = {"content": text}
 
-    def _logprobs(self, sampled: Sampled | Delta, num_chars: int) -> ChatLogprobs | None:
-        return chat_logprobs(sampled, self.served.text) if self._wants_logprobs else None
+    def _logprobs(self, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> ChatLogprobs | None:
+        return chat_logprobs(sampled, self.context.tokenizer) if self._wants_logprobs else None
 
     def _answer(self, kind: Kind, choices: list[Choice]) -> Answer:
         answer = super()._answer(kind, choices)
@@ -202,15 +214,17 @@ class ChatReply(Reply):
         return answer
 
 
-def openai_routes(served: Served) -> list[Route]:
+def openai_routes(context: ApiContext) -> list[Route]:
     async def completions(http: HttpRequest) -> Response:
         body = await decode(http, CompletionRequest)
         if body.echo or body.suffix or body.best_of not in (None, body.n or 1):
             raise RequestError("echo, suffix and best_of are not offered", fix="leave them out")
-        ask = _ask(served, body, max_tokens=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs)
-        prompts = _prompts(served, body.prompt)
-        requests = [request_of(ids, ask, served.engine.facts) for ids in prompts]
-        return await _serve(http, CompletionReply(served, body, requests), is_streamed=bool(body.stream))
+        options = _options(
+            context, body, max_tokens=16 if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs
+        )
+        prompts = _prompts(context, body.prompt)
+        requests = [build_request(ids, options, context.engine.facts) for ids in prompts]
+        return await _serve(http, CompletionReply(context, body, requests), is_streamed=bool(body.stream))
 
     async def chat(http: HttpRequest) -> Response:
         body = await decode(http, ChatRequest)
@@ -218,68 +232,68 @@ def openai_routes(served: Served) -> list[Route]:
             raise RequestError("response_format other than text is not offered", fix="leave it out")
         if body.tool_choice not in (None, "auto", "none"):
             raise RequestError("a tool cannot be forced", fix='leave tool_choice out, or set it to "auto" or "none"')
-        prompt_ids = await served.encode_chat(
+        prompt_ids = await context.encode_chat(
             [_plain(message) for message in body.messages],
             tools=None if body.tool_choice == "none" else body.tools,
             add_generation_prompt=body.add_generation_prompt,
             options=body.chat_template_kwargs,
         )
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        room = max(1, served.engine.facts.max_model_len - len(prompt_ids))
-        ask = _ask(
-            served,
+        room = max(1, context.engine.facts.max_model_len - len(prompt_ids))
+        options = _options(
+            context,
             body,
             max_tokens=room if asked is None else asked,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        request = request_of(prompt_ids, ask, served.engine.facts)
-        return await _serve(http, ChatReply(served, body, request), is_streamed=bool(body.stream))
+        request = build_request(prompt_ids, options, context.engine.facts)
+        return await _serve(http, ChatReply(context, body, request), is_streamed=bool(body.stream))
 
     async def models(_: HttpRequest) -> Response:
-        facts, ledger = served.engine.facts, served.ledger
+        facts, stats = context.engine.facts, context.stats
         base = ModelCard(
-            id=served.model_name,
-            created=int(ledger.started),
+            id=context.model_name,
+            created=int(stats.started),
             root=str(facts.folder),
             parent=None,
             max_model_len=facts.max_model_len,
         )
         adapters = [
             msgspec.structs.replace(base, id=adapter.name, root=str(adapter.path), parent=base.id)
-            for adapter in served.engine.adapters()
+            for adapter in context.engine.adapters()
         ]
         return json_answer(ModelList(data=[base, *adapters]))
 
     return [
-        route("/v1/completions", completions, served.ledger, method="POST"),
-        route("/v1/chat/completions", chat, served.ledger, method="POST"),
-        route("/v1/models", models, served.ledger),
+        route("/v1/completions", completions, context.stats, method="POST"),
+        route("/v1/chat/completions", chat, context.stats, method="POST"),
+        route("/v1/models", models, context.stats),
     ]
 
 
-async def _serve(http: HttpRequest, reply: Reply, *, is_streamed: bool) -> Response:
+async def _serve(http: HttpRequest, reply: OpenAIReply, *, is_streamed: bool) -> Response:
     if is_streamed:
         return StreamingResponse(_events(reply), media_type="text/event-stream")
-    generations = await unless_gone(http, generate_all(reply.served.engine, reply.requests))
-    return nobody_reads() if generations is None else json_answer(reply.whole(generations))
+    generations = await unless_gone(http, generate_all(reply.context.engine, reply.requests))
+    return client_left_response() if generations is None else json_answer(reply.full(generations))
 
 
-async def _events(reply: Reply) -> AsyncIterator[bytes]:
-    for answer in reply.opening():
+async def _events(reply: OpenAIReply) -> AsyncIterator[bytes]:
+    for answer in reply.first_chunks():
         yield _event(answer)
     num_tokens = 0
     num_chars: dict[tuple[int, int], int] = {}
     try:
-        streams = [reply.served.engine.stream(request) for request in reply.requests]
-        async for place, delta in merged(streams):
-            sent = num_chars.get((place, delta.index), 0)
-            num_chars[place, delta.index] = sent + len(delta.text)
+        streams = [reply.context.engine.stream(request) for request in reply.requests]
+        async for index, delta in merge_streams(streams):
+            sent = num_chars.get((index, delta.index), 0)
+            num_chars[index, delta.index] = sent + len(delta.text)
             num_tokens += len(delta.token_ids)
-            yield _event(reply.chunk(place, delta, sent))
+            yield _event(reply.chunk(index, delta, sent))
     except TreadleError as error:
-        yield _event(error_body(str(error), status_of(error)))  # too late for a status
+        yield _event(error_body(str(error), http_status(error)))  # the HTTP status has been sent already
     else:
-        for answer in reply.closing(num_tokens):
+        for answer in reply.last_chunks(num_tokens):
             yield _event(answer)
     yield b"data: [DONE]\n\n"
 
@@ -288,10 +302,10 @@ def _event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _ask(served: Served, body: Sampling, *, max_tokens: int, logprobs: int | None) -> Ask:
+def _options(context: ApiContext, body: Sampling, *, max_tokens: int, logprobs: int | None) -> GenerationOptions:
     if body.frequency_penalty or body.presence_penalty or body.logit_bias:
         raise RequestError("penalties and logit_bias are not offered", fix="leave them out")
-    return Ask(
+    return GenerationOptions(
         n=1 if body.n is None else body.n,
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -303,23 +317,23 @@ def _ask(served: Served, body: Sampling, *, max_tokens: int, logprobs: int | Non
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
-        adapter=_adapter(served, body.model),
+        adapter=_adapter(context, body.model),
     )
 
 
-def _adapter(served: Served, model: str | None) -> str | None:
-    """The adapter that `model` names; None for the model itself."""
-    folder = served.engine.facts.folder
-    if model is None or model in (served.model_name, str(folder), folder.name):
+def _adapter(context: ApiContext, model: str | None) -> str | None:
+    """The adapter that `model` names; None: the base model."""
+    folder = context.engine.facts.folder
+    if model is None or model in (context.model_name, str(folder), folder.name):
         return None
-    if any(adapter.name == model for adapter in served.engine.adapters()):
+    if any(adapter.name == model for adapter in context.engine.adapters()):
         return model
-    raise NotHere(f"there is no model '{model}' here", fix="GET /v1/models lists what there is")
+    raise NotFound(f"there is no model '{model}' here", fix="GET /v1/models lists what there is")
 
 
-def _prompts(served: Served, prompt: str | list[Any]) -> list[list[int]]:
-    """Token ids of each prompt: one text, several, one list of ids, or several."""
-    encode: Callable[[str], list[int]] = served.encode
+def _prompts(context: ApiContext, prompt: str | list[Any]) -> list[list[int]]:
+    """Token ids of each prompt. `prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
+    encode: Callable[[str], list[int]] = context.encode
     if isinstance(prompt, str):
         return [encode(prompt)]
     if prompt and all(type(part) is int for part in prompt):
@@ -332,7 +346,7 @@ def _prompts(served: Served, prompt: str | list[Any]) -> list[list[int]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text; parts that are no text are refused."""
+    """The message with its text parts joined; other parts are refused."""
     content = message.get("content")
     if "role" not in message:
         raise RequestError("every message needs a role")

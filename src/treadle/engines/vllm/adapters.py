@@ -21,14 +21,14 @@ from functools import cached_property
 from pathlib import Path
 
 from treadle.engines.adapter_settings import read_adapter_settings
-from treadle.engines.interface import ADAPTER_FILES, Adapter, EngineFacts, find_loaded
-from treadle.engines.model_folder import absolute, read_model_facts
+from treadle.engines.interface import ADAPTER_FILES, Adapter, EngineFacts, find_loaded_adapter
+from treadle.engines.model_folder import absolute, read_checkpoint_facts
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.weight_updates import empty_model
 from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.log import get_logger
 
-CheckAdapter = Callable[[str, Path, int | None], Adapter]
+ValidateAdapter = Callable[[str, Path, int | None], Adapter]
 log = get_logger("engine")
 
 
@@ -37,29 +37,30 @@ class _Entry:
     adapter: Adapter
     served_name: str  # in vLLM
     uses: int = 0  # requests that run with it
-    is_retired: bool = False  # it was unloaded, and goes when the last of them has finished
+    is_retired: bool = False  # unloaded; removed from vLLM when the last request has finished
 
 
-class AdapterBook:
+class AdapterRegistry:
+    """Reference-counted adapters by name. Pure."""
+
     def __init__(self) -> None:
         self._loads = 0
         self._entries: list[_Entry] = []
-        self.serving: Adapter | None = None  # what requests that name no adapter get; None: the base model
+        self.serving: Adapter | None = None  # serves requests that name no adapter; None: the base model
 
-    def new_name(self, name: str) -> str:
-        """A name that vLLM has not heard yet."""
+    def next_name(self, name: str) -> str:
+        """A name that vLLM has not seen yet."""
         self._loads += 1
         return f"{name}@{self._loads}"
 
     def add(self, adapter: Adapter, served_name: str) -> None:
-        """With a policy version, it serves the policy from here on; its predecessor can still be asked for by name."""
+        """An adapter with a policy version serves the policy from now on; its predecessor stays available by name."""
         self._entries.append(_Entry(adapter, served_name))
         if adapter.policy_version is not None:
             self.serving = adapter
 
-    def known(self, name: str, path: Path, policy_version: int | None) -> Adapter | None:
-        """The very adapter, if it is loaded: a call that is repeated, because its answer was lost, changes nothing."""
-        return find_loaded(self.listed(), name, path, policy_version)
+    def find(self, name: str, path: Path, policy_version: int | None) -> Adapter | None:
+        return find_loaded_adapter(self.loaded(), name, path, policy_version)
 
     def remove(self, name: str) -> None:
         entry = self._find(name)
@@ -68,124 +69,129 @@ class AdapterBook:
             self.serving = None
 
     def served_name(self, name: str) -> str:
-        """In vLLM."""
+        """vLLM's name of the adapter."""
         return self._find(name).served_name
 
-    def borrow(self, name: str | None) -> tuple[Adapter, str] | None:
-        """The adapter for a request, and vLLM's name for it; to be given back. None: the base model."""
+    def acquire(self, name: str | None) -> tuple[Adapter, str] | None:
+        """The adapter for a request, and vLLM's name of it; `release` must follow. None: the base model."""
         if name is None and self.serving is None:
             return None
         entry = self._find(name if name is not None else self.serving.name if self.serving else "")
         entry.uses += 1
         return entry.adapter, entry.served_name
 
-    def give_back(self, served_name: str) -> bool:
-        """Whether that was the last use of an adapter that can go now."""
+    def release(self, served_name: str) -> bool:
+        """Whether this was the last use of a retired adapter, which can now be unloaded."""
         for entry in self._entries:
             if entry.served_name == served_name:
                 entry.uses -= 1
                 return entry.is_retired and not entry.uses
-        return False  # the server was restarted meanwhile, and with it the book
+        return False  # the server was restarted meanwhile, with a new registry
 
     def unused(self) -> list[str]:
-        """vLLM's names of the adapters that nobody will ask for again."""
+        """vLLM's names of retired adapters without running requests."""
         return [entry.served_name for entry in self._entries if entry.is_retired and not entry.uses]
 
-    def forget(self, served_name: str) -> None:
+    def discard(self, served_name: str) -> None:
         self._entries = [entry for entry in self._entries if entry.served_name != served_name]
 
-    def listed(self) -> list[Adapter]:
+    def loaded(self) -> list[Adapter]:
         return [entry.adapter for entry in self._entries if not entry.is_retired]
 
     def _find(self, name: str) -> _Entry:
         for entry in self._entries:
             if entry.adapter.name == name and not entry.is_retired:
                 return entry
-        known = [adapter.name for adapter in self.listed()]
+        known = [adapter.name for adapter in self.loaded()]
         raise RequestError(f"no adapter '{name}' is loaded", fix=f"loaded: {', '.join(known) or 'none'}")
 
 
-class AdapterCheck:
-    """Whether a saved adapter fits the model that is served. vLLM would take one that does not, and die of it later; of
-    one that changes the output it would leave that part out (command.py)."""
+class AdapterValidator:
+    """Checks that a saved adapter fits the served model.
+
+    vLLM would accept one that does not, and crash later; of one that adapts the output layer it would ignore that part
+    (see command.py).
+    """
 
     def __init__(self, folder: Path, max_rank: int) -> None:
         self._folder = folder
         self._max_rank = max_rank
 
     def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        from treadle.engines.lora import check_adapter, read_adapter_head
+        from treadle.engines.lora import check_adapter, read_adapter_header
 
         path = absolute(path)
-        files = read_adapter_head(path)
+        files = read_adapter_header(path)
         check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
-        self._refuse_output(path, {weight.partition(".lora_")[0] for weight in files.shapes})
+        self._check_targets(path, {weight.partition(".lora_")[0] for weight in files.shapes})
         return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
 
     @cached_property
-    def _taken(self) -> tuple[str, ...]:
-        return read_model_facts(self._folder).linear_modules
+    def _supported(self) -> tuple[str, ...]:
+        return read_checkpoint_facts(self._folder).linear_modules
 
-    def _refuse_output(self, path: Path, modules: set[str]) -> None:
-        taken = self._taken
-        others = sorted(module for module in modules if module.rpartition(".")[2] not in taken)
+    def _check_targets(self, path: Path, modules: set[str]) -> None:
+        supported = self._supported
+        others = sorted(module for module in modules if module.rpartition(".")[2] not in supported)
         if others:
             raise RequestError(
                 f"{path} changes {others[0]}, which vLLM cannot serve beside other requests",
-                fix=f"train adapters of the layers only (--lora-target-modules {' '.join(taken)})",
+                fix=f"train adapters of the layers only (--lora-target-modules {' '.join(supported)})",
             )
 
 
-def check_for(folder: Path, facts: EngineFacts) -> CheckAdapter:
-    """Of adapters that are to serve with the model in `folder`."""
+def adapter_validator(folder: Path, facts: EngineFacts) -> ValidateAdapter:
+    """The check for adapters of the model in `folder`."""
     if facts.max_lora_rank is None:
-        return _refuse_adapters
-    return AdapterCheck(folder, facts.max_lora_rank)
+        return _check_adapters_enabled
+    return AdapterValidator(folder, facts.max_lora_rank)
 
 
-def _refuse_adapters(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
+def _check_adapters_enabled(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
     raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
 
 
-class AdapterLoading:
-    def __init__(self, client: VllmClient, check: CheckAdapter, scratch: Path) -> None:
-        """`scratch`: a folder that goes with the server."""
+class AdapterLoader:
+    """Loads adapters into one vLLM server process, and unloads them."""
+
+    def __init__(self, client: VllmClient, validate: ValidateAdapter, scratch: Path) -> None:
+        """`scratch`: a folder that is deleted with the server process."""
         self._client = client
-        self._check = check
+        self._validate = validate
         self._scratch = scratch
-        self._copies: dict[str, Path] = {}  # by vLLM's names of the adapters
-        self.book = AdapterBook()
+        self._copies: dict[str, Path] = {}  # by vLLM's adapter names
+        self.registry = AdapterRegistry()
 
     async def check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        known = self.book.known(name, absolute(path), policy_version)
+        known = self.registry.find(name, absolute(path), policy_version)
         if known is not None:
-            return known  # the same call came twice
+            return known  # a retried request
         started = time.monotonic()
         adapter, copy = await asyncio.to_thread(self._checked_copy, name, path, policy_version)
-        await self._hand_over(adapter, copy, started)
+        await self._send_to_vllm(adapter, copy, started)
         return adapter
 
     async def load(self, adapter: Adapter) -> None:
-        """One that was checked before."""
+        """Load an adapter that was checked before."""
         started = time.monotonic()
-        await self._hand_over(adapter, await asyncio.to_thread(self._copy, adapter), started)
+        await self._send_to_vllm(adapter, await asyncio.to_thread(self._copy, adapter), started)
 
-    async def _hand_over(self, adapter: Adapter, copy: Path, started: float) -> None:
-        served_name, copied = self.book.new_name(adapter.name), time.monotonic()
+    async def _send_to_vllm(self, adapter: Adapter, copy: Path, started: float) -> None:
+        served_name, copied = self.registry.next_name(adapter.name), time.monotonic()
         try:
             await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(copy)})
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
         self._copies[served_name] = copy
-        self.book.add(adapter, served_name)
+        self.registry.add(adapter, served_name)
         now = time.monotonic()
         log.info("adapter_loaded", name=served_name, seconds=now - started, vllm_s=now - copied)
 
     async def unload_unused(self) -> None:
-        """One that vLLM does not let go of now is tried again with the next."""
+        """Unload retired adapters; one that vLLM fails to unload is retried at the next call."""
         failures = []
-        for served_name in self.book.unused():
+        for served_name in self.registry.unused():
             try:
                 await self._client.call("/v1/unload_lora_adapter", {"lora_name": served_name})
             except EngineError as error:
@@ -193,40 +199,40 @@ class AdapterLoading:
                 continue
             except RequestError as error:  # it does not know this name
                 failures.append(error)
-            self.book.forget(served_name)
+            self.registry.discard(served_name)
             shutil.rmtree(self._copies.pop(served_name), ignore_errors=True)
         if failures:
             raise failures[0]
 
     def _checked_copy(self, name: str, path: Path, policy_version: int | None) -> tuple[Adapter, Path]:
-        adapter = self._check(name, path, policy_version)
+        adapter = self._validate(name, path, policy_version)
         return adapter, self._copy(adapter)
 
     def _copy(self, adapter: Adapter) -> Path:
         try:
-            return _copied(adapter.path, self._scratch)
+            return _copy_files(adapter.path, self._scratch)
         except OSError as error:
-            raise self._no_copy(adapter.path, error) from None
+            raise self._copy_error(adapter.path, error) from None
 
-    def _no_copy(self, adapter: Path, error: OSError) -> TreadleError:
+    def _copy_error(self, adapter: Path, error: OSError) -> TreadleError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return EngineError(
                 f"{self._scratch} has no room for a copy of the adapter {adapter}",
                 fix="free some space there, or set TMPDIR to a folder on another disk",
             )
-        death = self._client.death()  # its folder goes with it
-        if death is not None:
-            return EngineError(death, fix="POST /bridge/restart, or start the engine again")
+        exit_reason = self._client.exit_reason()  # the scratch folder is deleted with the server
+        if exit_reason is not None:
+            return EngineError(exit_reason, fix="POST /bridge/restart, or start the engine again")
         return RequestError(f"the adapter {adapter} cannot be copied: {error}", fix="save it again, and keep it there")
 
 
-def _copied(adapter: Path, scratch: Path) -> Path:
+def _copy_files(adapter: Path, scratch: Path) -> Path:
     copy = scratch / f"adapter-{secrets.token_hex(8)}"
     copy.mkdir()
     try:
         for name in ADAPTER_FILES:
             shutil.copyfile(adapter / name, copy / name)
-        read_adapter_settings(copy)  # what vLLM reads is this copy, and it may differ from what was checked
+        read_adapter_settings(copy)  # vLLM reads this copy, which may differ from the files that were checked
     except BaseException:
         shutil.rmtree(copy, ignore_errors=True)
         raise

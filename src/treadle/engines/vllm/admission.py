@@ -11,47 +11,50 @@ from typing import Any, TypeVar
 from treadle.engines.interface import Adapter
 from treadle.log import get_logger
 
-LOOK_S = 1.0
+POLL_S = 1.0
 T = TypeVar("T")
 log = get_logger("engine")
 
 
-class Meter:
-    """How much runs and waits, and for how long something has been generated."""
+class RequestCounters:
+    """Counts running and waiting completions, and the time spent generating.
+
+    Own counters, because asking vLLM costs a call, and vLLM does not know requests that wait at the gate.
+    """
 
     def __init__(self) -> None:
-        self.at_door = 0
-        self.in_vllm = 0
+        self.num_waiting = 0
+        self.num_in_vllm = 0
         self.tokens = 0
-        self._idle = asyncio.Event()  # nothing was sent to vLLM that is not answered
+        self._idle = asyncio.Event()  # set while vLLM has no request
         self._idle.set()
         self._seconds = 0.0
-        self._since: float | None = None  # generating since; None: nothing runs, or it is held
+        self._since: float | None = None  # start of the current period of generation; None: idle or held
 
     def enter(self, count: int) -> None:
-        self.in_vllm += count
+        self.num_in_vllm += count
         self._idle.clear()
-        self.go_on()
+        self.resume()
 
     def leave(self, count: int) -> None:
-        self.in_vllm -= count
-        if not self.in_vllm:
-            self.stop()
+        self.num_in_vllm -= count
+        if not self.num_in_vllm:
+            self.pause()
             self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Whether everything that was sent is answered now."""
+        """Whether all requests in vLLM finished within the timeout."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
-    def go_on(self) -> None:
-        if self.in_vllm and self._since is None:
+    def resume(self) -> None:
+        if self.num_in_vllm and self._since is None:
             self._since = time.monotonic()
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         self._seconds, self._since = self.seconds(), None
 
     def seconds(self) -> float:
@@ -59,27 +62,30 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A request's way through the door: what it is served by."""
+class Admission:
+    """What an admitted request is served by."""
 
-    model: str  # vLLM's name of it
+    model: str  # vLLM's name of the base model or the adapter
     adapter: Adapter | None
-    first_version: int  # its place in the list of the base model's versions
+    first_version: int  # index into the list of base model versions
     cache_salt: str
 
     def versions(self, of_base: list[int]) -> list[int]:
-        """What the tokens until now may have come from: an adapter's one version, or those of the base model since."""
+        """Versions that may have sampled its tokens: that of the adapter, or the base model's since admission."""
         if self.adapter is not None and self.adapter.policy_version is not None:
             return [self.adapter.policy_version]
         return of_base[self.first_version :]
 
 
-class Door:
-    """`refuse_vain_wait` raises when nobody will open it any more."""
+class RequestGate:
+    """Requests wait here while weights change, the server restarts, or the engine is held.
 
-    def __init__(self, meter: Meter, refuse_vain_wait: Callable[[], None]) -> None:
-        self._meter = meter
-        self._refuse_vain_wait = refuse_vain_wait
+    `check_alive` raises when the gate will not open any more.
+    """
+
+    def __init__(self, counters: RequestCounters, check_alive: Callable[[], None]) -> None:
+        self._counters = counters
+        self._check_alive = check_alive
         self._opened = asyncio.Event()
         self._opened.set()
 
@@ -94,53 +100,55 @@ class Door:
         self._opened.clear()
 
     async def wait(self, count: int) -> None:
-        """Until it is open; `count` completions are asked for."""
-        self._meter.at_door += count
+        """Wait until the gate is open; `count`: completions of the request."""
+        self._counters.num_waiting += count
         try:
             while not self.is_open:
                 try:
-                    await asyncio.wait_for(self._opened.wait(), timeout=LOOK_S)
+                    await asyncio.wait_for(self._opened.wait(), timeout=POLL_S)
                 except TimeoutError:
-                    self._refuse_vain_wait()
+                    self._check_alive()
         finally:
-            self._meter.at_door -= count
+            self._counters.num_waiting -= count
 
 
-class ChangeLine:
+class ChangeQueue:
+    """Runs changes of weights, adapters and the server one at a time, each to its end."""
+
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def is_busy(self) -> bool:
-        return self._turn.locked()
+        return self._lock.locked()
 
-    async def make(self, change: Coroutine[None, None, T]) -> T:
-        """Whoever asked may leave (a client that hangs up): a change that was begun is finished."""
+    async def run(self, change: Coroutine[None, None, T]) -> T:
+        """Run a change and wait for it; it is finished even if the client disconnects."""
         begun = self.begin(change)
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
-            begun.add_done_callback(tell_failure)
+            begun.add_done_callback(log_failure)
             raise
 
     def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        async def one_at_a_time() -> T:
-            async with self._turn:
+        async def run_exclusively() -> T:
+            async with self._lock:
                 return await change
 
-        task = asyncio.ensure_future(one_at_a_time())
+        task = asyncio.ensure_future(run_exclusively())
         self._tasks.add(task)  # the event loop keeps only weak references
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def wait_until_idle(self, timeout_s: float) -> None:
-        """Or until the time is over."""
+        """Wait until no change runs or is queued, or until the timeout."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
 
-def tell_failure(change: asyncio.Task[Any]) -> None:
-    """For a change that nobody waits for any more."""
+def log_failure(change: asyncio.Task[Any]) -> None:
+    """Done callback of a change whose result nobody awaits."""
     if not change.cancelled() and change.exception() is not None:
         log.warning("change_failed", reason=str(change.exception()))

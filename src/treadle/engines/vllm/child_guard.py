@@ -1,7 +1,7 @@
-"""Runs a command in a process group of its own; when standard input closes, ends the group and removes its folder.
+"""Run a command in its own process group; when standard input closes, kill the group and remove its scratch folder.
 
-That happens when the engine says so, and also when the engine was killed and could not say anything: vLLM's processes
-(the server, its core, its workers) never outlive it. Run as a file with only Python's own library, so that it is small:
+Standard input closes when the engine asks for it, and also when the engine is killed: vLLM's processes (server, core,
+workers) never outlive it. Run as a file and with the standard library only, to keep the process small:
 
     python -I child_guard.py SCRATCH_FOLDER COMMAND...
 """
@@ -15,47 +15,45 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import FrameType
 
-GRACE_S = 6.0  # for the command to end by itself; then its group is killed
+GRACE_S = 6.0  # time for the command to exit after SIGTERM, before its group is killed
 _STDIN = 0
 
 
 def main(scratch: str, argv: list[str]) -> int:
-    told, teller = os.pipe()
-    os.set_blocking(teller, False)
-    signal.set_wakeup_fd(teller)
-    asked_to_end = []
+    wakeup_reader, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup_writer, False)
+    signal.set_wakeup_fd(wakeup_writer)
+    received = []
 
-    def note(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         if number != signal.SIGCHLD:
-            asked_to_end.append(number)
+            received.append(number)
 
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+        signal.signal(number, on_signal)
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        while child.poll() is None and not asked_to_end:
-            readable, _, _ = select.select([_STDIN, told], [], [])
-            if told in readable:
-                os.read(told, 512)
+        while child.poll() is None and not received:
+            readable, _, _ = select.select([_STDIN, wakeup_reader], [], [])
+            if wakeup_reader in readable:
+                os.read(wakeup_reader, 512)
             if _STDIN in readable and not os.read(_STDIN, 512):
                 break
-        _end(child)
+        _terminate(child)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(child.pid, signal.SIGKILL)
         shutil.rmtree(scratch, ignore_errors=True)
     return child.wait()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _terminate(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         child.terminate()
-        deadline = time.monotonic() + GRACE_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=deadline - time.monotonic())
+            child.wait(timeout=GRACE_S)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from treadle.engines.vllm.completions import GENERATE, Answer, Order, decode_answer
+from treadle.engines.vllm.completions import GENERATE, VllmOutput, VllmRequest, decode_output
 from treadle.engines.vllm.server_process import ServerProcess
-from treadle.engines.weight_updates import Arrival, refuse_other_group
+from treadle.engines.weight_updates import WeightUpdate, check_group
 from treadle.errors import EngineError, RequestError
 from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
@@ -22,25 +22,25 @@ from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 CALL_TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 10.0
 _JSON = {"Content-Type": "application/json"}
-MARGIN_S = 10.0  # the worker keeps the deadline by itself, a last bucket may take as long again
+MARGIN_S = 10.0  # the worker enforces the deadline itself, and a last bucket may take as long again
 
 
 class VllmClient:
-    """The connections to one life of the server."""
+    """HTTP client of one vLLM server process."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
-        # A completion may take as long as it takes; that the server lives is seen by its connection.
+        # No timeout: completions may take arbitrarily long, and a dead server closes its connections.
         self._http = PooledHttpClient(
             server.url, headers=server.headers, timeout_s=None, connect_timeout_s=CALL_TIMEOUT_S, trust_env=False
         )
         self._is_closed = False
 
-    async def generate(self, order: Order) -> Answer:
-        return decode_answer((await self._post(GENERATE, order)).content)
+    async def generate(self, order: VllmRequest) -> VllmOutput:
+        return decode_output((await self._post(GENERATE, order)).content)
 
-    async def stream(self, order: Order) -> AsyncGenerator[Answer, None]:
-        self._refuse_when_closed()
+    async def stream(self, order: VllmRequest) -> AsyncGenerator[VllmOutput, None]:
+        self._check_open()
         lines = self._http.stream_lines(GENERATE, body=msgspec.json.encode(order), headers=_JSON)
         try:
             async with aclosing(lines):
@@ -56,29 +56,29 @@ class VllmClient:
         return msgspec.json.decode(answer.content) if "json" in answer.header("content-type") else answer.text
 
     async def rpc(self, method: str, *, within_s: float = CALL_TIMEOUT_S, **kwargs: Any) -> Any:
-        """Ask the workers; what one refuses (weights that do not fit, a model it cannot map) is a RequestError."""
-        return agreed_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s))
+        """Call a method of all workers; a refusal (weights that do not fit, for example) is a RequestError."""
+        return common_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s))
 
     async def failure(self) -> str | None:
-        """Why it cannot generate; None: it can."""
-        death = self._server.death()
-        if death is not None:
-            return death
+        """Why the server cannot generate; None: it can."""
+        exit_reason = self._server.exit_reason()
+        if exit_reason is not None:
+            return exit_reason
         try:
             answer = await self._http.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except NoAnswer as error:
-            return self._server.death() or f"vLLM's server does not answer ({error})"
-        return None if answer.status == OK else "vLLM's server lives, but its engine has died"
+            return self._server.exit_reason() or f"vLLM's server does not answer ({error})"
+        return None if answer.status == OK else "vLLM's server runs, but its engine has died"
 
-    def death(self) -> str | None:
-        return self._server.death()
+    def exit_reason(self) -> str | None:
+        return self._server.exit_reason()
 
     async def close(self) -> None:
         self._is_closed = True
         await self._http.close()
 
-    async def _post(self, path: str, body: dict[str, Any] | Order, timeout_s: float | None = None) -> HttpAnswer:
-        self._refuse_when_closed()
+    async def _post(self, path: str, body: dict[str, Any] | VllmRequest, timeout_s: float | None = None) -> HttpAnswer:
+        self._check_open()
         content = msgspec.json.encode(body)
         try:
             answer = await self._http.request("POST", path, body=content, headers=_JSON, timeout_s=timeout_s)
@@ -88,9 +88,9 @@ class VllmClient:
             self._refuse(answer)
         return answer
 
-    def _refuse_when_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
-            raise self._lost(NoAnswer("the engine has hung up"))
+            raise self._lost(NoAnswer("the connection was closed by the engine"))
 
     def _refuse(self, answer: HttpAnswer) -> NoReturn:
         message = _message(answer)
@@ -99,16 +99,16 @@ class VllmClient:
         raise EngineError(f"vLLM failed: {message}", fix="its log says more")
 
     def _lost(self, error: NoAnswer) -> EngineError:
-        reason = self._server.death() or f"vLLM's server did not answer ({error})"
+        reason = self._server.exit_reason() or f"vLLM's server did not answer ({error})"
         return EngineError(reason, fix="its log says why; POST /bridge/restart or start the engine again")
 
 
-def agreed_answer(method: str, answers: list[Any]) -> Any:
-    """One answer for that of every worker, each of which has a part of the model; they are listed by rank.
+def common_answer(method: str, answers: list[Any]) -> Any:
+    """The common answer of all workers, each of which has a part of the model; they are listed by rank.
 
-    >>> agreed_answer("treadle_settle", [None, None])
+    >>> common_answer("treadle_synchronize", [None, None])
     """
-    refuse_errors(answers)
+    raise_worker_errors(answers)
     if not answers:
         raise EngineError(f"no worker of vLLM answered {method}", fix="its log says more")
     for rank, answer in enumerate(answers):
@@ -120,23 +120,23 @@ def agreed_answer(method: str, answers: list[Any]) -> Any:
     return answers[0]
 
 
-def refuse_errors(answers: list[Any]) -> None:
-    """What one of the workers refused."""
+def raise_worker_errors(answers: list[Any]) -> None:
+    """Raise the refusal of any worker as a RequestError."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and "error" in answer:
             where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
             raise RequestError(where + answer["error"], fix=answer["fix"])
 
 
-def _decode_line(data: str) -> Answer:
+def _decode_line(data: str) -> VllmOutput:
     try:
-        return decode_answer(data)
-    except msgspec.ValidationError:  # an error in the middle of a stream has no choices
+        return decode_output(data)
+    except msgspec.ValidationError:  # an error line in the middle of a stream
         raise EngineError(f"vLLM failed: {data[:500]}", fix="its log says more") from None
 
 
 def _message(answer: HttpAnswer) -> str:
-    """vLLM's own words, wherever it puts them."""
+    """vLLM's error message, wherever the response contains it."""
     try:
         body = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
@@ -145,13 +145,13 @@ def _message(answer: HttpAnswer) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-class Arrivals:
-    """To one life of the server."""
+class WeightTransfer:
+    """Weight updates to the workers of one vLLM server process, through the gate or by broadcast."""
 
     def __init__(self) -> None:
         self._group: str | None = None
-        self.damage: str | None = None  # why its weights can be no version's; a restart mends it
-        self._arrival = Arrival()
+        self.damage: str | None = None  # why the weights belong to no version; only a restart repairs them
+        self._update = WeightUpdate()
 
     async def join(self, client: VllmClient, request: JoinGroup) -> None:
         plain = msgspec.to_builtins(request)
@@ -159,42 +159,42 @@ class Arrivals:
         self._group = request.group
 
     async def receive(self, client: VllmClient, body: ReceiveWeights) -> Received:
-        refuse_other_group(self._group, body.group)  # nothing is written yet
-        self._arrival.begin()
+        check_group(self._group, body.group)  # nothing is written yet
+        self._update.begin()
         try:
             plain = await client.rpc("treadle_receive", within_s=2 * body.timeout_s + MARGIN_S, group=body.group)
-        except RequestError as error:  # the worker's own: it has stopped receiving
-            self._arrival.broke_off(error.message)
+        except RequestError as error:  # from the worker: it has stopped receiving
+            self._update.fail(error.message)
             raise EngineError(error.message, fix=error.fix) from None
         except EngineError as error:
-            self.damaged(f"weights of a broadcast were taken over in part, or may yet be: {error.message}")
+            self.mark_damaged(f"weights of a broadcast were taken over in part, or may yet be: {error.message}")
             raise
-        self._arrival.came()
+        self._update.received()
         return msgspec.convert(plain, Received)
 
-    async def stand_still(self, client: VllmClient, gate: Path, order: Adopt) -> float:
-        """Until the trainer has written the shared weights. A RequestError: nothing was."""
+    async def wait_for_write(self, client: VllmClient, gate: Path, order: Adopt) -> float:
+        """Wait until the trainer has written the shared weights. After a RequestError, nothing was written."""
         body = {"gate": str(gate), "number": order.number, "timeout_s": order.timeout_s}
         try:
             answers = await client.call("/treadle/adopt", body, order.timeout_s + MARGIN_S)
         except EngineError as error:
-            self._arrival.broke_off(error.message)
+            self._update.fail(error.message)
             raise
-        refuse_errors(answers)
-        self._arrival.named()
+        raise_worker_errors(answers)
+        self._update.finish()
         return max(float(answer["held_s"]) for answer in answers)
 
     @property
-    def are_settled(self) -> bool:
-        return self._arrival.is_settled
+    def is_consistent(self) -> bool:
+        return self._update.is_consistent
 
-    def damaged(self, reason: str) -> None:
-        """The worker may be writing yet: nothing that comes later mends that."""
+    def mark_damaged(self, reason: str) -> None:
+        """The worker may still be writing, so no later update repairs the weights."""
         self.damage = reason
-        self._arrival.broke_off(reason)
+        self._update.fail(reason)
 
-    def refuse_going_on(self, policy_version: int | None) -> None:
-        self._arrival.refuse_going_on(policy_version)
+    def check_can_resume(self, policy_version: int | None) -> None:
+        self._update.check_can_resume(policy_version)
 
-    def named(self) -> None:
-        self._arrival.named()
+    def finish(self) -> None:
+        self._update.finish()

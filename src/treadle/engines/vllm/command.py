@@ -1,4 +1,4 @@
-"""Settings -> the command line and environment of vLLM's stock server. Pure."""
+"""Build the command line and environment of vLLM's stock server from the settings. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.sync import refuse_split_engine
-from treadle.engines.model_folder import ModelFacts
+from treadle.engines.model_folder import CheckpointFacts
 from treadle.engines.vllm.installation import Installation, lora_rank, max_cpu_loras, max_loras
 from treadle.errors import ConfigError
 from treadle.processor import fast_dtype
@@ -20,13 +20,13 @@ SERVER = "vllm.entrypoints.openai.api_server"
 MIDDLEWARE = "treadle.engines.vllm.middleware.TreadleRoutes"
 WORKER_EXTENSION = "treadle.engines.vllm.worker.TreadleWorker"
 LOAD_FORMAT = "treadle"  # worker.py
-MODEL_NAME = "policy"  # what the base model is asked for by
+MODEL_NAME = "policy"  # of the base model, in requests to vLLM
 
-MAX_BATCHED_TOKENS = 4096  # of prompts that are computed together on a CPU
+MAX_BATCHED_TOKENS = 4096  # prompt tokens per step on a CPU
 SCHEDULING_FLAG = "--scheduling-policy"
 LOAD_FLAG = "--load-format"
-# They would change nothing for clients, who speak to the engine and not to vLLM's server; or close that to the engine,
-# or make it believe in something that is not so.
+# Flags of --vllm-args that are refused: clients talk to the engine, not to vLLM's server, so these would have no
+# effect, or lock the engine out, or contradict what the engine assumes.
 _NOT_PASSED = {
     "--ssl-": "put a proxy that speaks TLS before the engine",
     "--root-path": "put a proxy before the engine",
@@ -39,17 +39,17 @@ _NOT_PASSED = {
     LOAD_FLAG: "the engine loads safetensors itself where it shares its weights, and on a CPU",
     "--api-server-count": "one process of vLLM's answers the engine",
 }
-_OWN_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
+_COMPILE_FLAGS = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one life of the server is."""
+class ServerResources:
+    """Port, key and folders of one server process."""
 
     port: int
     api_key: str
-    scratch: Path  # a short-lived folder of its own
-    cache: Path  # what it compiles is kept here, for every life
+    scratch: Path  # temporary, deleted with the process
+    cache: Path  # compiled code, kept across processes
 
 
 @dataclass(frozen=True)
@@ -59,45 +59,49 @@ class ServerCommand:
 
 
 def server_command(
-    config: EngineConfig, model: ModelFacts, vllm: Installation, place: Place, inherited: Mapping[str, str]
+    config: EngineConfig,
+    model: CheckpointFacts,
+    vllm: Installation,
+    resources: ServerResources,
+    inherited: Mapping[str, str],
 ) -> ServerCommand:
-    """Flags of vLLM's own come last: they win."""
-    refuse_impossible(config, model, vllm)
-    own = shlex.split(config.vllm_args)
+    """The user's --vllm-args come last, so they take precedence."""
+    check_supported(config, model, vllm)
+    user_args = shlex.split(config.vllm_args)
     argv = [
         *(vllm.python, "-m", SERVER),
-        *("--host", "127.0.0.1", "--port", str(place.port), "--uvicorn-log-level", "warning"),
+        *("--host", "127.0.0.1", "--port", str(resources.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
         *_loading_flags(config),
-        *("--dtype", dtype_of(config, model, vllm)),
-        # A model's own sampling defaults would change what a request asks for.
+        *("--dtype", serving_dtype(config, model, vllm)),
+        # Not the model's sampling defaults: they would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
         *_weights_flags(config, model),
-        *(SCHEDULING_FLAG, "priority"),  # completions.py says who comes first
-        *_lora_flags(config, model, own),
-        *_hardware_flags(config, vllm, own, max_model_len(config, model)),
-        *own,
+        *(SCHEDULING_FLAG, "priority"),  # priorities: completions.py
+        *_lora_flags(config, model, user_args),
+        *_hardware_flags(config, vllm, user_args, max_model_len(config, model)),
+        *user_args,
     ]
-    environment = _environment(config, vllm, place, inherited)
+    environment = _environment(config, vllm, resources, inherited)
     if vllm.is_cpu and "--enforce-eager" in argv:
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # it would still compile its sampler: 7 s of every start
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # vLLM would still compile its sampler: 7 s at every start
     return ServerCommand(tuple(argv), environment)
 
 
-def dtype_of(config: EngineConfig, model: ModelFacts, vllm: Installation) -> str:
-    """`auto` is the checkpoint's own; vLLM's `auto` would make bfloat16 of float32."""
+def serving_dtype(config: EngineConfig, model: CheckpointFacts, vllm: Installation) -> str:
+    """`auto` is the checkpoint's dtype; vLLM's `auto` would convert float32 to bfloat16."""
     if config.dtype == "fast":
         return fast_dtype("cpu" if vllm.is_cpu else "cuda")
     return model.dtype if config.dtype == "auto" else config.dtype
 
 
-def max_model_len(config: EngineConfig, model: ModelFacts) -> int:
+def max_model_len(config: EngineConfig, model: CheckpointFacts) -> int:
     return min(config.max_model_len, model.max_positions or config.max_model_len)
 
 
-def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installation) -> None:
+def check_supported(config: EngineConfig, model: CheckpointFacts, vllm: Installation) -> None:
     kind = config.device.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {config.device}: vLLM runs on cpu or cuda")
@@ -107,8 +111,8 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
         )
     if kind == "cuda" and vllm.is_cpu:
         raise ConfigError(f"vLLM {vllm.version} is a build for CPUs", fix="install vllm, or pass --device cpu")
-    own = shlex.split(config.vllm_args)
-    flags = [word.partition("=")[0].replace("_", "-") for word in own if word.startswith("--")]
+    user_args = shlex.split(config.vllm_args)
+    flags = [word.partition("=")[0].replace("_", "-") for word in user_args if word.startswith("--")]
     for given, (flag, fix) in product(flags, _NOT_PASSED.items()):
         if given.startswith(flag) and (flag != LOAD_FLAG or config.weights_file is not None or vllm.is_cpu):
             raise ConfigError(f"{given} does not go to vLLM from here", fix=fix)
@@ -123,7 +127,7 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
         )
     if config.weights_file is not None:
         refuse_split_engine(config.tensor_parallel_size, "shared_vllm")
-    if config.enable_lora and dtype_of(config, model, vllm) == "float32" and not vllm.is_cpu:
+    if config.enable_lora and serving_dtype(config, model, vllm) == "float32" and not vllm.is_cpu:
         raise ConfigError(
             "vLLM computes adapters on a GPU in bfloat16 or float16 only",
             fix="--dtype bfloat16, or --engine transformers",
@@ -133,80 +137,83 @@ def refuse_impossible(config: EngineConfig, model: ModelFacts, vllm: Installatio
 def _loading_flags(config: EngineConfig) -> list[str]:
     if config.quantization == "none":
         return [LOAD_FLAG, LOAD_FORMAT]
-    return [LOAD_FLAG, "bitsandbytes", "--quantization", "bitsandbytes"]  # nf4, as it quantizes 16-bit files
+    return [LOAD_FLAG, "bitsandbytes", "--quantization", "bitsandbytes"]  # quantizes 16-bit files to nf4
 
 
-def _weights_flags(config: EngineConfig, model: ModelFacts) -> list[str]:
+def _weights_flags(config: EngineConfig, model: CheckpointFacts) -> list[str]:
     if config.weights_file is None:
         return []
     shared = {"weights_file": str(config.weights_file.resolve()), "model_folder": str(model.folder)}
     return ["--model-loader-extra-config", json.dumps(shared)]
 
 
-def _lora_flags(config: EngineConfig, model: ModelFacts, own: list[str]) -> list[str]:
+def _lora_flags(config: EngineConfig, model: CheckpointFacts, user_args: list[str]) -> list[str]:
     if not config.enable_lora:
         return []
     rank = lora_rank(config.max_lora_rank)
     flags = ["--enable-lora", "--max-lora-rank", str(rank)]
-    if not any(word.startswith("--max-loras") for word in own):  # else vLLM keeps as many as it has places
+    if not any(
+        word.startswith("--max-loras") for word in user_args
+    ):  # else vLLM keeps as many in memory as it has slots
         flags += ["--max-loras", str(max_loras(rank)), "--max-cpu-loras", str(max_cpu_loras(rank))]
-    # With adapters on the output layer, a request for logprobs of its prompt ends vLLM when another runs beside it: it
-    # looks up the adapter of each row of the batch, and the prompt's rows are not in it (0.32 on a CPU, 0.26 on a GPU).
+    # No adapters on the output layer: with them, a request for prompt logprobs crashes vLLM if another request runs at
+    # the same time. It looks up the adapter of each row of the batch, which lacks the prompt's rows (0.32 on a CPU,
+    # 0.26 on a GPU).
     return [*flags, "--lora-target-modules", *model.linear_modules]
 
 
-def _hardware_flags(config: EngineConfig, vllm: Installation, own: list[str], longest: int) -> list[str]:
+def _hardware_flags(config: EngineConfig, vllm: Installation, user_args: list[str], longest: int) -> list[str]:
     flags = ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if not vllm.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-    chosen_already = any(word.startswith(_OWN_COMPILE_FLAGS) for word in own)
-    # On a CPU torch.compile makes start-up a minute and a half longer and generation a tenth faster.
+    chosen_already = any(word.startswith(_COMPILE_FLAGS) for word in user_args)
+    # On a CPU torch.compile makes the start 90 s longer and generation a tenth faster.
     if config.enforce_eager or (vllm.is_cpu and not chosen_already):
         flags.append("--enforce-eager")
     if vllm.is_cpu:
-        # On a CPU a seeded request whose prompt is computed in two parts ends vLLM (0.32: its generator has no offset).
+        # Chunked prefill of a seeded request crashes vLLM on a CPU (0.32: its generator has no offset).
         whole = max(longest, MAX_BATCHED_TOKENS)
         flags += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
     return flags
 
 
 def _environment(
-    config: EngineConfig, vllm: Installation, place: Place, inherited: Mapping[str, str]
+    config: EngineConfig, vllm: Installation, resources: ServerResources, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    ours = {
-        "VLLM_API_KEY": place.api_key,  # not a flag: those can be read by every user of the machine
+    settings = {
+        "VLLM_API_KEY": resources.api_key,  # not a flag: every user of the machine can read command lines
         "VLLM_NO_USAGE_STATS": "1",
-        # It does not remove its sockets and lock files; the folder goes with it.
-        "VLLM_RPC_BASE_PATH": str(place.scratch),
-        "TMPDIR": str(place.scratch),
-        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        # vLLM does not remove its sockets and lock files; the scratch folder is deleted with the process.
+        "VLLM_RPC_BASE_PATH": str(resources.scratch),
+        "TMPDIR": str(resources.scratch),
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve other processes on the same cores
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would starve other processes on the same cores
         "GOMP_SPINCOUNT": "0",
     }
     if config.vllm_python:
-        ours["PYTHONPATH"] = str(place.scratch / "path")  # this package, for a Python that may not have it
+        settings["PYTHONPATH"] = str(resources.scratch / "path")  # contains this package, which that Python may lack
     if vllm.is_cpu:
-        ours["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_cache_gib)
         if config.threads:
-            ours |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
+            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads)}
     elif ":" in config.device:
-        ours["CUDA_VISIBLE_DEVICES"] = _visible_device(config.device, inherited.get("CUDA_VISIBLE_DEVICES", ""))
+        settings["CUDA_VISIBLE_DEVICES"] = _visible_device(config.device, inherited.get("CUDA_VISIBLE_DEVICES", ""))
     if not vllm.has_flashinfer:
-        ours["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # or it fails at its first token
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else it fails at the first token
     if config.enable_lora:
-        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     kept = {name: value for name, value in inherited.items() if name != "PYTHONDONTWRITEBYTECODE"}
     preset = {
-        "VLLM_CACHE_ROOT": str(place.cache),
-        "TORCHINDUCTOR_CACHE_DIR": str(place.cache / "inductor"),
+        "VLLM_CACHE_ROOT": str(resources.cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(resources.cache / "inductor"),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    return {**preset, **kept, **ours}
+    return {**preset, **kept, **settings}
 
 
 def _visible_device(device: str, visible: str) -> str:
-    """`cuda:1` is the second of the devices that this process may see."""
+    """`cuda:1` is the second device of CUDA_VISIBLE_DEVICES."""
     index = int(device.partition(":")[2])
     names = [name for name in visible.split(",") if name]
     if names and index >= len(names):

@@ -7,96 +7,100 @@ from typing import Any
 
 import msgspec
 
-from treadle.engines.interface import Delta, Generation, Request, Sampled
-from treadle.engines.tokenizer import UNFINISHED
+from treadle.engines.interface import CompletionDelta, GenerationResult, Request, SampledCompletion
+from treadle.engines.tokenizer import INCOMPLETE_CHAR
 
 GENERATE = "/treadle/generate"
 _LARGEST_SEED = 2**63 - 1
-# vLLM takes the smallest first (--scheduling-policy priority). One token is a question about its prompt, such as a
-# publish's canary: it costs little, and somebody waits for it.
-FIRST, IN_LINE = 0, 1
+# vLLM schedules the smallest number first (--scheduling-policy priority). A request for one token is a question about
+# its prompt, such as the canary of a publish: it is cheap, and a trainer waits for it.
+HIGH_PRIORITY, NORMAL_PRIORITY = 0, 1
 
-Decode = Callable[[Sequence[int], Sequence[int]], str]  # a prompt and what was sampled after it, to the latter's text
+Decode = Callable[[Sequence[int], Sequence[int]], str]  # (prompt ids, sampled ids) -> text of the sampled ids
 
 
-class Order(msgspec.Struct):
-    """What vLLM is to generate. `sampling` has the names of its SamplingParams."""
+class VllmRequest(msgspec.Struct):
+    """Body of POST /treadle/generate. `sampling`: arguments of vLLM's SamplingParams."""
 
-    model: str  # or an adapter, by vLLM's name for it
+    model: str  # MODEL_NAME, or vLLM's name of an adapter
     prompt_ids: list[int]
     sampling: dict[str, Any]
-    cache_salt: str  # prefixes are shared among requests with the same one
-    priority: int = IN_LINE
+    cache_salt: str  # only requests with the same salt share cached prefixes
+    priority: int = NORMAL_PRIORITY
     stream: bool = False
 
 
-class Choice(msgspec.Struct, omit_defaults=True):
+class VllmChoice(msgspec.Struct, omit_defaults=True):
+    """One completion of a VllmOutput."""
+
     index: int
     token_ids: list[int] = []
     logprobs: list[float] = []
-    tops: list[dict[int, float]] = []  # the likeliest tokens of each position, when they were asked for
-    text: str | None = None  # None: vLLM was not asked to write it
+    tops: list[dict[int, float]] = []  # top tokens of each position, if requested
+    text: str | None = None  # None: vLLM did not detokenize it
     finish_reason: str | None = None
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
-    """All of it, or one moment of a streamed one."""
+class VllmOutput(msgspec.Struct, omit_defaults=True):
+    """Response of POST /treadle/generate, or one line of a streamed response."""
 
-    choices: list[Choice]
+    choices: list[VllmChoice]
     prompt_tops: list[dict[int, float]] | None = None
 
 
-decode_order = msgspec.json.Decoder(Order).decode
-decode_answer = msgspec.json.Decoder(Answer).decode
+decode_request = msgspec.json.Decoder(VllmRequest).decode
+decode_output = msgspec.json.Decoder(VllmOutput).decode
 
 
-def order_of(request: Request, *, model: str, eos_ids: frozenset[int], cache_salt: str, stream: bool) -> Order:
-    """Every sampling field is said: what is left out, vLLM would decide."""
-    asked = request.sampling
-    ends = request.stop_ids if request.ignore_eos else request.stop_ids | eos_ids
+def build_vllm_request(
+    request: Request, *, model: str, eos_ids: frozenset[int], cache_salt: str, stream: bool
+) -> VllmRequest:
+    """Set every sampling field, so that no default of vLLM applies."""
+    params = request.sampling
+    end_ids = request.stop_ids if request.ignore_eos else request.stop_ids | eos_ids
     sampling: dict[str, Any] = {
-        "n": num_asked(request),
+        "n": num_samples(request),
         "max_tokens": request.max_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "min_p": asked.min_p,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": list(request.stop),
-        "stop_token_ids": sorted(ends),
+        "stop_token_ids": sorted(end_ids),
         "ignore_eos": request.ignore_eos,
         "seed": None if request.seed is None else request.seed & _LARGEST_SEED,
         "logprobs": request.num_top,
         "prompt_logprobs": request.num_prompt_top,
-        # Written token by token, text costs vLLM's API process more than all else; whole, next to nothing.
+        # Detokenizing token by token is the largest cost of vLLM's API process; decoding once at the end is cheap.
         "detokenize": stream or bool(request.stop),
     }
-    priority = FIRST if request.max_tokens == 1 else IN_LINE
-    return Order(model, request.prompt_ids, sampling, cache_salt, priority, stream)
+    priority = HIGH_PRIORITY if request.max_tokens == 1 else NORMAL_PRIORITY
+    return VllmRequest(model, request.prompt_ids, sampling, cache_salt, priority, stream)
 
 
-def num_asked(request: Request) -> int:
-    """At temperature 0 all completions are the same one, and vLLM refuses to make it twice."""
+def num_samples(request: Request) -> int:
+    """At temperature 0 all completions are equal, and vLLM refuses n > 1."""
     return 1 if request.sampling.temperature == 0 else request.n
 
 
-def as_generation(
-    answer: Answer, request: Request, policy_versions: Sequence[int], seconds: float, decode: Decode
-) -> Generation:
+def to_result(
+    answer: VllmOutput, request: Request, policy_versions: Sequence[int], seconds: float, decode: Decode
+) -> GenerationResult:
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     copies = request.n // len(choices)
     completions = [
         _sampled(choice, request, list(policy_versions), decode) for choice in choices for _ in range(copies)
     ]
-    return Generation(completions, answer.prompt_tops, seconds)
+    return GenerationResult(completions, answer.prompt_tops, seconds)
 
 
-def as_deltas(answer: Answer, request: Request, policy_version: int) -> list[Delta]:
-    """Those of one moment; one that brings nothing is left out."""
+def to_deltas(answer: VllmOutput, request: Request, policy_version: int) -> list[CompletionDelta]:
+    """The deltas of one output; empty ones are left out."""
     return [
-        Delta(
+        CompletionDelta(
             index=index,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,
@@ -107,12 +111,12 @@ def as_deltas(answer: Answer, request: Request, policy_version: int) -> list[Del
         )
         for choice in answer.choices
         if choice.token_ids or choice.text or choice.finish_reason
-        for index in ([choice.index] if num_asked(request) == request.n else range(request.n))
+        for index in ([choice.index] if num_samples(request) == request.n else range(request.n))
     ]
 
 
-def _sampled(choice: Choice, request: Request, policy_versions: list[int], decode: Decode) -> Sampled:
-    return Sampled(
+def _sampled(choice: VllmChoice, request: Request, policy_versions: list[int], decode: Decode) -> SampledCompletion:
+    return SampledCompletion(
         token_ids=list(choice.token_ids),
         logprobs=list(choice.logprobs),
         tops=list(choice.tops),
@@ -122,10 +126,10 @@ def _sampled(choice: Choice, request: Request, policy_versions: list[int], decod
     )
 
 
-def _decoded(choice: Choice, request: Request, decode: Decode) -> str:
-    """Without the token that ended it, and without a last character that is not whole, as in a stream of vLLM.
+def _decoded(choice: VllmChoice, request: Request, decode: Decode) -> str:
+    """Text without the stop token and without an incomplete last character, like vLLM's streams.
 
-    No stop string was set: with one, vLLM writes the text itself.
+    For requests without stop strings; with one, vLLM detokenizes itself.
     """
     token_ids = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
-    return decode(request.prompt_ids, token_ids).rstrip(UNFINISHED)
+    return decode(request.prompt_ids, token_ids).rstrip(INCOMPLETE_CHAR)

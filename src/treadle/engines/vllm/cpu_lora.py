@@ -1,8 +1,8 @@
-"""Inside vLLM's worker, on a CPU: adapters computed by one matrix product for all rows of an adapter.
+"""Compute LoRA adapters in vLLM's CPU worker with one matrix product for all rows of an adapter.
 
-vLLM's own code for CPUs copies the adapter's matrices once per row and multiplies each row by its own copy: 52 ms
-instead of 2 for 256 tokens and one matrix of 576 by 1536 (0.32, rank 16). And to a row that has no adapter, beside
-others that have one, it adds the adapter in the last place: the base model's logprobs are then nobody's.
+vLLM's own CPU code copies the adapter's matrices once per row and multiplies each row by its own copy: 52 ms instead of
+2 for 256 tokens and one matrix of 576 by 1536 (0.32, rank 16). And in a batch with adapters, it adds the adapter of the
+last slot to rows that have none, so the base model's logprobs are wrong.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 Rows = Tensor | slice
 
 
-class AdaptersByProduct(PunicaWrapperCPU):
-    """vLLM's book of which row has which adapter (its place, or -1 for none), with another product."""
+class BatchedCpuLora(PunicaWrapperCPU):
+    """Uses vLLM's mapping of rows to adapter slots (-1: none), with a batched product."""
 
     def add_lora_linear(
         self,
@@ -31,7 +31,7 @@ class AdaptersByProduct(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """y += (x A' scale) B', for every matrix that is fused into this one. x A' is in float32, as vLLM has it."""
+        """y += (x A' scale) B', for every matrix that is fused into this one. x A' is in float32, as in vLLM."""
         add_adapters(
             y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), self.token_lora_indices,
             lora_a_stacked, lora_b_stacked, scale, output_slices,
@@ -56,9 +56,9 @@ def add_adapters(
             y_LO[rows, start:end] += shrunk.to(y_LO.dtype) @ b[place, 0].to(y_LO.dtype).T
 
 
-def compute_adapters_by_product() -> None:
-    """Of the models that this process loads from here on."""
-    qualified_name = f"{AdaptersByProduct.__module__}.{AdaptersByProduct.__qualname__}"
+def use_batched_cpu_lora() -> None:
+    """Let models that are loaded from now on compute adapters with BatchedCpuLora."""
+    qualified_name = f"{BatchedCpuLora.__module__}.{BatchedCpuLora.__qualname__}"
     current_platform.get_punica_wrapper = lambda: qualified_name
 
 

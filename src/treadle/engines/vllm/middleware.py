@@ -35,19 +35,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from treadle.engines.vllm.command import MODEL_NAME
-from treadle.engines.vllm.completions import GENERATE, Answer, Choice, Order, decode_order
+from treadle.engines.vllm.completions import GENERATE, VllmChoice, VllmOutput, VllmRequest, decode_request
 from treadle.sync.gate import Gate, is_written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-LOWEST = -9999.0  # for "never", which JSON has no number for; vLLM's own routes say it so
+MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express; vLLM's own routes do the same
 _NO_ANSWER = "vLLM ended a request without an answer"
-_DEAD = "EngineDeadError"
-log = logging.getLogger("vllm.treadle")  # beside vLLM's own lines
-_numbers = itertools.count()
+_DEAD_ENGINE_ERROR = "EngineDeadError"
+log = logging.getLogger("vllm.treadle")  # in vLLM's log
+_request_ids = itertools.count()
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-PASSED_ON = {
+ALLOWED_ROUTES = {
     ("GET", "/health"),
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
@@ -60,16 +60,16 @@ WORKER_METHODS = {
     "treadle_join",
     "treadle_receive",
 }
-_TURNS_TO_SEND = 4  # of the event loop
-_TO_BE_SENT_S = 0.2  # for a message to be in the engine's hands
-_TURNS_TO_FLUSH = 32  # of the event loop: from a token's arrival here to its being sent takes a handful
+_TURNS_TO_SEND = 4  # turns of the event loop until a call is sent
+_SEND_S = 0.2  # time until a call has reached vLLM's engine process
+_TURNS_TO_FLUSH = 32  # turns of the event loop; a token needs a handful from its arrival here until it is sent
 _Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
 async def generate(scope: MutableMapping[str, Any], receive: Receive) -> Response:
-    order = decode_order(await Request(scope, receive).body())
+    order = decode_request(await Request(scope, receive).body())
     answers = _answers(scope["app"].state, order)
-    # What is refused is refused before the first answer, so a stream begins when it is there.
+    # A request is rejected before its first output, so a stream starts only when that is there.
     first = await _unless_client_leaves(_first(answers) if order.stream else _whole(answers), receive)
     if first is None:
         return Response()
@@ -78,11 +78,11 @@ async def generate(scope: MutableMapping[str, Any], receive: Receive) -> Respons
     return Response(msgspec.json.encode(first), media_type="application/json")
 
 
-def failure_of(error: Exception) -> tuple[int, str]:
-    """Status and words of an error; what is not the request's fault goes to vLLM's log too.
+def describe_error(error: Exception) -> tuple[int, str]:
+    """HTTP status and message of an error; server errors are logged to vLLM's log too.
 
-    vLLM wraps what it did not expect into an error without words. That a request is at fault, 0.26 says by a
-    ValueError, and 0.32 by an error with a base of its own.
+    vLLM wraps unexpected errors into one without a message. It reports an invalid request by a ValueError (0.26) or by
+    an exception class of its own (0.32).
     """
     from vllm import exceptions
 
@@ -91,12 +91,12 @@ def failure_of(error: Exception) -> tuple[int, str]:
         if isinstance(found, at_fault):
             return 400, str(found)
     found = error.__cause__ or error
-    if type(found).__name__ != _DEAD:  # of that, everybody hears
+    if type(found).__name__ != _DEAD_ENGINE_ERROR:  # that one is reported by every request
         log.error("a completion failed", exc_info=found)
     return 500, f"{type(found).__name__}: {found}".rstrip(": ")
 
 
-async def _answers(state: Any, order: Order) -> AsyncGenerator[Answer, None]:
+async def _answers(state: Any, order: VllmRequest) -> AsyncGenerator[VllmOutput, None]:
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -110,42 +110,42 @@ async def _answers(state: Any, order: Order) -> AsyncGenerator[Answer, None]:
     outputs = state.engine_client.generate(
         tokens_input(order.prompt_ids, cache_salt=order.cache_salt),
         params,
-        f"treadle-{next(_numbers)}",
+        f"treadle-{next(_request_ids)}",
         lora_request=adapter,
         priority=order.priority,
     )
     async with aclosing(outputs):
         async for output in outputs:
-            yield answer_of(output, has_text=params.detokenize, num_top=params.logprobs or 0)
+            yield to_output(output, has_text=params.detokenize, num_top=params.logprobs or 0)
 
 
-async def _first(answers: AsyncGenerator[Answer, None]) -> Answer:
+async def _first(answers: AsyncGenerator[VllmOutput, None]) -> VllmOutput:
     async for answer in answers:
         return answer
     raise RuntimeError(_NO_ANSWER)
 
 
-async def _whole(answers: AsyncGenerator[Answer, None]) -> Answer:
+async def _whole(answers: AsyncGenerator[VllmOutput, None]) -> VllmOutput:
     last = None
-    async for answer in answers:  # one, and to the end: a generator that is left early is a request that is dropped
+    async for answer in answers:  # there is one; iterate to the end, because closing the generator aborts the request
         last = answer
     if last is None:
         raise RuntimeError(_NO_ANSWER)
     return last
 
 
-async def _lines(first: Answer, others: AsyncGenerator[Answer, None]) -> AsyncIterator[bytes]:
+async def _lines(first: VllmOutput, others: AsyncGenerator[VllmOutput, None]) -> AsyncIterator[bytes]:
     async with aclosing(others):
         yield msgspec.json.encode(first) + b"\n"
         try:
             async for answer in others:
                 yield msgspec.json.encode(answer) + b"\n"
-        except Exception as error:  # vLLM's errors have no common base; a stream has no status any more to tell it by
-            yield msgspec.json.encode({"error": failure_of(error)[1]}) + b"\n"
+        except Exception as error:  # vLLM's errors have no common base class; the HTTP status has been sent already
+            yield msgspec.json.encode({"error": describe_error(error)[1]}) + b"\n"
 
 
-async def _unless_client_leaves(answer: Awaitable[Answer], receive: Receive) -> Answer | None:
-    """What nobody waits for any more is dropped, in vLLM too: None."""
+async def _unless_client_leaves(answer: Awaitable[VllmOutput], receive: Receive) -> VllmOutput | None:
+    """The answer, or None if the client disconnects first; the request is then aborted in vLLM too."""
     answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,21 +161,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def answer_of(output: Any, *, has_text: bool, num_top: int) -> Answer:
-    """`output`: vLLM's RequestOutput, its logprobs flat."""
+def to_output(output: Any, *, has_text: bool, num_top: int) -> VllmOutput:
+    """`output`: vLLM's RequestOutput with flat logprobs."""
     prompt = output.prompt_logprobs
-    return Answer(
+    return VllmOutput(
         choices=[_choice(completion, has_text=has_text, num_top=num_top) for completion in output.outputs],
         prompt_tops=None if prompt is None else [_entries(prompt, *span) for span in _spans(prompt)],
     )
 
 
-def _choice(completion: Any, *, has_text: bool, num_top: int) -> Choice:
+def _choice(completion: Any, *, has_text: bool, num_top: int) -> VllmChoice:
     if completion.finish_reason == "error":
         raise RuntimeError("vLLM's engine could not finish a completion")
     flat, num_new = completion.logprobs, len(completion.token_ids)
-    spans = _spans(flat)[-num_new:] if num_new else []  # 0.26 lists all that came before with a moment without tokens
-    return Choice(
+    spans = _spans(flat)[-num_new:] if num_new else []  # 0.26 repeats earlier ones if there is no new token
+    return VllmChoice(
         index=completion.index,
         token_ids=list(completion.token_ids),
         logprobs=[_number(flat.logprobs[start]) for start, _ in spans],
@@ -190,8 +190,8 @@ def _spans(flat: Any) -> list[tuple[int, int]]:
 
 
 def _tops(flat: Any, start: int, end: int, num_top: int) -> dict[int, float]:
-    """The sampled token is the first of each position. Where it is one of the likeliest it is listed with them again,
-    but not where vLLM has put two moments of a stream together."""
+    """The sampled token comes first at each position. If it is a top token it is listed again, except where vLLM has
+    joined two outputs of a stream."""
     return _entries(flat, start + (end - start > num_top), end)
 
 
@@ -200,13 +200,14 @@ def _entries(flat: Any, start: int, end: int) -> dict[int, float]:
 
 
 def _number(logprob: float) -> float:
-    """
+    """A logprob that JSON can express.
+
     >>> _number(-0.5), _number(float("-inf"))
     (-0.5, -9999.0)
     """
     if math.isnan(logprob):
         raise RuntimeError("vLLM's logprobs are not numbers: the model's weights may have diverged")
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)
 
 
 class TreadleRoutes:
@@ -234,7 +235,7 @@ class TreadleRoutes:
         route = (scope["method"], scope["path"])
         if not hmac.compare_digest(given, self._expected):
             await _error(401, "this server answers only the engine that started it")(scope, receive, send)
-        elif route in PASSED_ON:
+        elif route in ALLOWED_ROUTES:
             await self._app(scope, receive, send)
         elif route == ("POST", GENERATE):
             answer = await _generate(scope, receive)
@@ -249,7 +250,7 @@ class TreadleRoutes:
         try:
             body = json.loads(await Request(scope, receive).body() or b"{}")
             return JSONResponse(await handler(scope["app"].state, body))
-        except Exception as error:  # vLLM's errors have no common base; the engine's client must hear of each
+        except Exception as error:  # vLLM's errors have no common base class; all are reported to the client
             return _error(500, f"{type(error).__name__}: {error}")
 
 
@@ -257,23 +258,23 @@ async def _generate(scope: Scope, receive: Receive) -> Response:
     try:
         return await generate(scope, receive)
     except Exception as error:  # as in _answer
-        return _error(*failure_of(error))
+        return _error(*describe_error(error))
 
 
 async def _hold(state: Any, body: dict[str, Any]) -> dict[str, float]:
     client = state.engine_client
     await _pause(client, body["mode"])
     held_at = time.monotonic()
-    if body["settles"]:
-        await client.collective_rpc("treadle_settle")
-    # What was sampled before is on its way to clients now, and must not seem to come after the hold.
+    if body["synchronize"]:
+        await client.collective_rpc("treadle_synchronize")
+    # Tokens sampled before the hold are being sent to clients, and must not seem to come after it.
     for _ in range(_TURNS_TO_FLUSH):
         await asyncio.sleep(0)
-    return {"held_at": held_at}  # one clock for all processes of a machine
+    return {"held_at": held_at}  # the monotonic clock is the same for all processes of a machine
 
 
 async def _pause(client: Any, mode: str) -> None:
-    """vLLM's own method sleeps 20 ms after the work is done, for the flush that _hold sees to in less than one."""
+    """vLLM's own method sleeps 20 ms for a flush that _hold does in less than one."""
     core = getattr(client, "engine_core", None)
     at_once = getattr(core, "pause_scheduler_async", None)
     if at_once is None:
@@ -285,7 +286,7 @@ async def _pause(client: Any, mode: str) -> None:
 async def _release(state: Any, body: dict[str, Any]) -> dict[str, float]:
     client = state.engine_client
     if body["has_new_weights"]:
-        # Requests that were frozen are computed again from their tokens, under the new weights.
+        # Frozen requests are recomputed from their tokens under the new weights.
         await client.reset_prefix_cache(reset_running_requests=True)
     if not body["stay_held"]:
         await client.resume_generation()
@@ -293,35 +294,40 @@ async def _release(state: Any, body: dict[str, Any]) -> dict[str, float]:
 
 
 async def _adopt(state: Any, body: dict[str, Any]) -> Any:
-    """Both calls are sent before either is answered. vLLM takes them in this order, and takes all that has come before
-    it computes on; the worker goes on only when the second is sent. So no token is computed in between: under new
-    weights, with what was cached under the old ones.
+    """Hold the worker at the gate while the trainer writes, and drop the caches before the next token.
 
-    A turn of a busy event loop takes milliseconds, in which the worker would stand still. Each call is sent in its
-    first turn; what is to happen soon after them happens in the same one.
+    Both calls are sent before either is answered. vLLM handles them in this order, and handles everything received
+    before it computes the next step; the worker continues only when the second call is sent. So no token is computed in
+    between, under new weights but with keys and values of the old ones.
+
+    A turn of a busy event loop takes milliseconds, in which the worker would stand idle. Each call is sent in its first
+    turn, and what must follow soon happens in the same one.
     """
     client, order = state.engine_client, {"gate": body["gate"], "number": body["number"]}
     drop, num_turns = _drop_caches(client)
-    gate = PublishGate(Path(body["gate"]))
-    standing = asyncio.ensure_future(client.collective_rpc("treadle_stand_still", kwargs=order))
+    gate = Gate(Path(body["gate"]))
+    waiting = asyncio.ensure_future(client.collective_rpc("treadle_wait_for_write", kwargs=order))
     dropping = asyncio.ensure_future(drop)
     for _ in range(num_turns):
         await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(gate.allow_resume, body["number"])
-    if not await wait_for_trainer(standing, gate, body["number"], body["timeout_s"]):
-        # the weights may be half written: vLLM must not compute on, once the worker waits no longer
+    asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
+    if not await is_written(waiting, gate, body["number"], body["timeout_s"]):
+        # The weights may be half written: vLLM must not compute when the worker stops waiting.
         pausing = asyncio.ensure_future(_pause(client, "keep"))
-        await asyncio.sleep(_TO_BE_SENT_S)
-        gate.abandon(body["number"])
-        await asyncio.gather(standing, dropping, pausing)
+        await asyncio.sleep(_SEND_S)
+        gate.give_up(body["number"])
+        await asyncio.gather(waiting, dropping, pausing)
         raise TimeoutError("the trainer did not finish writing the weights")
     await dropping
-    return await standing
+    return await waiting
 
 
 def _drop_caches(client: Any) -> tuple[Awaitable[Any], int]:
-    """The call, and how many turns it may take until it is sent: vLLM's own (0.32) asks all its engines in tasks of
-    their own. There is one engine here, and it can be asked at once."""
+    """The call, and the turns of the event loop until it is sent.
+
+    vLLM's own method (0.32) calls each of its engines in a separate task. There is one engine here, which can be called
+    directly.
+    """
     core = getattr(client, "engine_core", None)
     at_once = getattr(core, "call_utility_async", None)
     if at_once is None:

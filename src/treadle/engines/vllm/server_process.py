@@ -20,22 +20,22 @@ import httpx
 import msgspec
 
 from treadle.engines.vllm import child_guard
-from treadle.engines.vllm.command import MODEL_NAME, Place, ServerCommand
-from treadle.engines.vllm.completions import GENERATE, Order
+from treadle.engines.vllm.command import MODEL_NAME, ServerCommand, ServerResources
+from treadle.engines.vllm.completions import GENERATE, VllmRequest
 from treadle.errors import EngineError
 from treadle.log import get_logger
 
-Tell = Callable[[str, int, int], None]  # ("loading safetensors checkpoint shards", 3, 4)
+OnProgress = Callable[[str, int, int], None]  # ("loading safetensors checkpoint shards", 3, 4)
 
 _BAR = re.compile(r"(?P<what>(?:Loading|Capturing) [^:|]+):\s+\d+%.*\|\s*(?P<done>\d+)/(?P<total>\d+)")
 log = get_logger("engine")
 NUM_TAIL_LINES = 20
 STOP_S = child_guard.GRACE_S + 10.0
-FIRST_TOKEN_S = 120.0  # at least; on a CPU it may have to wait for a compiler
+FIRST_TOKEN_S = 120.0  # minimum timeout of the first token, which may wait for a compiler on a CPU
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S.*")  # the last line of a traceback
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _SEE_PLAN = "treadle plan says what a run needs and what would make it fit"
-# What in its log means what to do; the first that is found counts.
+# (pattern in vLLM's log, fix); the first match counts.
 _REMEDIES = (
     (r"address already in use", "another program took the port in between: start again"),
     (r"unrecognized arguments|invalid choice", "check --vllm-args"),
@@ -66,12 +66,12 @@ _REMEDIES = (
 )
 
 
-def read_bar(line: str) -> tuple[str, int, int] | None:
-    """What is counted, how many are done, of how many; None: the line is no bar.
+def parse_progress_bar(line: str) -> tuple[str, int, int] | None:
+    """(what is counted, done, total) of a progress bar in vLLM's log; None: the line is none.
 
-    >>> read_bar("(EngineCore pid=8235) Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:07<00:07]")
+    >>> parse_progress_bar("(EngineCore pid=8235) Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:07]")
     ('loading safetensors checkpoint shards', 2, 4)
-    >>> read_bar("Capturing CUDA graphs (FULL):  27%|██▋       | 3/11 [00:00<00:01,  6.11it/s]")
+    >>> parse_progress_bar("Capturing CUDA graphs (FULL):  27%|██▋       | 3/11 [00:00<00:01,  6.11it/s]")
     ('capturing CUDA graphs (FULL)', 3, 11)
     """
     found = _BAR.search(line)
@@ -81,60 +81,62 @@ def read_bar(line: str) -> tuple[str, int, int] | None:
     return what[0].lower() + what[1:], int(found["done"]), int(found["total"])
 
 
-def tell_nobody(_what: str, _done: int, _total: int) -> None:
-    """For a start that nobody follows: a restart has a wait of its own."""
+def ignore_progress(_what: str, _done: int, _total: int) -> None:
+    """For a restart, which reports no progress."""
 
 
 class ServerProcess:
-    """One life of the server. `tell` hears how far it has come with its start."""
+    """One vLLM server process. `on_progress(what, done, total)` reports progress of its start."""
 
-    def __init__(self, command: ServerCommand, place: Place, tell: Tell = tell_nobody) -> None:
-        self.place = place
-        self._tell = tell
+    def __init__(
+        self, command: ServerCommand, resources: ServerResources, on_progress: OnProgress = ignore_progress
+    ) -> None:
+        self.resources = resources
+        self._on_progress = on_progress
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
-        self._first_error = ""  # the ones after it are its consequences
+        self._first_error = ""  # later errors are consequences of the first
         self._is_stopping = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(child_guard.__file__)), str(place.scratch), *command.argv],
+            [sys.executable, "-I", str(Path(child_guard.__file__)), str(resources.scratch), *command.argv],
             env=dict(command.env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+            start_new_session=True,  # Ctrl-C must reach only this process, which then stops vLLM
         )
         assert self._process.stdout is not None  # noqa: S101 (it is a pipe)
-        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._listener = threading.Thread(target=self._read_log, args=(self._process.stdout,), daemon=True)
         self._listener.start()
 
     @property
     def scratch(self) -> Path:
-        return self.place.scratch
+        return self.resources.scratch
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.place.port}"
+        return f"http://127.0.0.1:{self.resources.port}"
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.place.api_key}"}
+        return {"Authorization": f"Bearer {self.resources.api_key}"}
 
-    def death(self) -> str | None:
-        """None while it lives; else how it ended and its last words."""
+    def exit_reason(self) -> str | None:
+        """None while it runs; else its exit code, first error and the end of its log."""
         code = self._process.poll()
         if code is None:
             return None
-        self._listener.join(timeout=2)  # what it said last
+        self._listener.join(timeout=2)  # read the rest of its log
         cause = f" ({self._first_error})" if self._first_error else ""
-        return f"vLLM ended with exit code {code}{cause}; the end of its log:\n{self._last_words()}"
+        return f"vLLM ended with exit code {code}{cause}; the end of its log:\n{self._log_tail()}"
 
-    def wait_until_it_generates(self, timeout_s: float) -> None:
-        """Healthy, and a first token was really sampled: what its kernels cannot do shows only then.
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until it is healthy and has sampled a first token, because unsupported kernels fail only then.
 
-        One that does not get there is ended. `stop`, called meanwhile from another thread, ends the waiting at once.
+        On failure the process is stopped. `stop` from another thread ends the wait at once.
         """
         started = time.monotonic()
         try:
-            self._wait_until_it_generates(timeout_s)
+            self._wait_until_ready(timeout_s)
         except BaseException:
             if not self._is_stopping.is_set():
                 self.stop()
@@ -142,10 +144,10 @@ class ServerProcess:
         log.info("vllm_started", seconds=time.monotonic() - started)
 
     def stop(self) -> None:
-        """End it and everything it started; returns when it is gone."""
+        """Stop the server and all its processes; returns when they have exited."""
         self._is_stopping.set()
         if self._process.stdin is not None:
-            self._process.stdin.close()  # the guard's sign to end it
+            self._process.stdin.close()  # tells child_guard.py to end it
         try:
             self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
@@ -153,16 +155,16 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _wait_until_it_generates(self, timeout_s: float) -> None:
+    def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
             while not self._answers(client):
-                death = self.death()
+                death = self.exit_reason()
                 if death is not None:
-                    raise EngineError(death, fix=remedy([self._first_error, *self._tail]))
+                    raise EngineError(death, fix=suggest_fix([self._first_error, *self._tail]))
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._last_words()}",
+                        f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._log_tail()}",
                         fix="raise --start-timeout-s, or see what it waits for",
                     )
                 if self._is_stopping.wait(0.1):
@@ -176,32 +178,32 @@ class ServerProcess:
             return False
 
     def _sample_one_token(self, client: httpx.Client, timeout_s: float) -> None:
-        order = Order(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
+        order = VllmRequest(MODEL_NAME, [0], {"max_tokens": 1, "logprobs": 0, "detokenize": False}, cache_salt="probe")
         try:
             answer = client.post(GENERATE, content=msgspec.json.encode(order), timeout=timeout_s)
             complaint = "" if answer.status_code == httpx.codes.OK else answer.text[:500]
         except httpx.TimeoutException:
             raise EngineError(
                 f"vLLM started, but its first token did not come within {timeout_s:.0f} s; the end of its log:\n"
-                f"{self._last_words()}",
+                f"{self._log_tail()}",
                 fix="raise --start-timeout-s, or see what it waits for",
             ) from None
         except httpx.TransportError as error:
             complaint = repr(error)
         if complaint:
             cause = self._first_error or complaint
-            raise EngineError(f"vLLM started, but cannot generate: {cause}", fix=remedy([cause, *self._tail]))
+            raise EngineError(f"vLLM started, but cannot generate: {cause}", fix=suggest_fix([cause, *self._tail]))
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         return "\n".join(f"  | {line}" for line in self._tail) or "  | (nothing)"
 
-    def _listen(self, stream: IO[bytes]) -> None:
-        # A bar is drawn again and again in one line: here each is a line.
+    def _read_log(self, stream: IO[bytes]) -> None:
+        # newline=None: each update of a progress bar, which ends with a carriage return, becomes a line.
         for raw in io.TextIOWrapper(stream, encoding="utf-8", errors="replace", newline=None):
             line = _COLOURS.sub("", raw).rstrip()
-            bar = read_bar(line)
+            bar = parse_progress_bar(line)
             if bar is not None:
-                self._tell(*bar)
+                self._on_progress(*bar)
             if line and (bar is None or bar[1] == bar[2]):
                 self._tail.append(line)
                 if not self._first_error and " WARNING " not in line and (error := _ERROR.search(line)):
@@ -209,10 +211,10 @@ class ServerProcess:
                 sys.stderr.write(f"vllm | {line}\n")
 
 
-def remedy(tail: list[str]) -> str:
-    """What a user can do about a server that did not start.
+def suggest_fix(tail: list[str]) -> str:
+    """What the user can do about a server that did not start.
 
-    >>> remedy(["OSError: [Errno 98] Address already in use"])
+    >>> suggest_fix(["OSError: [Errno 98] Address already in use"])
     'another program took the port in between: start again'
     """
     text = "\n".join(tail)

@@ -4,7 +4,7 @@ Loader (--load-format treadle): with `weights_file` in --model-loader-extra-conf
 file, and on a CPU vLLM computes from there. This happens before vLLM warms up, compiles or captures anything, so all of
 that uses the final addresses.
 
-Methods (--worker-extension-cls): results are plain values. A refusal is {"error": ..., "fix": ...}, because an
+Methods (--worker-extension-cls): results are plain values. A error_response is {"error": ..., "fix": ...}, because an
 exception would lose its `fix` on the way. Weights have their Hugging Face names here, as views of rows of vLLM's fused
 parameters.
 """
@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from treadle.engines.vllm.command import LOAD_FORMAT
-from treadle.engines.weight_updates import Receiver, empty_model, read_weights, write_weights
+from treadle.engines.weight_updates import BroadcastReceiver, empty_model, read_weights, write_weights
 from treadle.errors import SyncError, TreadleError
 from treadle.sync.fingerprint import StandingWeights, begin_fingerprints, fingerprints
 from treadle.sync.fused import Shape, Slice, map_fused, place_slices
@@ -34,14 +34,14 @@ from treadle.sync.layout import Layout
 from treadle.sync.weights_file import share_parameters
 from treadle.wire.bridge import JoinGroup
 
-SHARED_LAYOUT = "treadle_shared_layout"  # the attribute of a model whose parameters lie in a shared file
-Answer = dict[str, Any] | None
+SHARED_LAYOUT = "treadle_shared_layout"  # attribute of a model whose parameters are shared
+Result = dict[str, Any] | None
 NOT_COMPARED_FIX = "leave these layers out (--lora-target-modules), or set --verify-publish false"
 
 
 @register_model_loader(LOAD_FORMAT)
 class TreadleLoader(DefaultModelLoader):
-    """vLLM's own loader of safetensors, with a place for the weights."""
+    """vLLM's safetensors loader, which then moves the parameters into the shared file."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
@@ -59,19 +59,21 @@ class TreadleLoader(DefaultModelLoader):
 
 
 def prepare_cpu() -> None:
-    """What vLLM does otherwise on a CPU, before it does it; on a GPU nothing."""
+    """Change vLLM's behaviour on a CPU, before it loads a model; on a GPU nothing."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from treadle.engines.vllm.cpu_lora import compute_adapters_by_product
+        from treadle.engines.vllm.cpu_lora import use_batched_cpu_lora
 
         keep_weights_unpacked()
-        compute_adapters_by_product()
+        use_batched_cpu_lora()
 
 
 def keep_weights_unpacked() -> None:
-    """vLLM would pack each matrix into a form of its own and drop the original, which nobody could then read or write.
-    There is no setting against it: these are the two switches that its dispatch looks at."""
+    """Stop vLLM from packing each matrix and dropping the original, which a trainer could then not read or write.
+
+    There is no setting for this: these are the two switches that vLLM's dispatch checks.
+    """
     import vllm._custom_ops as custom_ops
     import vllm.model_executor.layers.utils as layer_utils
 
@@ -84,9 +86,9 @@ def keep_weights_unpacked() -> None:
         setattr(module, switch, off)
 
 
-def _refusals_as_answers(method: Callable[..., Answer]) -> Callable[..., Answer]:
+def _refusals_as_answers(method: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(method)
-    def answering(self: TreadleWorker, **kwargs: Any) -> Answer:
+    def answering(self: TreadleWorker, **kwargs: Any) -> Result:
         try:
             return method(self, **kwargs)
         except TreadleError as error:
@@ -103,8 +105,8 @@ class TreadleWorker:
     get_model: Callable[[], nn.Module]
 
     @_refusals_as_answers
-    def treadle_layout(self) -> Answer:
-        """Where the weights lie that a trainer may write: in a shared file, or on the GPU. None: not shared."""
+    def treadle_layout(self) -> Result:
+        """Addresses of the weights that a trainer may write, in a shared file or on the GPU. None: not shared."""
         fused = _fused_layout(self)
         if fused is None:
             return None
@@ -112,16 +114,19 @@ class TreadleWorker:
         return plain
 
     @_refusals_as_answers
-    def treadle_begin_fingerprints(self, *, policy_version: int) -> Answer:
-        """vLLM computes no token while a worker is asked something. So a GPU, which has a step to finish before, is not
-        waited for here; it is done, or nearly so, when the answer is fetched."""
-        standing = self.__dict__.setdefault("treadle_standing", FingerprintCache())
+    def treadle_begin_fingerprints(self, *, policy_version: int) -> Result:
+        """Start computing fingerprints without waiting for the GPU.
+
+        vLLM computes no token during a worker call, and the GPU has a step to finish first. By the time
+        treadle_read_fingerprints is called it is done, or nearly so.
+        """
+        standing = self.__dict__.setdefault("treadle_standing", StandingWeights())
         begun = begin_fingerprints(_weights(self).items(), policy_version, standing)
         self.__dict__["treadle_begun"] = (policy_version, begun)
         return None
 
     @_refusals_as_answers
-    def treadle_read_fingerprints(self, *, policy_version: int) -> Answer:
+    def treadle_read_fingerprints(self, *, policy_version: int) -> Result:
         begun_version, begun = self.__dict__.pop("treadle_begun", (None, None))
         if begun is None or begun_version != policy_version:
             raise SyncError("vLLM was restarted, or asked for others, while it read its weights", fix="ask again")
@@ -129,60 +134,61 @@ class TreadleWorker:
         return found
 
     @_refusals_as_answers
-    def treadle_adapter_fingerprints(self, *, adapter_id: int, policy_version: int) -> Answer:
-        """Of an adapter as vLLM keeps it, beside its device."""
+    def treadle_adapter_fingerprints(self, *, adapter_id: int, policy_version: int) -> Result:
+        """Fingerprints of an adapter as vLLM stores it in host memory."""
         return dict(fingerprints(_adapter_matrices(self, adapter_id), policy_version))
 
     @_refusals_as_answers
-    def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Answer:
-        """Take the safetensors of a folder, in place; the weights are of this version before. All that it holds is
-        checked before anything is written."""
+    def treadle_load_weights(self, *, folder: str, policy_version: int, must_be_all: bool) -> Result:
+        """Load the safetensors of a folder in place; everything is checked before anything is written.
+
+        `policy_version`: of the present weights.
+        """
         weights = _weights(self)
-        weights |= {name: weights[first] for name, first in _further_names(self).items()}
+        weights |= {name: weights[first] for name, first in _tied_names(self).items()}
         found = read_weights(Path(folder), weights, policy_version, must_be_all=must_be_all)
         write_weights(found, weights)
         return {"num_loaded": len(found)}
 
     @_refusals_as_answers
-    def treadle_join(self, *, request: dict[str, Any]) -> Answer:
-        """Form a group with a trainer; its weights are checked before."""
+    def treadle_join(self, *, request: dict[str, Any]) -> Result:
+        """Form a process group with a trainer, after checking its weights."""
         _receiver(self).join(msgspec.convert(request, JoinGroup), _weights(self))
         return None
 
     @_refusals_as_answers
-    def treadle_receive(self, *, group: str) -> Answer:
-        """Take what the trainer broadcasts, in place."""
+    def treadle_receive(self, *, group: str) -> Result:
+        """Receive the trainer's broadcast in place."""
         plain: dict[str, Any] = msgspec.to_builtins(_receiver(self).receive(group, _weights(self)))
         return plain
 
     @_refusals_as_answers
-    def treadle_stand_still(self, *, gate: str, number: int) -> Answer:
-        """vLLM calls this between two steps, and goes on when it returns. It ends with the trainer's write, or when the
-        API process gives the trainer up (middleware.py)."""
-        opened = PublishGate(Path(gate))
-        _settle()
-        return {"held_s": opened.wait_for_write(number, until_allowed=True)}
+    def treadle_wait_for_write(self, *, gate: str, number: int) -> Result:
+        """Block between two steps until the trainer has written, or until the API process gives up (middleware.py)."""
+        opened = Gate(Path(gate))
+        _synchronize()
+        return {"held_s": opened.stand_still(number, needs_leave=True)}
 
     @_refusals_as_answers
-    def treadle_settle(self) -> Answer:
-        """Wait for what a GPU still computes: only then is nobody reading the weights."""
-        _settle()
+    def treadle_synchronize(self) -> Result:
+        """Wait for pending GPU work, which may still read the weights."""
+        _synchronize()
         return None
 
 
-def _settle() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _receiver(worker: TreadleWorker) -> Receiver:
-    """This worker's one: an extension of vLLM's worker has no constructor of its own to make it in."""
-    receiver: Receiver = worker.__dict__.setdefault("treadle_receiver", Receiver())
+def _receiver(worker: TreadleWorker) -> BroadcastReceiver:
+    """Created on first use: a worker extension has no constructor of its own."""
+    receiver: BroadcastReceiver = worker.__dict__.setdefault("treadle_receiver", BroadcastReceiver())
     return receiver
 
 
 def _fused_layout(worker: TreadleWorker) -> Layout | None:
-    """Where vLLM's own parameters lie, as the loader left them for a trainer."""
+    """Addresses of vLLM's own parameters, as TreadleLoader stored them."""
     shared: Layout | None = getattr(worker.get_model(), SHARED_LAYOUT, None)
     return shared
 
@@ -202,17 +208,17 @@ def _slices(worker: TreadleWorker) -> tuple[Slice, ...]:
     served = {name: tuple(p.shape) for name, p in model.named_parameters()}
     packed = getattr(model, "packed_modules_mapping", {})
     config = worker.model_config.hf_config
-    return map_fused(_wanted(str(worker.model_config.model)), served, packed, vocab_size=config.vocab_size)
+    return map_fused(_trainer_shapes(str(worker.model_config.model)), served, packed, vocab_size=config.vocab_size)
 
 
 @functools.cache
-def _wanted(folder: str) -> dict[str, Shape]:
+def _trainer_shapes(folder: str) -> dict[str, Shape]:
     """Names and shapes of the Hugging Face model that a trainer would build."""
     return {name: tuple(p.shape) for name, p in empty_model(Path(folder)).named_parameters()}
 
 
 def _adapter_matrices(worker: TreadleWorker, adapter_id: int) -> Iterator[tuple[str, Tensor]]:
-    """Those of stacked layers are kept together, in the order of their names; B has the scale in it already."""
+    """vLLM stores those of fused layers together, in the order of their names; B includes the scale already."""
     manager = worker.model_runner.lora_manager._adapter_manager
     adapter = manager.get_adapter(adapter_id)
     if adapter is None:
@@ -231,8 +237,8 @@ def _adapter_matrices(worker: TreadleWorker, adapter_id: int) -> Iterator[tuple[
                 yield f"{name}.lora_B", matrix_b
 
 
-def _further_names(worker: TreadleWorker) -> dict[str, str]:
-    """Second names of tied parameters, which a checkpoint may use, and their first ones."""
+def _tied_names(worker: TreadleWorker) -> dict[str, str]:
+    """Second name -> first name of tied parameters; a checkpoint may use either."""
     model = empty_model(Path(worker.model_config.model))
     first = {id(p): name for name, p in model.named_parameters()}
     return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n != first[id(p)]}
