@@ -50,7 +50,7 @@ def generate(engine, record):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", None)])
-def test_recorded_steps_sample_what_plain_ones_do(dtype, limit, tmp_path):
+def test_captured_steps_sample_the_same_as_plain_ones(dtype, limit, tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=256, num_layers=8)
     engine = ModelRunner(EngineConfig(dtype=dtype, device="cuda"), folder)
     graphs = Counted(engine.device)
@@ -93,7 +93,7 @@ def test_a_model_that_waits_for_the_gpu_is_decoded_step_by_step(tmp_path, caplog
 
 
 @pytest.mark.parametrize("renews", [True, False])  # an engine does; a recording must see it all the same
-def test_changed_weights_are_what_a_recording_computes_with(renews, tmp_path):
+def test_a_captured_step_uses_changed_weights(renews, tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=256)
     engine = ModelRunner(EngineConfig(dtype="float32", device="cuda"), folder)
     told = []

@@ -1,4 +1,4 @@
-"""In the place of vLLM's server: it speaks what the engine asks of it over HTTP, and can be made to take its time."""
+"""Fake vLLM server: implements the HTTP routes that the engine uses, with configurable delays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
 
 
 class FakeVllm:
-    """`stop` ends its connections, as the death of the process does."""
+    """`stop` closes its connections, like the exit of the process."""
 
     headers = {"Authorization": "Bearer double"}  # noqa: RUF012 - as the real one has it
 

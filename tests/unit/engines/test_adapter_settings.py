@@ -65,13 +65,13 @@ def test_any_other_setting_is_refused_by_its_name(tmp_path, name, value):
     assert "plain LoRA" in refused.value.fix
 
 
-def test_all_that_is_refused_is_named_at_once(tmp_path):
+def test_all_refused_settings_are_named_in_one_error(tmp_path):
     with pytest.raises(RequestError, match=r"use_dora is True.*layer_replication is"):
         read_adapter_settings(write(tmp_path, PLAIN | {"use_dora": True, "layer_replication": [[0, 9]]}))
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
         ("[1]", "no JSON object"),
@@ -83,13 +83,13 @@ def test_all_that_is_refused_is_named_at_once(tmp_path):
     ],
     ids=["nested", "a list", "empty", "truncated", "large", "LoHa", "no kind"],
 )
-def test_a_file_that_is_no_adapters_is_refused_in_a_sentence(tmp_path, words, told):
-    with pytest.raises(RequestError, match=told):
+def test_an_invalid_adapter_file_gives_a_readable_error(tmp_path, words, message):
+    with pytest.raises(RequestError, match=message):
         read_adapter_settings(write(tmp_path, words))
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
+def test_a_pipe_instead_of_a_file_does_not_block(tmp_path, name):
     write(tmp_path, PLAIN)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
@@ -105,7 +105,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
         ("home/ada", "home/ada", "home/ada"),
     ],
 )
-def test_without_a_flag_the_root_is_home_or_where_the_engine_starts(tmp_path, monkeypatch, home, here, expected):
+def test_adapter_root_defaults_to_home_or_working_directory(tmp_path, monkeypatch, home, here, expected):
     (tmp_path / home).mkdir(parents=True)
     (tmp_path / here).mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("HOME", str(tmp_path / home))

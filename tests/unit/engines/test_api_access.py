@@ -1,4 +1,4 @@
-"""Who may call an engine, and which engine is chosen."""
+"""Access rules of the engine's API, and the choice of the engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
     assert answer.status_code == 200
 
 
-def test_a_token_file_is_made_when_it_is_not_there(config, tmp_path):
+def test_a_missing_token_file_is_created(config, tmp_path):
     file = tmp_path / "token"
     access = engine_access(config.model_copy(update={"token_file": file}), {})
     assert access.roles_of(file.read_text().strip().encode(), is_local=False) == CLIENTS
@@ -85,7 +85,7 @@ def test_environments_sample_observers_read_and_only_trainers_publish(engine, co
         assert status("trainer", *call) == 400  # the body is no JSON
 
 
-def test_a_foreign_page_reaches_no_route_of_the_engine(engine, config):
+def test_a_cross_origin_page_reaches_no_route(engine, config):
     for headers in ({"Host": "0.0.0.0:9001"}, {"Referer": "http://evil.example/"}, {"Origin": "null"}):
         assert client(engine, config, {}).get("/health", headers=headers).status_code == 403
         assert client(engine, config, {}).post("/bridge/pause", headers=headers, json={}).status_code == 403
@@ -93,7 +93,7 @@ def test_a_foreign_page_reaches_no_route_of_the_engine(engine, config):
     assert client(engine, config, {}).get("/health_generate", headers=by_browser).status_code == 403
 
 
-def test_a_name_that_is_not_this_machines_is_refused(engine, config):
+def test_a_foreign_host_header_is_refused(engine, config):
     answer = client(engine, config, {}, base="http://evil.example").get("/health")
     assert answer.status_code == 403
     assert "engine is not known as" in answer.json()["detail"]

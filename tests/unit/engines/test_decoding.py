@@ -1,7 +1,7 @@
-"""What a recorded decode step must be: the same as a plain one, for as long as the batch stays as it was.
+"""Captured decode steps must equal plain ones while the batch does not change.
 
-Here work is "recorded" by keeping it to be run again on the same memory, which is what a CUDA graph does; the graphs
-themselves are tested on a GPU (tests/gpu/test_decoding_gpu.py).
+Here a step is "captured" by keeping a function that runs again on the same memory, as a CUDA graph does. Real graphs
+are tested on a GPU (tests/gpu/test_decoding_gpu.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treadle.engines.sampling import SamplingParams
 
 
 class Records:
-    """Counts what was captured, and how often it was replayed: only while keys and values are where they were."""
+    """Counts captures and their replays; a replay requires that keys and values have not moved."""
 
     def __init__(self, spoil=None):
         self.replays = []
@@ -67,7 +67,7 @@ def engine_that(record, folder):
 
 
 def generate(engine, *, late=()):
-    """Ragged prompts that end at different times; `late` ones come in the middle."""
+    """Prompts of different lengths that end at different times; `late` ones join in the middle."""
     lengths = ((1, 20), (5, 90), (9, 40), (3, 90))
     groups = engine.admit([ask(range(3, 3 + k), max_tokens) for k, max_tokens in lengths])
     for number in range(200):
@@ -84,7 +84,7 @@ def ask(prompt_ids, max_tokens):
 
 
 @pytest.mark.parametrize("late", [(), ([4, 5], [9, 9, 9])])
-def test_recorded_steps_sample_what_plain_ones_do(folder, late):
+def test_captured_steps_sample_the_same_as_plain_ones(folder, late):
     records = Records()
     captured = generate(engine_that(records, folder), late=late)
     plain = generate(engine_that(None, folder), late=late)
@@ -95,7 +95,7 @@ def test_recorded_steps_sample_what_plain_ones_do(folder, late):
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_nothing_is_recorded_for_a_few_steps(folder):
+def test_short_batches_are_not_captured(folder):
     records = Records()
     engine = engine_that(records, folder)
     engine.admit([ask([5, 6, 7], decoding.CAPTURE_AFTER)])
@@ -105,9 +105,9 @@ def test_nothing_is_recorded_for_a_few_steps(folder):
 
 
 @pytest.mark.parametrize("renews", [True, False])  # an engine does; a recording must see it all the same
-def test_changed_weights_are_what_a_recording_computes_with(folder, renews):
+def test_a_captured_step_uses_changed_weights(folder, renews):
     engines = [engine_that(Records(), folder), engine_that(None, folder)]
-    told = []
+    sampled = []
     for engine in engines:
         groups = engine.admit([ask([5, 6, 7], 40)])
         for number in range(40):
@@ -117,12 +117,12 @@ def test_changed_weights_are_what_a_recording_computes_with(folder, renews):
                 if renews:
                     engine.recompute(1)
             engine.step()
-        told.append([s.token_ids for group in groups for s in group])
+        sampled.append([s.token_ids for group in groups for s in group])
         assert [s.policy_versions for group in groups for s in group] == [[0, 1] if renews else [0]] * 2
-    assert told[0] == told[1]
+    assert sampled[0] == sampled[1]
 
 
-def test_recordings_that_are_of_little_use_become_rare(folder):
+def test_captures_with_few_replays_become_rare(folder):
     records = Records()
     engine = engine_that(records, folder)
     for _ in range(12):
@@ -140,7 +140,7 @@ def test_recordings_that_are_of_little_use_become_rare(folder):
     assert len(records.replays) == 3, "it was worth it: the next one comes as soon as the first"
 
 
-def test_a_recording_looks_no_further_than_the_longest_row_that_is_there(folder):
+def test_a_captured_step_attends_no_further_than_the_longest_row(folder):
     records = Records()
     engine = engine_that(records, folder)
     groups = engine.admit([ask(range(3, 3 + 70), 5), ask([4] * 150, 3), ask([5, 6], 80)])
@@ -154,8 +154,8 @@ def test_a_recording_looks_no_further_than_the_longest_row_that_is_there(folder)
     assert [s.token_ids for group in groups for s in group] == [s.token_ids for group in expected for s in group]
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_without_memory_it_is_tried_again(folder, caplog, is_told):
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_capture_out_of_memory_is_retried(folder, caplog, is_direct):
     records, attempts = Records(), []
 
     def lacking_memory(work):
@@ -165,7 +165,7 @@ def test_without_memory_it_is_tried_again(folder, caplog, is_told):
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         finally:
-            if not is_told:
+            if not is_direct:
                 raise RuntimeError("capture was invalidated")
 
     engine = engine_that(lacking_memory, folder)
@@ -180,27 +180,27 @@ def cannot(work):
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-def told_of(caplog):
+def logged_reason(caplog):
     (said,) = [r for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
     return said.treadle_fields["reason"]
 
 
-def test_what_cannot_be_recorded_is_decoded_step_by_step(folder, caplog):
+def test_what_cannot_be_captured_is_decoded_step_by_step(folder, caplog):
     assert generate(engine_that(cannot, folder)) == generate(engine_that(None, folder))
-    assert told_of(caplog) == "operation not permitted when stream is capturing"
+    assert logged_reason(caplog) == "operation not permitted when stream is capturing"
 
 
-def test_a_recording_that_computes_something_else_is_left_and_leaves_nothing_behind(folder, caplog):
+def test_a_capture_with_wrong_results_is_dropped_without_a_trace(folder, caplog):
     engine = engine_that(None, folder)
     records = Records(spoil=engine.model.base_model.layers[0].input_layernorm.weight.detach())
     records.cache = engine._cache
     engine._decoder = Decoder(engine._forward, engine._cache, records)
     assert generate(engine) == generate(engine_that(None, folder))
-    assert "its result differs" in told_of(caplog)
+    assert "its result differs" in logged_reason(caplog)
     assert records.replays == [1]
 
 
-def test_an_engine_that_is_left_is_freed_at_once(folder):
+def test_a_dropped_runner_is_freed_at_once(folder):
     engine = engine_that(None, folder)
     weight, left = weakref.ref(engine.model.base_model.norm.weight), weakref.ref(engine)
     generate(engine)

@@ -64,7 +64,7 @@ def test_logprobs_equal_a_full_forward_in_a_ragged_batch(engine):
             torch.testing.assert_close(torch.tensor(s.logprobs), torch.stack(expected), atol=2e-5, rtol=0)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_company(engine):
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine):
     alone = generate(engine, ask([5, 6, 7], n=3, seed=42))[0]
     in_company = generate(engine, ask([9], n=5, seed=1), ask([5, 6, 7], n=3, seed=42), ask([4] * 20, seed=3))[1]
     assert [s.token_ids for s in alone] == [s.token_ids for s in in_company]
@@ -73,18 +73,18 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(engine):
 
 @pytest.fixture
 def apart(engine):
-    """The same engine with a row for each completion, as on a GPU."""
+    """The same runner with a row for each completion, as on a GPU."""
     engine._shares_rows = False
     yield engine
     engine._shares_rows = True
 
 
 def ask_alike():
-    """Completions that begin alike and differ later."""
+    """Completions with a common beginning that differ later."""
     return [ask([5, 6, 7], n=6, seed=42, temperature=0.03, max_tokens=25), ask([9, 8], n=4, seed=1, temperature=0.03)]
 
 
-def test_completions_that_begin_alike_share_rows_and_get_the_tokens_they_would_get_apart(engine, apart):
+def test_sharing_rows_changes_no_token(engine, apart):
     expected = [s for group in generate(apart, *ask_alike()) for s in group]
     apart._shares_rows = True
     groups = engine.admit(ask_alike())
@@ -126,7 +126,7 @@ def test_requests_may_join_while_others_run(engine):
     assert [s.token_ids for s in late] == expected
 
 
-def test_stop_token_stop_string_and_length_are_told_apart(engine):
+def test_finish_reasons_of_stop_token_stop_string_and_length(engine):
     free = generate(engine, ask([5, 6], temperature=0.0, max_tokens=10))[0][0]
     assert free.finish_reason == "length"
     assert len(free.token_ids) == 10
@@ -147,7 +147,7 @@ def plain_logits(engine, token_ids):
         return plain(torch.tensor([token_ids])).logits[0]
 
 
-def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine):
+def test_raw_logprobs_do_not_depend_on_sampling_parameters(engine):
     config = EngineConfig(dtype="float32", threads=1, logprobs_mode="raw_logprobs")
     raw = generate(ModelRunner(config, engine.folder), ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
     processed = generate(engine, ask([5, 6, 7], temperature=0.4, num_top=3))[0][0]
@@ -163,7 +163,7 @@ def test_raw_logprobs_are_the_models_own_whatever_was_sampled_from(engine):
             assert list(top.values()) == pytest.approx(likeliest.values.tolist(), abs=2e-5)
 
 
-def test_only_who_asks_for_likeliest_tokens_gets_them_and_as_many_as_asked(engine):
+def test_each_request_gets_the_number_of_top_tokens_it_asked_for(engine):
     few, none, many = generate(engine, ask([5, 6], num_top=1), ask([5, 7]), ask([5, 8], num_top=4))
     assert {len(top) for top in few[0].tops} == {1}
     assert none[0].tops == []
@@ -197,7 +197,7 @@ def test_prompts_too_many_for_one_forward_are_prefilled_in_parts(engine):
         assert in_parts[place][0].logprobs == pytest.approx(alone.logprobs, abs=2e-5)
 
 
-def test_engines_in_one_process_do_not_disturb_each_other(engine, tmp_path):
+def test_runners_in_one_process_are_independent(engine, tmp_path):
     expected = generate(engine, ask([5, 6, 7], n=2))[0]
     mine = engine.admit([ask([5, 6, 7], n=2)])[0]
     other = ModelRunner(EngineConfig(dtype="float32", threads=1), write_tiny_model(tmp_path, seed=1))

@@ -1,4 +1,4 @@
-"""Model folders: what is damaged or could run code is refused before a library opens it, by the name of the file."""
+"""Model folders that are damaged or could run code are refused before a library opens them, by file name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(whole, tmp_path):
         "a.so", "a.pyc", "a.h5", "a.joblib", "code/modeling.py", "deep/er/model.bin", "unknown.kind",
     ],
 )  # fmt: skip
-def test_a_file_that_could_run_code_is_refused_wherever_it_lies(folder, name):
+def test_a_file_that_could_run_code_is_refused_in_any_folder(folder, name):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).touch()
     with pytest.raises(ModelError, match="can run code") as refused:
@@ -42,7 +42,7 @@ def test_a_file_that_could_run_code_is_refused_wherever_it_lies(folder, name):
     assert name in refused.value.message
 
 
-def test_what_a_hub_and_git_leave_in_a_folder_is_no_danger(folder):
+def test_files_of_huggingface_hub_and_git_are_accepted(folder):
     for name in ("README.md", "LICENSE", ".gitattributes", "figures/loss.png", ".git/hooks/a.sample",
                  ".cache/huggingface/a.incomplete", "tokenizer.model", "state-000.tensors"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def test_a_link_to_a_folder_is_not_followed(folder, tmp_path):
      "preprocessor_config.json", "video_preprocessor_config.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_settings_that_ask_for_their_own_code_are_refused(folder, name, is_nested):
+def test_settings_with_remote_code_are_refused(folder, name, is_nested):
     file = folder / name
     settings = json.loads(file.read_text()) if file.is_file() else {}
     asking = {"auto_map": {"AutoModel": "modeling.Model"}}
@@ -111,7 +111,7 @@ def test_damaged_weights_are_named_with_their_remedy(folder, damage):
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "message"),
     [
         ({"weight_map": {"a": "model-2.safetensors"}}, r"holds no model-2\.safetensors"),
         ({"weight_map": {"a": "../other/model.safetensors"}}, "no safetensors file beside it"),
@@ -120,9 +120,9 @@ def test_damaged_weights_are_named_with_their_remedy(folder, damage):
         ({}, "has no weight_map"),
     ],
 )
-def test_an_index_names_weights_that_are_there(folder, index, told):
+def test_an_index_names_weights_that_are_there(folder, index, message):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         check_model_folder(folder)
 
 
@@ -137,23 +137,23 @@ def test_a_folder_without_settings_or_weights_is_no_model(folder):
 
 
 @pytest.mark.parametrize("name", ["~nobody-here/model", "/" + "x" * 5000])
-def test_a_name_that_no_folder_can_have_is_refused(name):
+def test_an_impossible_folder_name_is_refused(name):
     with pytest.raises(ModelError, match="there is no model folder"):
         resolve_model(name)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [({}, "cannot be loaded"), ({"model_type": "llama", "hidden_size": "big"}, "cannot be loaded")],
 )
-def test_settings_that_transformers_cannot_use_are_a_sentence(folder, settings, told):
+def test_settings_that_transformers_rejects_give_a_readable_error(folder, settings, message):
     (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=told) as refused:
+    with pytest.raises(ModelError, match=message) as refused:
         ModelRunner(EngineConfig(dtype="float32", threads=1, device="cpu"), folder)
     assert str(folder) in refused.value.message
 
 
-def test_a_weight_that_is_missing_is_not_made_up(folder):
+def test_a_missing_weight_is_not_initialized_randomly(folder):
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

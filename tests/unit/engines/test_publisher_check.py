@@ -1,4 +1,4 @@
-"""One run publishes to an engine: which trainers may publish, and what the others get as an error."""
+"""PublisherCheck: one run publishes to an engine; which trainers are accepted, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def publish(publishers, publisher, **options):
 
 @contextmanager
 def other_process():
-    """A trainer of the same run that lives."""
+    """A running trainer of the same run."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
         yield changed(process=ProcessIdentity(pid=process.pid, started=started))
         process.kill()
 
 
-def test_a_trainer_of_another_run_is_refused_also_after_the_first_has_ended():
+def test_another_run_is_refused_even_after_the_first_trainer_ended():
     for first in (HERE, changed(process=ENDED), changed(machine="another", process=ENDED)):
         publishers = PublisherCheck()
         publish(publishers, first)
@@ -54,7 +54,7 @@ def test_a_trainer_of_another_run_is_refused_also_after_the_first_has_ended():
         publish(publishers, first)
 
 
-def test_of_one_run_a_second_trainer_waits_for_the_end_of_the_first():
+def test_a_second_trainer_of_a_run_takes_over_when_the_first_ended():
     publishers = PublisherCheck()
     with other_process() as first:
         publish(publishers, first)
@@ -67,7 +67,7 @@ def test_of_one_run_a_second_trainer_waits_for_the_end_of_the_first():
         publish(publishers, first)  # what it had sent before it ended
 
 
-def test_a_trainer_on_another_machine_is_replaced_by_the_next_of_its_run():
+def test_a_trainer_on_another_machine_can_be_replaced():
     publishers, far = PublisherCheck(), changed(machine="another machine")
     publish(publishers, far)
     publish(publishers, HERE)
@@ -75,7 +75,7 @@ def test_a_trainer_on_another_machine_is_replaced_by_the_next_of_its_run():
         publish(publishers, far)
 
 
-def test_a_request_without_a_name_changes_nothing_beside_a_trainer():
+def test_an_anonymous_request_is_refused_while_a_trainer_publishes():
     publishers = PublisherCheck()
     publish(publishers, None)
     publish(publishers, HERE)
@@ -84,7 +84,7 @@ def test_a_request_without_a_name_changes_nothing_beside_a_trainer():
     publish(publishers, None, allow_anonymous=True)
 
 
-def test_a_restart_by_hand_makes_the_engine_anybodys():
+def test_after_a_restart_by_hand_any_run_may_publish():
     publishers, other = PublisherCheck(), changed(run="/runs/b", process=ENDED)
     publish(publishers, HERE)
     publishers.reset(asked_by(HERE))  # its own way to publish
@@ -94,7 +94,7 @@ def test_a_restart_by_hand_makes_the_engine_anybodys():
     publish(publishers, other)
 
 
-def test_a_publish_that_was_refused_claims_nothing():
+def test_a_refused_publish_claims_nothing():
     publishers, other = PublisherCheck(), changed(run="/runs/b", process=ENDED)
     with pytest.raises(RequestError, match="does not fit"), publishers.authorize(asked_by(HERE)):
         raise RequestError("it does not fit")
@@ -110,7 +110,7 @@ def test_a_publish_that_was_refused_claims_nothing():
     ["", "x", "{}", "[" * 10_000, '{"run": 1}', HERE.as_header().replace(str(os.getpid()), "9" * 20)],
     ids=["empty", "no JSON", "nothing", "deep", "another type", "a pid of 20 digits"],
 )
-def test_a_header_that_cannot_be_read_is_a_sentence(header):
+def test_an_invalid_header_gives_a_readable_error(header):
     request = Request({"type": "http", "headers": [(PUBLISHER_HEADER.lower().encode(), header.encode())]})
     with pytest.raises(RequestError, match="cannot be read"), PublisherCheck().authorize(request):
         pass

@@ -32,7 +32,7 @@ def test_sampled_frequencies_follow_the_distribution(num_tokens):
     assert (error < 5 * (probs * (1 - probs) / count).sqrt() + 1e-5).all()
 
 
-def test_temperature_zero_takes_the_likeliest_and_reports_its_raw_logprob():
+def test_temperature_zero_is_greedy_and_reports_raw_logprobs():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     tokens, logprobs = sample(logits, [SamplingParams(temperature=0.0)], torch.tensor([0.01]))
     assert tokens.tolist() == [1]

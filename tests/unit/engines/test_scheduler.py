@@ -1,4 +1,4 @@
-"""Waves, pauses and failures, with the real engine on a small model."""
+"""Waves, holds and failures of the scheduler, with a real small model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_wave_waits_for_its_last_member(scheduler):
         assert len(future.result(30).completions[0].token_ids) == 8
 
 
-def test_waves_that_never_become_complete_are_forgotten(monkeypatch):
+def test_waves_that_never_complete_are_dropped(monkeypatch):
     monkeypatch.setattr(request_queue, "WAVE_TIMEOUT_S", 0.0)
     line = request_queue.RequestQueue()
     for number in range(request_queue.MAX_PARTIAL_WAVES + 50):
@@ -103,7 +103,7 @@ def test_pause_lets_what_runs_finish_and_holds_the_rest(scheduler):
     assert held.result(30).completions[0].policy_versions == [7]
 
 
-def test_a_pause_that_takes_too_long_is_given_up(scheduler):
+def test_a_pause_that_times_out_is_undone(scheduler):
     futures = [scheduler.submit(ask(max_tokens=200)) for _ in range(8)]
     while scheduler.num_running == 0:
         time.sleep(0.001)
@@ -114,11 +114,11 @@ def test_a_pause_that_takes_too_long_is_given_up(scheduler):
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise them."""
+    """Like the exceptions of libraries in Rust."""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
-def test_a_failure_is_told_to_everyone_and_to_the_health_check(scheduler, kind):
+def test_a_failure_reaches_all_requests_and_the_health_check(scheduler, kind):
     def broken(*_, **__):
         raise kind("out of memory")
 
@@ -133,7 +133,7 @@ def test_a_failure_is_told_to_everyone_and_to_the_health_check(scheduler, kind):
         scheduler.hold("wait", 1)
 
 
-def test_stopping_answers_those_who_wait(scheduler):
+def test_stopping_fails_waiting_requests(scheduler):
     waiting = scheduler.submit(ask(wave=wave(0, size=2)))
     threading.Timer(0.1, scheduler.stop).start()
     with pytest.raises(EngineError, match="shutting down"):
@@ -158,7 +158,7 @@ def shake(engine, seed):
 
 
 def plain_logprobs(weights, folder, token_ids):
-    """What a plain model with these weights says about what follows each position."""
+    """Logprobs of a plain model with these weights, at each position."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -171,7 +171,7 @@ def copied(engine):
 
 
 def test_after_a_hold_every_token_comes_from_the_new_weights_alone(scheduler, folder):
-    """Two requests of different lengths in mid-flight, two publishes: each logprob is that of a fresh full forward."""
+    """Two running requests of different lengths, two publishes: each logprob equals that of a fresh full forward."""
     weights = {0: copied(scheduler.runner)}
     futures = [scheduler.submit(ask(seed, n=2, max_tokens=150)) for seed in (1, 2)]
     wait_until_running(scheduler)
@@ -213,7 +213,7 @@ def test_no_token_is_sampled_while_held_and_none_is_lost(scheduler):
 
 
 def test_a_wave_is_finished_before_a_hold(scheduler):
-    """Its tokens must not depend on the moment at which somebody publishes."""
+    """Its tokens must not depend on the moment of a publish."""
     futures = [scheduler.submit(ask(i, max_tokens=60, wave=wave(i, size=2))) for i in range(2)]
     wait_until_running(scheduler)
     scheduler.hold("keep", 30)
@@ -221,7 +221,7 @@ def test_a_wave_is_finished_before_a_hold(scheduler):
     assert [f.result(0).completions[0].policy_versions for f in futures] == [[0], [0]]
 
 
-def test_an_engine_that_is_frozen_stays_frozen_whatever_is_asked(scheduler):
+def test_a_frozen_engine_stays_frozen_in_every_hold_mode(scheduler):
     future = scheduler.submit(ask(max_tokens=200))
     wait_until_running(scheduler)
     scheduler.hold("keep", 30)
@@ -244,7 +244,7 @@ def test_weights_do_not_change_under_an_engine_that_is_not_held(scheduler):
 
 
 def test_a_request_for_one_token_changes_no_bit_of_what_runs(folder):
-    """Such a request is the canary of a publish; it comes at a moment that no seed decides."""
+    """Such a request is the canary of a publish, which comes at a random moment."""
     runs = []
     for has_canary in (False, True):
         config = EngineConfig(dtype=fast_dtype("cpu"), threads=1)
@@ -262,12 +262,12 @@ def test_a_request_for_one_token_changes_no_bit_of_what_runs(folder):
     assert runs[0] == runs[1]
 
 
-def test_what_is_told_while_it_grows_adds_up(scheduler):
-    told = []
-    future = scheduler.submit(ask(5, n=2, max_tokens=30, num_top=2), told.append)
+def test_streamed_deltas_add_up_to_the_completion(scheduler):
+    received = []
+    future = scheduler.submit(ask(5, n=2, max_tokens=30, num_top=2), received.append)
     whole = future.result(30).completions
     for i, s in enumerate(whole):
-        deltas = [delta for deltas in told for delta in deltas if delta.index == i]
+        deltas = [delta for deltas in received for delta in deltas if delta.index == i]
         assert len(deltas) > 10
         assert [token for d in deltas for token in d.token_ids] == s.token_ids
         assert [logprob for d in deltas for logprob in d.logprobs] == s.logprobs
@@ -276,7 +276,7 @@ def test_what_is_told_while_it_grows_adds_up(scheduler):
         assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
 
 
-def test_a_request_that_is_taken_back_frees_its_rows_and_its_place_in_the_line(scheduler):
+def test_a_cancelled_request_leaves_the_batch_and_the_queue(scheduler):
     running = scheduler.submit(ask(n=8, max_tokens=220))
     wait_until_running(scheduler)
     waiting, behind = scheduler.submit(ask(n=8)), scheduler.submit(ask())
@@ -286,7 +286,7 @@ def test_a_request_that_is_taken_back_frees_its_rows_and_its_place_in_the_line(s
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.runner.num_running) == (0, 0, 0)
 
 
-def test_a_frozen_request_can_be_taken_back(scheduler):
+def test_a_frozen_request_can_be_cancelled(scheduler):
     future = scheduler.submit(ask(max_tokens=220))
     wait_until_running(scheduler)
     scheduler.hold("keep", 30)
@@ -302,7 +302,7 @@ def test_a_frozen_request_can_be_taken_back(scheduler):
 # Errands
 
 
-def test_an_errand_that_fails_is_its_senders_trouble_alone(scheduler):
+def test_a_failing_task_affects_only_its_caller(scheduler):
     def broken():
         raise ValueError("no such file")
 
@@ -313,7 +313,7 @@ def test_an_errand_that_fails_is_its_senders_trouble_alone(scheduler):
     assert scheduler.failure is None
 
 
-def test_an_errand_of_an_engine_that_ends_is_answered(scheduler):
+def test_a_task_of_a_stopped_scheduler_fails(scheduler):
     begun, go_on = threading.Event(), threading.Event()
     scheduler.between_tokens(lambda: (begun.set(), go_on.wait(10)))
     begun.wait(10)
@@ -337,7 +337,7 @@ class SlowToBegin(ModelRunner):
         return super().prompt_tops(prompt_ids, num_top)
 
 
-def test_a_request_keeps_its_adapters_version_when_that_is_unloaded_as_it_begins(folder, tmp_path):
+def test_a_request_keeps_the_version_of_an_adapter_unloaded_meanwhile(folder, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)

@@ -39,7 +39,7 @@ def state(**more: object) -> EngineStatus:
     return EngineStatus(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
 
 
-def test_a_held_engine_waits_for_the_trainer_until_it_is_let_go() -> None:
+def test_a_held_engine_waits_for_the_trainer_until_released() -> None:
     clock = FakeClock()
     waits = Waits(clock)
     monitor = EngineMonitor(waits, 300.0)
@@ -55,7 +55,7 @@ def test_a_held_engine_waits_for_the_trainer_until_it_is_let_go() -> None:
     assert monitor.about().state == "idle"
 
 
-def test_a_model_that_gets_on_is_not_late() -> None:
+def test_an_engine_that_makes_progress_is_not_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
     monitor = EngineMonitor(waits, 300.0)
@@ -68,11 +68,11 @@ def test_a_model_that_gets_on_is_not_late() -> None:
     assert monitor.about().state == "generating 4, 0 waiting"
 
 
-def test_before_the_model_is_there_it_is_loading() -> None:
+def test_the_state_is_loading_before_the_first_status() -> None:
     assert EngineMonitor(Waits(), 300.0).about().state == "loading"
 
 
-def test_a_model_that_loads_tells_how_far_it_has_come_until_it_serves(tmp_path) -> None:
+def test_loading_progress_is_reported_until_the_engine_serves(tmp_path) -> None:
     folder = write_tiny_model(tmp_path)
     monitor = EngineMonitor(Waits(), 300.0)
     progress: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ def config(tmp_path):
     )
 
 
-def test_it_is_there_while_the_engine_serves_and_tells_of_the_newest_weights(config, tmp_path):
+def test_the_bridge_file_exists_while_serving_and_follows_restarts(config, tmp_path):
     file = tmp_path / "logs" / "vllm_bridge_config.json"
     engine = TransformersEngine(config, Path(config.model))
     app = create_app(engine, config, engine_access(config, {}), bridge_file=file)
@@ -124,7 +124,7 @@ def test_it_is_there_while_the_engine_serves_and_tells_of_the_newest_weights(con
     asyncio.run(engine.close())
 
 
-def test_atropos_switch_shares_weights_through_a_file_of_the_engines_own(config):
+def test_the_atropos_switch_shares_weights_in_a_generated_file(config):
     plain = config.model_copy(update={"weights_file": None})
     assert apply_shared_weights_switch(plain, {}).weights_file is None
     assert apply_shared_weights_switch(plain, {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}).weights_file is None

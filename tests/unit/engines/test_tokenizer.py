@@ -17,7 +17,7 @@ from treadle.errors import ModelError, RequestError
 
 @pytest.fixture(scope="module")
 def byte_text(tmp_path_factory):
-    """One token a byte, so that most characters are several tokens."""
+    """One token per byte, so that most characters are several tokens."""
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,7 +28,7 @@ def byte_text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spaced_text(tmp_path_factory):
-    """As Llama 2 has it: a word brings the space before it, and the first of a text shows none."""
+    """Like Llama 2: a word includes the space before it, which the first word of a text omits."""
     vocabulary = {word: i for i, word in enumerate(["\u2581is", "\u2581Paris", "\u2581France", "?", "<turn>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "?"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -43,21 +43,21 @@ IS, PARIS, FRANCE, _, TURN = range(5)
     ("before", "expected"),
     [([FRANCE], " is Paris"), ([FRANCE, TURN], " is Paris"), ([TURN], "is Paris"), ([], "is Paris")],
 )
-def test_the_space_before_the_first_word_is_there_when_words_went_before(spaced_text, before, expected):
+def test_the_space_before_the_first_word_depends_on_the_prompt(spaced_text, before, expected):
     assert spaced_text.decode_after(before, [IS, PARIS]) == expected
-    assert "".join(told_pieces(spaced_text, [IS, PARIS], before=before)[0]) == expected
+    assert "".join(streamed_pieces(spaced_text, [IS, PARIS], before=before)[0]) == expected
 
 
-def test_a_prompt_that_ends_in_the_middle_of_a_character_is_no_context(byte_text):
+def test_a_prompt_that_ends_inside_a_character_is_no_context(byte_text):
     smile = byte_text.encode("🙂")
     rest = byte_text.decode(smile[2:])
     assert byte_text.decode_after(smile[:2], smile[2:]) == rest
-    assert "".join(told_pieces(byte_text, smile[2:], before=smile[:2])[0]) == rest
+    assert "".join(streamed_pieces(byte_text, smile[2:], before=smile[:2])[0]) == rest
 
 
 @pytest.fixture(scope="module")
 def byte_fallback_text(tmp_path_factory):
-    """As Llama 2 has it: a character that it has no token for is its bytes, and a broken one spoils those beside it."""
+    """Like Llama 2: a character without a token is encoded as bytes, and a broken one affects its neighbours."""
     words = ["\u2581Hi", "\u2581word", *(f"<0x{byte:02X}>" for byte in range(256)), "?"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
     tokenizer.decoder = decoders.Sequence(
@@ -74,14 +74,14 @@ def byte_fallback_text(tmp_path_factory):
         ("字", [2 + 0xE6, 1], "\ufffd word"),
     ],
 )
-def test_bytes_of_a_prompt_are_not_told_again(byte_fallback_text, prompt, said, expected):
+def test_bytes_of_a_prompt_are_not_repeated(byte_fallback_text, prompt, said, expected):
     before = [0, *(2 + byte for byte in prompt.encode())]
     assert byte_fallback_text.decode_after(before, said) == expected
-    assert "".join(told_pieces(byte_fallback_text, said, before=before)[0]) == expected
+    assert "".join(streamed_pieces(byte_fallback_text, said, before=before)[0]) == expected
 
 
-def told_pieces(text, token_ids, stop=(), before=()):
-    """What a reader gets, token by token, and whether it was stopped."""
+def streamed_pieces(text, token_ids, stop=(), before=()):
+    """The streamed text, token by token, and whether a stop string was found."""
     written, pieces = IncrementalDetokenizer(text, stop, before), []
     for token in token_ids:
         if written.add(token):
@@ -93,20 +93,20 @@ def told_pieces(text, token_ids, stop=(), before=()):
 
 @pytest.mark.parametrize("words", ["plain words", "Größe, 数学 and 🙂 too", "日本語"])
 def test_pieces_add_up_to_the_whole_text_and_none_has_half_a_character(byte_text, words):
-    pieces, _ = told_pieces(byte_text, byte_text.encode(words))
+    pieces, _ = streamed_pieces(byte_text, byte_text.encode(words))
     assert "".join(pieces) == words
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_special_tokens_between_others_leave_no_trace(byte_text):
+def test_special_tokens_do_not_appear_in_text(byte_text):
     end = byte_text.encode("<end>")
-    pieces, _ = told_pieces(byte_text, [*byte_text.encode("ab"), *end, *end, *byte_text.encode("c d"), *end])
+    pieces, _ = streamed_pieces(byte_text, [*byte_text.encode("ab"), *end, *end, *byte_text.encode("c d"), *end])
     assert "".join(pieces) == "abc d"
 
 
-def test_an_unfinished_character_shows_as_the_decoder_shows_it(byte_text):
+def test_an_incomplete_character_is_rendered_as_the_decoder_does(byte_text):
     ids = byte_text.encode("a🙂")[:-1]
-    pieces, _ = told_pieces(byte_text, ids)
+    pieces, _ = streamed_pieces(byte_text, ids)
     assert "".join(pieces) == byte_text.decode(ids)
 
 
@@ -114,20 +114,20 @@ def test_an_unfinished_character_shows_as_the_decoder_shows_it(byte_text):
     ("stop", "expected"),
     [(["wor"], "hello "), (["ld", "o w"], "hell"), (["hello world"], ""), (["hellx"], "hello world")],
 )
-def test_no_part_of_a_stop_string_is_ever_told(byte_text, stop, expected):
-    pieces, is_stopped = told_pieces(byte_text, byte_text.encode("hello world"), stop)
+def test_no_part_of_a_stop_string_is_ever_sent(byte_text, stop, expected):
+    pieces, is_stopped = streamed_pieces(byte_text, byte_text.encode("hello world"), stop)
     assert "".join(pieces) == expected
     assert is_stopped == (expected != "hello world")
 
 
-def test_what_may_become_a_stop_string_is_kept_back_until_it_cannot(byte_text):
-    pieces, _ = told_pieces(byte_text, byte_text.encode("a<b<c"), ["<c>"])
+def test_a_possible_stop_string_is_held_back_until_it_cannot_match(byte_text):
+    pieces, _ = streamed_pieces(byte_text, byte_text.encode("a<b<c"), ["<c>"])
     assert pieces[1] == ""  # "<": who knows
     assert pieces[2] == "<b"
     assert "".join(pieces) == "a<b<c"
 
 
-def test_a_chat_is_written_by_the_models_template(tmp_path):
+def test_a_chat_is_rendered_with_the_models_template(tmp_path):
     folder = write_tiny_model(tmp_path)
     text = ModelTokenizer.load(folder)
     ids = encode_chat(text, [{"role": "user", "content": "Hi"}])
@@ -162,7 +162,7 @@ def test_a_model_without_a_template_or_without_a_tokenizer(tmp_path):
         ModelTokenizer.load(folder)
 
 
-def test_a_tokenizer_that_transformers_cannot_load_is_a_sentence(tmp_path):
+def test_an_invalid_tokenizer_gives_a_readable_error(tmp_path):
     folder = write_tiny_model(tmp_path)
     text = ModelTokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
@@ -191,7 +191,7 @@ def test_a_tokenizer_that_decodes_by_a_regular_expression_is_refused(tmp_path):
         ModelTokenizer.load(tmp_path)
 
 
-def test_a_tokenizer_that_panics_is_a_sentence(tmp_path, capfd):
+def test_a_tokenizer_that_panics_gives_a_readable_error(tmp_path, capfd):
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(ENDLESS, "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -202,7 +202,7 @@ def test_a_tokenizer_that_panics_is_a_sentence(tmp_path, capfd):
             encode("x" * 40)
 
 
-def test_a_tokenizer_that_is_slow_at_every_character_is_given_up(tmp_path, monkeypatch):
+def test_a_tokenizer_that_is_too_slow_is_refused(tmp_path, monkeypatch):
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
     slow = Regex("(?=(?:x|x){18}y)x|x")  # 2^18 ways at each character: too few for the library to give it up
     tokenizer.pre_tokenizer = pre_tokenizers.Split(slow, "isolated")

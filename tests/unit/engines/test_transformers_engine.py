@@ -1,4 +1,4 @@
-"""The transformers engine behind the port: restarts, adapters that share the model, and an engine that died."""
+"""TransformersEngine: restarts, adapters, failures, and the lifespan of the engine process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(generation, folder, adapter=None):
 
 
 def plain_logprobs(s, folder, adapter=None):
-    """Of a completion's tokens, by the model's own code."""
+    """Logprobs of a completion's tokens by the model's own code."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def plain_logprobs(s, folder, adapter=None):
     return [table[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(s.token_ids)]
 
 
-def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, folder, tmp_path):
+def test_a_restart_loads_saved_weights_and_an_adapter(server, folder, tmp_path):
     trained = write_tiny_model(tmp_path / "trained", seed=9)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (trained / file).unlink()  # a trainer need not save them again
@@ -101,14 +101,14 @@ def test_a_restart_begins_from_the_saved_weights_with_an_adapter_on_top(server, 
 
 
 def write_liar(folder, path):
-    """An adapter whose tensors have another rank than it says."""
+    """An adapter whose tensors contradict the rank in its settings."""
     write_adapter(folder, path, 5)
-    told = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps(told | {"r": 2}))
+    settings = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(settings | {"r": 2}))
     return path
 
 
-def test_an_adapter_that_lies_about_its_rank_is_refused_and_the_one_that_serves_goes_on(server, folder, tmp_path):
+def test_a_wrong_rank_is_refused_and_the_serving_adapter_stays(server, folder, tmp_path):
     good, liar = write_adapter(folder, tmp_path / "good", 1), write_liar(folder, tmp_path / "liar")
 
     async def story():
@@ -134,7 +134,7 @@ def test_half_an_adapter_is_refused(folder, tmp_path, read):
             read(tmp_path)
 
 
-def test_after_a_restart_text_is_that_of_the_folder_where_it_has_a_tokenizer(server, folder, tmp_path):
+def test_a_restart_uses_the_new_folders_tokenizer_if_it_has_one(server, folder, tmp_path):
     other = write_tiny_model(tmp_path / "other", seed=9)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
@@ -160,7 +160,7 @@ def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, fol
     asyncio.run(story())
 
 
-def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(server):
+def test_a_single_token_request_does_not_wait_for_a_full_batch(server):
     async def story():
         many = [asyncio.ensure_future(server.generate(ask(seed, max_tokens=200))) for seed in range(16)]
         while (await server.status()).num_running < 8:
@@ -172,7 +172,7 @@ def test_a_request_for_one_token_does_not_wait_behind_those_that_fill_the_batch(
     asyncio.run(story())
 
 
-def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(server):
+def test_an_engine_that_stays_failed_ends_its_process(server):
     ended, waits = [], Waits()
     life = EngineLifespan(
         server,
@@ -195,7 +195,7 @@ def test_an_engine_that_stays_dead_ends_its_process_and_one_that_lives_does_not(
     asyncio.run(story())
 
 
-def test_an_engine_whose_model_is_an_adapter_serves_with_it_from_the_start(folder, tmp_path):
+def test_a_model_that_is_an_adapter_serves_from_the_start(folder, tmp_path):
     adapter = write_adapter(folder, tmp_path / "final_adapter", seed=1)
     asked = EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu", max_lora_rank=2)
     config, found = split_adapter(asked)
@@ -245,7 +245,7 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
     asyncio.run(story())
 
 
-def test_a_reload_that_fails_halfway_leaves_the_engine_still_until_a_whole_one(server, folder, monkeypatch):
+def test_a_failed_reload_holds_the_engine_until_a_complete_one(server, folder, monkeypatch):
     def write_some(found, weights):
         name, value = next(iter(found.items()))
         weights[name].data.copy_(value + 1)
@@ -269,7 +269,7 @@ def test_a_reload_that_fails_halfway_leaves_the_engine_still_until_a_whole_one(s
     asyncio.run(story())
 
 
-def test_requests_for_different_adapters_take_turns_and_nobody_is_overtaken(server, folder, tmp_path):
+def test_requests_for_different_adapters_run_in_order(server, folder, tmp_path):
     adapters = {name: write_adapter(folder, tmp_path / name, i) for i, name in enumerate(("a", "b"))}
 
     async def story():
@@ -357,8 +357,8 @@ def test_a_dead_engine_is_not_healthy(server, config):
     assert surface.post("/v1/completions", json={"prompt": "hi"}).json()["error"]["type"] == "server_error"
 
 
-def test_an_adapter_of_other_layers_does_not_compute_before_it_is_asked_for(server, folder, tmp_path):
-    """Layers that get their first adapter only now are new to the model; they must not be in use already."""
+def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_path):
+    """Layers that get their first adapter now are new LoRA layers; they must not be active yet."""
     attention = write_adapter(folder, tmp_path / "attention", 1)
     wide = write_adapter(folder, tmp_path / "wide", 2, targets=["o_proj", "gate_proj", "q_proj"])
 
@@ -377,7 +377,7 @@ def test_an_adapter_of_other_layers_does_not_compute_before_it_is_asked_for(serv
     asyncio.run(story())
 
 
-def test_requests_may_call_the_model_by_a_name_of_the_users(config, folder, server):
+def test_requests_may_use_the_served_model_name(config, folder, server):
     app = build_app(server, config.model_copy(update={"served_model_name": "my-policy"}), {})
     with TestClient(app, base_url="http://127.0.0.1") as surface:
         assert [model["id"] for model in surface.get("/v1/models").json()["data"]] == ["my-policy"]
@@ -401,7 +401,7 @@ def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):
 
 
 def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, folder, tmp_path, monkeypatch):
-    """As PEFT does with some settings: base weights of a module, or layers, are others afterwards."""
+    """As with some PEFT settings: base weights of a module, or layers, have changed afterwards."""
     adapter = write_adapter(folder, tmp_path / "a", 1)
 
     def inject(adapters, name, files):
@@ -423,7 +423,7 @@ def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, fol
 
 
 def test_no_pattern_of_an_adapter_is_run_over_the_models_names(server, folder, tmp_path):
-    """One with nested repetitions takes years; the names of the tensors say where an adapter goes."""
+    """A regular expression with nested repetitions takes years; tensor names decide which layers are adapted."""
     adapter = write_adapter(folder, tmp_path / "a", 1)
     file = adapter / "adapter_config.json"
     plain, slow = file.read_text(), "(([a-z0-9._]+)+)+!"

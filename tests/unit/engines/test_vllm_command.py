@@ -57,18 +57,18 @@ def test_settings_become_flags():
     assert flag(argv, "--dtype") == "bfloat16"
 
 
-def test_where_no_number_format_is_named_it_is_what_the_processor_or_the_gpu_is_fast_in():
+def test_fast_is_the_dtype_that_the_hardware_is_fast_in():
     assert flag(command().argv, "--dtype") == fast_dtype("cpu")
     assert flag(command(vllm=GPU).argv, "--dtype") == "bfloat16"
 
 
-def test_auto_is_the_checkpoints_own_number_format_and_the_model_bounds_the_length():
+def test_auto_is_the_checkpoints_dtype_and_bounds_the_length():
     argv = command(dtype="auto", max_model_len=4096).argv
     assert flag(argv, "--dtype") == "float32"
     assert flag(argv, "--max-model-len") == "512"
 
 
-def test_adapters_on_a_gpu_need_a_number_format_that_vllm_has_kernels_for():
+def test_adapters_on_a_gpu_need_a_dtype_that_vllm_supports():
     for dtype in ("float32", "auto"):
         with pytest.raises(ConfigError, match="bfloat16 or float16 only"):
             command(vllm=GPU, enable_lora=True, dtype=dtype)
@@ -80,7 +80,7 @@ def test_a_models_own_sampling_defaults_are_switched_off():
     assert flag(command().argv, "--generation-config") == "vllm"
 
 
-def test_eager_is_the_default_on_a_cpu_only_and_vllms_own_flags_win():
+def test_eager_is_the_default_on_a_cpu_and_vllm_args_win():
     assert "--enforce-eager" in command().argv
     assert "--enforce-eager" not in command(vllm=GPU).argv
     assert "--enforce-eager" in command(vllm=GPU, enforce_eager=True).argv
@@ -116,7 +116,7 @@ def test_adapters_need_flags_and_a_variable():
     assert "--max-cpu-loras" not in own  # vLLM refuses fewer than there are places, and by itself takes as many
 
 
-def test_what_proves_a_publish_goes_before_rollouts_and_no_flag_undoes_that():
+def test_priority_scheduling_cannot_be_switched_off():
     assert flag(command().argv, "--scheduling-policy") == "priority"
     with pytest.raises(ConfigError, match="always priority"):
         command(vllm_args="--scheduling-policy=fcfs")
@@ -143,7 +143,7 @@ def test_a_rank_is_rounded_up_to_one_vllm_has(wanted):
     assert lora_rank(wanted) >= wanted
 
 
-def test_a_rank_above_all_is_refused():
+def test_a_rank_that_is_too_large_is_refused():
     with pytest.raises(ConfigError, match="rank 512 at most"):
         lora_rank(513)
 
@@ -155,7 +155,7 @@ def test_the_weights_file_reaches_our_loader():
     assert "--model-loader-extra-config" not in command().argv
 
 
-def test_a_users_environment_stays_except_for_what_must_be_ours():
+def test_the_users_environment_is_kept_except_for_required_values():
     inherited = {
         "VLLM_LOGGING_LEVEL": "DEBUG",
         "OMP_WAIT_POLICY": "ACTIVE",
@@ -171,12 +171,12 @@ def test_a_users_environment_stays_except_for_what_must_be_ours():
     assert env["VLLM_CACHE_ROOT"] == "/cache"
 
 
-def test_the_sampler_of_flashinfer_is_off_where_it_is_not_installed():
+def test_flashinfers_sampler_is_off_if_it_is_not_installed():
     assert command().env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in command(vllm=GPU).env
 
 
-def test_a_device_is_one_of_those_this_process_may_see():
+def test_a_device_must_be_visible_to_this_process():
     seen = {"CUDA_VISIBLE_DEVICES": "4,6"}
     assert command(vllm=GPU, device="cuda:1", inherited=seen).env["CUDA_VISIBLE_DEVICES"] == "6"
     assert command(vllm=GPU, device="cuda:1").env["CUDA_VISIBLE_DEVICES"] == "1"
@@ -195,18 +195,18 @@ def test_a_device_is_one_of_those_this_process_may_see():
         (CPU, {"vllm_args": "--dtype float16"}, "does not go to vLLM from here"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_started(vllm, settings, reason):
+def test_unsupported_settings_are_refused_before_the_start(vllm, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         command(vllm=vllm, **settings)
 
 
-def test_versions_outside_the_tested_ones_are_known():
+def test_untested_versions_are_recognized():
     tested = {"0.23.1": False, "0.24.0": False, "0.26.0+cu130": True, "0.32.0": True, "0.33.0": False, "1.0": False}
     for version, is_tested in tested.items():
         assert Installation("python", version, False, False).is_tested is is_tested, version
 
 
-def test_a_models_folder_tells_its_facts(tmp_path):
+def test_checkpoint_facts_are_read_from_the_folder(tmp_path):
     config = {"torch_dtype": "bfloat16", "vocab_size": 7, "max_position_embeddings": 64, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_checkpoint_facts(tmp_path)
@@ -231,7 +231,7 @@ def test_a_models_folder_tells_its_facts(tmp_path):
         ("something else", "log"),
     ],
 )
-def test_a_server_that_did_not_start_gets_a_remedy(line, words):
+def test_a_failed_start_suggests_a_fix(line, words):
     assert words in suggest_fix(["INFO loading", line])
 
 
@@ -262,7 +262,7 @@ def test_a_server_that_did_not_start_gets_a_remedy(line, words):
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "lower --kv-cache-gib"),
     ],
 )
-def test_a_server_without_memory_is_told_the_settings_that_help_and_where_to_plan(line, words):
+def test_a_start_out_of_memory_names_settings_and_treadle_plan(line, words):
     fix = suggest_fix(["INFO loading", line])
     assert words in fix
     assert "--max-model-len" in fix

@@ -1,4 +1,4 @@
-"""The engine's port in front of a double of vLLM's server: clients that leave, changes that meet, stops, workers."""
+"""VllmEngine with a fake vLLM server: clients that disconnect, concurrent changes, stops, workers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def until(condition):
 
 
 class Engines:
-    """An engine before a double, and the doubles that its restarts begin."""
+    """An engine with a fake server, and the fake servers that its restarts create."""
 
     def __init__(self, folder=Path("/model"), drain_timeout_s=SOON_S):
         self.servers = [FakeVllm()]
@@ -98,7 +98,7 @@ def models(tmp_path_factory):
     return small, large, root / "adapter"
 
 
-def test_a_request_that_nobody_waits_for_ends_in_vllm_too():
+def test_an_abandoned_request_ends_in_vllm_too():
     async def leave():
         async with engines() as made:
             (server,) = made.servers
@@ -126,7 +126,7 @@ def test_a_stream_that_is_closed_early_ends_in_vllm_too():
     asyncio.run(leave())
 
 
-def test_a_server_that_dies_ends_what_it_was_asked_with_its_last_words():
+def test_a_dead_servers_requests_fail_with_the_end_of_its_log():
     async def die():
         async with engines() as made:
             (server,) = made.servers
@@ -144,7 +144,7 @@ def test_a_server_that_dies_ends_what_it_was_asked_with_its_last_words():
     asyncio.run(die())
 
 
-def test_a_connection_that_the_server_closed_is_opened_anew():
+def test_a_connection_closed_by_the_server_is_reopened():
     async def ask():
         async with engines() as made:
             (server,) = made.servers
@@ -156,7 +156,7 @@ def test_a_connection_that_the_server_closed_is_opened_anew():
     asyncio.run(ask())
 
 
-def test_an_engine_that_was_closed_says_so():
+def test_requests_to_a_closed_engine_fail_with_a_clear_error():
     async def ask():
         async with engines() as made:
             await made.engine.generate(request())
@@ -168,7 +168,7 @@ def test_an_engine_that_was_closed_says_so():
     asyncio.run(ask())
 
 
-def test_a_question_of_one_token_goes_before_rollouts():
+def test_a_single_token_request_has_priority():
     async def ask():
         async with engines() as made:
             await made.engine.generate(request(max_tokens=4))
@@ -206,8 +206,8 @@ def test_a_stop_during_a_restart_ends_at_once_and_leaves_no_server(models, momen
     asyncio.run(stop())
 
 
-def test_an_adapter_is_checked_against_the_model_that_it_is_loaded_beside(models):
-    """Not against one that a restart is just replacing."""
+def test_an_adapter_is_checked_against_the_present_model(models):
+    """Not against one that a restart is replacing."""
     small, large, adapter = models
 
     async def load():
@@ -226,7 +226,7 @@ def test_an_adapter_is_checked_against_the_model_that_it_is_loaded_beside(models
     asyncio.run(load())
 
 
-def test_an_adapter_of_the_output_layer_is_refused_where_vllm_cannot_serve_it(models, tmp_path):
+def test_an_adapter_of_the_output_layer_is_refused(models, tmp_path):
     _, large, _ = models
     model = AutoModelForCausalLM.from_pretrained(large, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
@@ -241,7 +241,7 @@ def test_an_adapter_of_the_output_layer_is_refused_where_vllm_cannot_serve_it(mo
     asyncio.run(load())
 
 
-def test_unloading_does_not_wait_for_ever_for_another_change(models):
+def test_unloading_does_not_wait_forever_for_another_change(models):
     _, large, adapter = models
 
     async def unload():
@@ -262,8 +262,8 @@ def test_unloading_does_not_wait_for_ever_for_another_change(models):
     asyncio.run(unload())
 
 
-def test_an_adapter_that_serves_needs_no_files_of_its_owner(models, tmp_path):
-    """vLLM may read it again as long as it has it; the owner deletes it when he likes."""
+def test_a_loaded_adapter_does_not_need_its_original_files(models, tmp_path):
+    """vLLM may read the files again while it is loaded; the trainer may delete its own at any time."""
     _, large, adapter = models
 
     async def load():
@@ -286,7 +286,7 @@ def test_an_adapter_that_serves_needs_no_files_of_its_owner(models, tmp_path):
     asyncio.run(load())
 
 
-def test_an_adapter_that_vllm_does_not_let_go_of_is_tried_again(models):
+def test_a_failed_unload_is_retried(models):
     _, large, adapter = models
 
     async def unload():
@@ -306,7 +306,7 @@ def test_an_adapter_that_vllm_does_not_let_go_of_is_tried_again(models):
     asyncio.run(unload())
 
 
-def test_a_disk_without_room_for_an_adapter_is_named_and_so_is_a_dead_server(models, monkeypatch):
+def test_a_full_disk_and_a_dead_server_are_named_when_loading(models, monkeypatch):
     _, large, adapter = models
 
     async def load():
@@ -364,7 +364,7 @@ def test_the_answers_of_all_workers_must_agree():
     asyncio.run(ask())
 
 
-def test_fingerprints_are_begun_and_read_one_question_at_a_time():
+def test_fingerprint_requests_are_serialized():
     async def ask():
         async with engines() as made:
             (server,) = made.servers
@@ -376,12 +376,12 @@ def test_fingerprints_are_begun_and_read_one_question_at_a_time():
     asyncio.run(ask())
 
 
-def test_one_worker_is_not_named():
+def test_the_only_worker_is_not_named_in_errors():
     with pytest.raises(RequestError, match=r"^it does not fit"):
         common_answer("treadle_load_weights", [{"error": "it does not fit", "fix": ""}])
 
 
-def test_a_restart_that_cannot_work_is_refused_and_the_server_stays(models):
+def test_an_impossible_restart_is_refused_and_the_server_stays(models):
     async def restart():
         async with engines() as made:
             made.refusal = ConfigError("float16 only", fix="--dtype float16")
@@ -395,7 +395,7 @@ def test_a_restart_that_cannot_work_is_refused_and_the_server_stays(models):
     asyncio.run(restart())
 
 
-def test_a_version_that_was_not_tested_is_named_at_the_start(models, monkeypatch, caplog):
+def test_an_untested_version_is_logged_at_the_start(models, monkeypatch, caplog):
     newer = Installation(python="/env/bin/python", version="0.99.0", is_cpu=False, has_flashinfer=True)
     monkeypatch.setattr("treadle.engines.vllm.start.find_vllm", lambda _: newer)
     with pytest.raises(ConfigError, match="a build for GPUs"):

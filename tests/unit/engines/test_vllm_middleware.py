@@ -1,4 +1,4 @@
-"""What the middleware makes of vLLM's outputs, and the order of its calls when weights change."""
+"""The middleware's conversion of vLLM's outputs, and the order of its calls when weights change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treadle.sync.gate import Gate
 
 @dataclass
 class Flat:
-    """As vLLM keeps logprobs: of each position the sampled (or the prompt's own) token first, then the likeliest."""
+    """vLLM's flat logprobs: at each position the sampled (or the prompt's) token first, then the top tokens."""
 
     start_indices: list[int] = field(default_factory=list)
     end_indices: list[int] = field(default_factory=list)
@@ -45,14 +45,14 @@ def output(*completions, prompt=None):
     return SimpleNamespace(outputs=list(completions), prompt_logprobs=prompt)
 
 
-def test_the_sampled_tokens_logprob_is_apart_from_the_likeliest():
+def test_the_sampled_token_is_separated_from_the_top_tokens():
     flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (4, -0.2), (9, float("-inf"))])
     answer = to_output(output(completion([8, 4], flat, text="xy")), has_text=True, num_top=2)
     tops = [{3: -0.1, 8: -2.0}, {4: -0.2, 9: MIN_LOGPROB}]
     assert answer == VllmOutput([VllmChoice(0, [8, 4], [-2.0, -0.2], tops, text="xy")])
 
 
-def test_two_moments_that_vllm_put_together_keep_the_sampled_token_among_the_likeliest():
+def test_joined_stream_outputs_keep_the_sampled_token_in_top_tokens():
     flat = Flat.of([(8, -2.0), (3, -0.1), (8, -2.0)], [(4, -0.2), (9, -1.0)], [(5, -9.0), (4, -0.2), (9, -1.0)])
     (choice,) = to_output(output(completion([8, 4, 5], flat)), has_text=False, num_top=2).choices
     assert choice.tops == [{3: -0.1, 8: -2.0}, {4: -0.2, 9: -1.0}, {4: -0.2, 9: -1.0}]
@@ -70,13 +70,13 @@ def test_without_tops_or_text_there_are_none():
     assert (choice.logprobs, choice.tops, choice.text) == ([-2.0], [], None)
 
 
-def test_a_moment_without_tokens_has_no_logprobs():
+def test_an_output_without_tokens_has_no_logprobs():
     everything = Flat.of([(8, -2.0)], [(4, -0.2)])
     last = completion([], everything, finish_reason="abort")
     assert to_output(output(last), has_text=True, num_top=2).choices[0].logprobs == []
 
 
-def test_nothing_is_known_of_the_first_token_of_a_prompt():
+def test_the_first_prompt_token_has_no_logprob():
     prompt = Flat.of([], [(6, -3.0), (2, -0.5)])
     answer = to_output(output(completion([8], Flat.of([(8, -1.0)])), prompt=prompt), has_text=False, num_top=0)
     assert answer.prompt_tops == [{}, {6: -3.0, 2: -0.5}]
@@ -87,7 +87,7 @@ def test_a_completion_that_failed_is_an_error():
         to_output(output(completion([], Flat(), finish_reason="error")), has_text=False, num_top=0)
 
 
-def test_what_its_client_left_is_dropped():
+def test_a_request_is_aborted_when_its_client_disconnects():
     async def leave():
         dropped, has_left = asyncio.Event(), asyncio.Event()
 
@@ -113,7 +113,7 @@ NUMBER = 7
 
 
 class Core:
-    """As vLLM's client of its engine has it: what is called is sent in the call's first turn."""
+    """Like vLLM's engine client: a call is sent in its first turn of the event loop."""
 
     def __init__(self, sent):
         self._sent = sent
@@ -136,7 +136,7 @@ class Client:
         return await asyncio.to_thread(self._gate.wait_for_write, kwargs["number"], until_allowed=True)
 
     async def reset_prefix_cache(self, *, reset_running_requests):
-        """In tasks of their own, as vLLM 0.32 asks several engines."""
+        """In separate tasks, as vLLM 0.32 calls several engines."""
         assert reset_running_requests
         return all(await asyncio.gather(Core(self.sent).call_utility_async("reset_prefix_cache")))
 
@@ -148,7 +148,7 @@ class ClientWithCore(Client):
 
 
 @pytest.mark.parametrize("kind", [Client, ClientWithCore])
-def test_the_worker_goes_on_when_the_call_that_drops_caches_is_sent(kind, tmp_path, monkeypatch):
+def test_the_worker_resumes_only_after_the_cache_reset_is_sent(kind, tmp_path, monkeypatch):
     gate, sent = tmp_path / "gate", []
     PublishGate.create(gate)
     allow_resume = PublishGate.allow_resume

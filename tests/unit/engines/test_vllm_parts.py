@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: the guard of its processes, its wire, the book of adapters."""
+"""Parts of the vLLM engine that need no vLLM: child_guard, server process, messages, adapter registry, change queue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wait_until(condition, deadline_s=10.0):
 
 
 def is_alive(pid):
-    """A zombie that nobody has collected is gone too."""
+    """A zombie counts as gone."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -60,7 +60,7 @@ def wait_until_gone(pids):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_the_whole_group_ends_when_the_engine_says_so(tmp_path):
+def test_the_process_group_ends_when_stdin_closes(tmp_path):
     process = subprocess.Popen(guarded(tmp_path / "scratch"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert all(psutil.pid_exists(pid) for pid in pids)
@@ -69,7 +69,7 @@ def test_the_whole_group_ends_when_the_engine_says_so(tmp_path):
     wait_until_gone(pids)
 
 
-def test_the_whole_group_and_its_folder_go_when_the_engine_was_killed(tmp_path):
+def test_the_process_group_and_scratch_end_with_a_killed_engine(tmp_path):
     argv = guarded(tmp_path / "scratch")
     owner = f"import subprocess, sys, time; p = subprocess.Popen({argv!r}, stdin=subprocess.PIPE); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE)
@@ -80,7 +80,7 @@ def test_the_whole_group_and_its_folder_go_when_the_engine_was_killed(tmp_path):
     wait_until(lambda: not (tmp_path / "scratch").exists())
 
 
-def test_what_a_dead_server_left_running_ends_and_its_exit_code_is_told(tmp_path):
+def test_leftovers_of_a_dead_server_end_and_its_exit_code_is_kept(tmp_path):
     process = subprocess.Popen(guarded(tmp_path / "scratch"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     pids = [int(word) for word in process.stdout.readline().split()]
     os.kill(pids[0], signal.SIGKILL)
@@ -97,7 +97,7 @@ time.sleep(600)
 """
 
 
-def test_a_stop_while_a_server_starts_ends_the_waiting_at_once_and_then_the_server(tmp_path, capfd):
+def test_a_stop_during_the_start_ends_the_wait_at_once(tmp_path, capfd):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
@@ -143,7 +143,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 @pytest.mark.parametrize(("timeout_s", "is_long_enough"), [(60.0, True), (0.2, False)])
-def test_a_first_token_may_take_what_is_left_of_the_start(tmp_path, monkeypatch, timeout_s, is_long_enough):
+def test_the_first_token_may_use_the_rest_of_the_start_timeout(tmp_path, monkeypatch, timeout_s, is_long_enough):
     monkeypatch.setattr("treadle.engines.vllm.server_process.FIRST_TOKEN_S", 0.2)
     (tmp_path / "scratch").mkdir()
     place = ServerResources(port=free_port(), api_key="k", scratch=tmp_path / "scratch", cache=tmp_path)
@@ -171,11 +171,11 @@ time.sleep(600)
 """
 
 
-def test_how_far_a_start_has_come_is_told_and_its_log_has_one_line_of_each_bar(tmp_path, capfd):
+def test_start_progress_is_reported_and_logged_once_per_bar(tmp_path, capfd):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
-    told, said = [], ""
+    progress, said = [], ""
 
     def is_ready():
         nonlocal said
@@ -183,14 +183,14 @@ def test_how_far_a_start_has_come_is_told_and_its_log_has_one_line_of_each_bar(t
         return "vllm | ready" in said
 
     server = ServerProcess(
-        ServerCommand((sys.executable, "-c", SERVER_WITH_BARS), os.environ), place, lambda *bar: told.append(bar)
+        ServerCommand((sys.executable, "-c", SERVER_WITH_BARS), os.environ), place, lambda *bar: progress.append(bar)
     )
     try:
         wait_until(is_ready)
     finally:
         server.stop()
     shards, graphs = "loading safetensors checkpoint shards", "capturing CUDA graphs (FULL)"
-    assert told == [(what, done, 2) for what in (shards, graphs) for done in range(3)]
+    assert progress == [(what, done, 2) for what in (shards, graphs) for done in range(3)]
     assert [line.count("100%") for line in said.splitlines() if "%" in line] == [1, 1]
 
 
@@ -211,7 +211,7 @@ def no_text(_prompt, _token_ids):
     raise AssertionError("its text came with it")
 
 
-def test_every_sampling_field_is_said():
+def test_every_sampling_field_is_set():
     said = ordered(
         request(sampling=SamplingParams(0.5, 0.9, 7, 0.1), stop=("x",), stop_ids=frozenset({9}), seed=2**64 - 1)
     )
@@ -224,13 +224,13 @@ def test_every_sampling_field_is_said():
     assert sampling(request(ignore_eos=True, stop_ids=frozenset({9})))["stop_token_ids"] == [9]
 
 
-def test_text_is_asked_for_only_where_it_must_be_seen_while_it_grows():
+def test_vllm_detokenizes_only_for_streams_and_stop_strings():
     assert not sampling(request())["detokenize"]
     assert sampling(request(stop=("x",)))["detokenize"]
     assert ordered(request(), stream=True).sampling["detokenize"]
 
 
-def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
+def test_a_greedy_completion_is_generated_once_and_copied():
     asked = request(n=3, sampling=SamplingParams(temperature=0))
     assert sampling(asked)["n"] == 1
     answer = VllmOutput([VllmChoice(0, [7, 8], [-0.5, -1.0], text="ab", finish_reason="length")])
@@ -240,7 +240,7 @@ def test_the_one_greedy_completion_is_asked_for_once_and_answered_n_times():
     assert [d.index for d in to_deltas(answer, asked, 4)] == [0, 1, 2]
 
 
-def test_an_answer_is_read_by_index_and_its_text_written_where_vllm_did_not():
+def test_outputs_are_ordered_by_index_and_decoded_if_needed():
     choices = [VllmChoice(1, [8], [-2.0], [{3: -0.1}], finish_reason="length"), VllmChoice(0, [9], [-1.0], text="a")]
     answer = VllmOutput(choices, prompt_tops=[{}, {6: -3.0}])
     written = to_result(answer, request(num_top=1), [0, 1], 0.1, lambda *given: f"{given}")
@@ -267,7 +267,7 @@ def adapter(name, version):
     return Adapter(name=name, path=Path("/a") / name, rank=4, policy_version=version)
 
 
-def test_a_new_policy_serves_everybody_and_an_unloaded_one_goes_when_nobody_uses_it():
+def test_a_retired_adapter_is_unused_after_its_last_request():
     registry = AdapterRegistry()
     first, second = registry.next_name("v1"), registry.next_name("v2")
     assert registry.acquire(None) is None
@@ -286,7 +286,7 @@ def test_a_new_policy_serves_everybody_and_an_unloaded_one_goes_when_nobody_uses
     assert registry.unused() == []
 
 
-def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
+def test_a_reused_adapter_name_is_new_to_vllm():
     registry = AdapterRegistry()
     first = registry.next_name("mine")
     registry.add(adapter("mine", None), first)
@@ -299,7 +299,7 @@ def test_a_name_that_comes_again_after_an_unload_is_new_to_vllm():
     assert registry.acquire("mine")[1] == second
 
 
-def test_a_repeated_load_changes_nothing_and_another_of_the_name_is_refused():
+def test_a_repeated_load_is_idempotent_and_a_name_clash_refused():
     registry = AdapterRegistry()
     registry.add(adapter("mine", 1), registry.next_name("mine"))
     assert registry.find("mine", Path("/a/mine"), 1) == adapter("mine", 1)
@@ -308,7 +308,7 @@ def test_a_repeated_load_changes_nothing_and_another_of_the_name_is_refused():
         registry.find("mine", Path("/a/other"), 1)
 
 
-def test_unloading_what_serves_gives_the_base_model_back():
+def test_unloading_the_serving_adapter_restores_the_base_model():
     registry = AdapterRegistry()
     name = registry.next_name("v1")
     registry.add(adapter("v1", 1), name)
@@ -319,7 +319,7 @@ def test_unloading_what_serves_gives_the_base_model_back():
         registry.remove("v1")
 
 
-def test_a_change_that_fails_after_its_asker_left_is_told_in_a_line(caplog):
+def test_a_change_that_fails_after_its_client_left_is_logged(caplog):
     async def story():
         may_fail = asyncio.Event()
 

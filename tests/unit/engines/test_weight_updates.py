@@ -1,4 +1,4 @@
-"""Weights in files: what fits is taken over, and anything else is refused before anything was written."""
+"""Weights from files: what fits is loaded, anything else is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = 4
 
 @pytest.fixture
 def weights():
-    """Of which the last is the first by its second name."""
+    """The last one is tied to the first."""
     embedding = torch.zeros(5, 3).bfloat16()
     return {"embed": embedding, "norm": torch.ones(3).bfloat16(), "head": embedding}
 
@@ -29,7 +29,7 @@ def save(folder, tensors, base=VERSION, file="model.safetensors"):
     save_file(tensors, folder / file, metadata=None if base is None else {DELTA_FROM: str(base)})
 
 
-def test_elements_and_whole_weights_of_several_files_are_taken_over(tmp_path, weights):
+def test_full_weights_and_deltas_of_several_files_are_loaded(tmp_path, weights):
     save(tmp_path, elements("embed", [1, 14], [2.0, -0.0]))
     save(tmp_path, {"norm": torch.tensor([1.0, 2.0, 3.0])}, file="more.safetensors")
     write_weights(read_weights(tmp_path, weights, VERSION), weights)
@@ -38,13 +38,13 @@ def test_elements_and_whole_weights_of_several_files_are_taken_over(tmp_path, we
     assert torch.signbit(weights["embed"].view(-1)).nonzero().view(-1).tolist() == [14]
 
 
-def test_elements_of_a_tied_weight_may_come_under_its_second_name(tmp_path, weights):
+def test_a_delta_may_use_the_second_name_of_a_tied_weight(tmp_path, weights):
     save(tmp_path, elements("head", [14], [2.0]))
     write_weights(read_weights(tmp_path, weights, VERSION), weights)
     assert weights["embed"][-1].tolist() == [0.0, 0.0, 2.0]
 
 
-def test_a_delta_to_another_version_is_refused_and_whole_weights_are_not(tmp_path, weights):
+def test_a_delta_to_another_version_is_refused(tmp_path, weights):
     save(tmp_path, elements("embed", [1], [2.0]), base=3)
     with pytest.raises(RequestError, match="what changed since version 3, and the engine has version 4") as refused:
         read_weights(tmp_path, weights, VERSION)
@@ -53,7 +53,7 @@ def test_a_delta_to_another_version_is_refused_and_whole_weights_are_not(tmp_pat
     assert list(read_weights(tmp_path, weights, VERSION)) == ["norm"]
 
 
-def test_only_all_weights_mend_a_mixture_and_one_name_of_a_tied_weight_is_enough(tmp_path, weights):
+def test_only_a_complete_set_of_weights_repairs_a_mixture(tmp_path, weights):
     norm, embedding = {"norm": torch.zeros(3)}, torch.ones(5, 3)
     for sent in (norm, norm | elements("embed", [1], [2.0])):
         save(tmp_path, sent)
@@ -83,7 +83,7 @@ def test_a_delta_may_be_empty_and_a_file_of_weights_may_not(tmp_path, weights):
         ({"norm": torch.zeros(2)}, "norm in .* does not fit"),
     ],
 )
-def test_one_that_does_not_fit_is_named_and_nothing_is_taken(tmp_path, weights, wrong, words):
+def test_a_weight_that_does_not_fit_is_named_and_nothing_written(tmp_path, weights, wrong, words):
     save(tmp_path, elements("embed", [1], [2.0]) | wrong)
     with pytest.raises(RequestError, match=words) as refused:
         read_weights(tmp_path, weights, VERSION)

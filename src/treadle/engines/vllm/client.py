@@ -151,7 +151,7 @@ class WeightTransfer:
     def __init__(self) -> None:
         self._group: str | None = None
         self.damage: str | None = None  # why the weights belong to no version; only a restart repairs them
-        self._update = WeightUpdate()
+        self.update = WeightUpdate()
 
     async def join(self, client: VllmClient, request: JoinGroup) -> None:
         plain = msgspec.to_builtins(request)
@@ -160,16 +160,16 @@ class WeightTransfer:
 
     async def receive(self, client: VllmClient, body: ReceiveWeights) -> Received:
         check_group(self._group, body.group)  # nothing is written yet
-        self._update.begin()
+        self.update.begin()
         try:
             plain = await client.rpc("treadle_receive", within_s=2 * body.timeout_s + MARGIN_S, group=body.group)
         except RequestError as error:  # from the worker: it has stopped receiving
-            self._update.fail(error.message)
+            self.update.fail(error.message)
             raise EngineError(error.message, fix=error.fix) from None
         except EngineError as error:
             self.mark_damaged(f"weights of a broadcast were taken over in part, or may yet be: {error.message}")
             raise
-        self._update.received()
+        self.update.received()
         return msgspec.convert(plain, Received)
 
     async def wait_for_write(self, client: VllmClient, gate: Path, order: Adopt) -> float:
@@ -178,23 +178,13 @@ class WeightTransfer:
         try:
             answers = await client.call("/treadle/adopt", body, order.timeout_s + MARGIN_S)
         except EngineError as error:
-            self._update.fail(error.message)
+            self.update.fail(error.message)
             raise
         raise_worker_errors(answers)
-        self._update.finish()
+        self.update.finish()
         return max(float(answer["held_s"]) for answer in answers)
-
-    @property
-    def is_consistent(self) -> bool:
-        return self._update.is_consistent
 
     def mark_damaged(self, reason: str) -> None:
         """The worker may still be writing, so no later update repairs the weights."""
         self.damage = reason
-        self._update.fail(reason)
-
-    def check_can_resume(self, policy_version: int | None) -> None:
-        self._update.check_can_resume(policy_version)
-
-    def finish(self) -> None:
-        self._update.finish()
+        self.update.fail(reason)

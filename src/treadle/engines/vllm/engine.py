@@ -1,7 +1,6 @@
 """Implement the engine interface on top of vLLM's server.
 
     requests ──> RequestGate ──(open: not held, not restarting)──> vLLM
-
     hold() closes the gate, and vLLM freezes, finishes or aborts running requests; release(version) resumes both.
 
 While weights change, requests wait at the gate and not in vLLM. So each is sent under the version it is sampled under,
@@ -136,9 +135,9 @@ class VllmEngine:
         async def release_when_held() -> float:
             if policy_version is not None:
                 self._check_held()
-            self._transfer.check_can_resume(policy_version)
+            self._transfer.update.check_can_resume(policy_version)
             held_s = await self._release(policy_version)
-            self._transfer.finish()
+            self._transfer.update.finish()
             return held_s
 
         return await self._changes.run(release_when_held())
@@ -332,7 +331,7 @@ class VllmEngine:
 
     async def _reload(self, folder: Path, policy_version: int | None) -> float:
         version = self.policy_version + 1 if policy_version is None else policy_version
-        was_held, repairs = not self._request_gate.is_open, not self._transfer.is_consistent
+        was_held, repairs = not self._request_gate.is_open, not self._transfer.update.is_consistent
         if not was_held:
             await self._hold("keep", self._drain_timeout_s)
         started = time.monotonic()
@@ -353,7 +352,7 @@ class VllmEngine:
         log.info("reloaded", folder=str(folder), version=version, seconds=time.monotonic() - started, **loaded)
         # A failed publish had left the engine held, and nobody else would release it.
         held_s = await self._release(version, stay_held=was_held and not repairs)
-        self._transfer.finish()
+        self._transfer.update.finish()
         return held_s
 
     async def _restart(
