@@ -128,12 +128,12 @@ def refuse_code(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in UNREAD_FOLDERS]
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
         if links:
-            raise ModelError(f"{Path(place) / links[0]} is a link to a folder", fix="remove it, or copy the folder")
-        yield from (Path(place) / name for name in sorted(names))
+            raise ModelError(f"{Path(parent) / links[0]} is a link to a folder", fix="remove it, or copy the folder")
+        yield from (Path(parent) / name for name in sorted(names))
 
 
 def _has_key(settings: object, key: str) -> bool:

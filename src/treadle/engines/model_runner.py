@@ -183,7 +183,7 @@ class ModelRunner:
                 next(iter(by_token.values()), row) for by_token, row in zip(children, self._rows, strict=True)
             ]
         else:
-            parents = [place for place, by_token in enumerate(children) for _ in by_token]
+            parents = [index for index, by_token in enumerate(children) for _ in by_token]
             self._rows = [row for by_token in children for row in by_token.values()]
             self._cache.keep_rows(torch.tensor(parents, dtype=torch.long, device=self.device))
         return torch.tensor([row[0].token_ids[-1] for row in self._rows], device=self.device)
@@ -217,16 +217,16 @@ class ModelRunner:
         for start in range(0, len(following), LOGITS_ROWS):
             tokens = following[start : start + LOGITS_ROWS]
             logits = self.model.get_output_embeddings()(hidden_T[start : start + len(tokens)])
-            own, likeliest = token_logprobs(logits, [], tokens, num_top=num_top, raw=True)
-            for token, logprob, others in zip(tokens.tolist(), own.tolist(), likeliest, strict=True):
+            own, top = token_logprobs(logits, [], tokens, num_top=num_top, raw=True)
+            for token, logprob, others in zip(tokens.tolist(), own.tolist(), top, strict=True):
                 tops.append({token: logprob} | others)
         return tops
 
     def _sequences(self, requests: list[Request], policy_version: int, streamed: Iterable[int]) -> list[list[Sequence]]:
         streams = set(streamed)
         return [
-            [self._sequence(r, index, policy_version, place in streams) for index in range(r.n)]
-            for place, r in enumerate(requests)
+            [self._sequence(r, index, policy_version, request_index in streams) for index in range(r.n)]
+            for request_index, r in enumerate(requests)
         ]
 
     def _sequence(self, request: Request, index: int, policy_version: int, is_streamed: bool) -> Sequence:
@@ -324,12 +324,12 @@ class ModelRunner:
     def _compact(self) -> None:
         """Drop rows whose sequences are all finished."""
         rows = [_unfinished(row) for row in self._rows]
-        kept = [place for place, row in enumerate(rows) if row]
+        kept = [index for index, row in enumerate(rows) if row]
         if len(kept) < len(rows):
-            index = torch.tensor(kept, dtype=torch.long, device=self.device)
-            self._next_hidden = self._next_hidden[index]
-            self._cache.keep_rows(index)
-        self._rows = [rows[place] for place in kept]
+            kept_rows = torch.tensor(kept, dtype=torch.long, device=self.device)
+            self._next_hidden = self._next_hidden[kept_rows]
+            self._cache.keep_rows(kept_rows)
+        self._rows = [rows[index] for index in kept]
 
 
 def _unfinished(row: Row) -> Row:
@@ -376,15 +376,15 @@ def _eos_ids(model: Any) -> frozenset[int]:
 def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
     """Split prompts into ranges (first, last) of at most PREFILL_TOKENS padded tokens."""
     first, longest = 0, 0
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         longest = max(longest, len(prompt))
-        if place > first and longest * (place + 1 - first) > PREFILL_TOKENS:
-            yield first, place
-            first, longest = place, len(prompt)
+        if index > first and longest * (index + 1 - first) > PREFILL_TOKENS:
+            yield first, index
+            first, longest = index, len(prompt)
     yield first, len(prompts)
 
 
 def _note_tops(sequences: list[Sequence], tops: list[dict[int, float]]) -> None:
-    for s, likeliest in zip(sequences, tops, strict=True):
+    for s, top in zip(sequences, tops, strict=True):
         if s.finish_reason is None and s.request.num_top:
-            s.tops.append(dict(islice(likeliest.items(), s.request.num_top)))
+            s.tops.append(dict(islice(top.items(), s.request.num_top)))

@@ -73,12 +73,12 @@ def main(name: str, verb: str = "run", *typed: str) -> int:
 
 def inspect_model(name: str) -> dict[str, Any]:
     """Where a model is on this disk, if it is, and what is wrong with it."""
-    place = Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(name))
     if name == DEFAULT_MODEL:
         kind = "built-in"
         folder: Path | None = default_model_folder()
-    elif os.path.isdir(place) or is_path(name):
-        kind, folder = "folder", place
+    elif os.path.isdir(path) or is_path(name):
+        kind, folder = "folder", path
     else:
         kind, folder = "hub", _cached(name)
     found: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}

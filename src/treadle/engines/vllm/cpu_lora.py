@@ -41,19 +41,19 @@ class BatchedCpuLora(PunicaWrapperCPU):
 def add_adapters(
     y_LO: Tensor,
     x_LI: Tensor,
-    places_L: Tensor,
+    slots_L: Tensor,
     lora_a_stacked: tuple[Tensor, ...],
     lora_b_stacked: tuple[Tensor, ...],
     scale: float,
     output_slices: tuple[int, ...],
 ) -> None:
-    for place, rows in _rows_by_place(places_L):
+    for slot, rows in _rows_by_slot(slots_L):
         x = x_LI[rows].float()
         end = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             start, end = end, end + width
-            shrunk = x @ a[place, 0].float().T * scale
-            y_LO[rows, start:end] += shrunk.to(y_LO.dtype) @ b[place, 0].to(y_LO.dtype).T
+            shrunk = x @ a[slot, 0].float().T * scale
+            y_LO[rows, start:end] += shrunk.to(y_LO.dtype) @ b[slot, 0].to(y_LO.dtype).T
 
 
 def use_batched_cpu_lora() -> None:
@@ -62,8 +62,8 @@ def use_batched_cpu_lora() -> None:
     current_platform.get_punica_wrapper = lambda: qualified_name
 
 
-def _rows_by_place(places_L: Tensor) -> Iterator[tuple[int, Rows]]:
-    found = torch.unique(places_L).tolist()
-    for place in found:
-        if place >= 0:
-            yield place, slice(None) if len(found) == 1 else (places_L == place).nonzero().squeeze(1)
+def _rows_by_slot(slots_L: Tensor) -> Iterator[tuple[int, Rows]]:
+    found = torch.unique(slots_L).tolist()
+    for slot in found:
+        if slot >= 0:
+            yield slot, slice(None) if len(found) == 1 else (slots_L == slot).nonzero().squeeze(1)
