@@ -36,7 +36,7 @@ def run_ours(model: str, device: str, dtype: str, threads: int) -> float:
 
     engine = ModelRunner(EngineConfig(device=device, dtype=dtype, threads=threads), resolve_model(model))
     requests = [
-        Request(engine.text.encode(text), 1, NUM_TOKENS, SamplingParams(), seed=i, ignore_eos=True)
+        Request(engine.tokenizer.encode(text), 1, NUM_TOKENS, SamplingParams(), seed=i, ignore_eos=True)
         for i, text in enumerate(prompts())
     ]
 

@@ -72,7 +72,7 @@ def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
         tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "12", fault="engine:step:6:sleep"
     )
     print(said)
-    told = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ requests"
+    told = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ running and"
     assert re.search(told, said)
     assert code == 1
     assert "nothing has moved for" in said
