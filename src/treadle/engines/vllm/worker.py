@@ -4,7 +4,7 @@ Loader (--load-format treadle): with `weights_file` in --model-loader-extra-conf
 file, and on a CPU vLLM computes from there. This happens before vLLM warms up, compiles or captures anything, so all of
 that uses the final addresses.
 
-Methods (--worker-extension-cls): results are plain values. A error_response is {"error": ..., "fix": ...}, because an
+Methods (--worker-extension-cls): results are plain values. A refusal is {"error": ..., "fix": ...}, because an
 exception would lose its `fix` on the way. Weights have their Hugging Face names here, as views of rows of vLLM's fused
 parameters.
 """
