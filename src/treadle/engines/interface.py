@@ -102,7 +102,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class EngineStatus:
+class ServingStatus:
     """Current status. `failure` is set when generation cannot continue; /health reports it."""
 
     policy_version: int
@@ -151,7 +151,7 @@ class InferenceEngine(Protocol):
     @property
     def policy_version(self) -> int: ...
 
-    async def status(self) -> EngineStatus: ...
+    async def status(self) -> ServingStatus: ...
 
     async def generate(self, request: Request) -> GenerationResult: ...
 

@@ -18,7 +18,7 @@ from treadle.config import EngineConfig
 from treadle.config.engine_choice import has_vllm
 from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
 from treadle.engines.api.app import create_app, engine_access
-from treadle.engines.interface import EngineStatus, InferenceEngine
+from treadle.engines.interface import InferenceEngine, ServingStatus
 from treadle.engines.model_folder import is_adapter
 from treadle.engines.models import resolve_model
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
@@ -48,13 +48,13 @@ OUT_OF_MEMORY_FIX = (
 log = get_logger("engine")
 
 
-class EngineMonitor:
-    """Turns a regularly polled EngineStatus into waits that the watchdog reports: a stalled or a held engine."""
+class EngineWatcher:
+    """Turns a regularly polled ServingStatus into waits that the watchdog reports: a stalled or a held engine."""
 
     def __init__(self, waits: Waits, patience_s: float) -> None:
         self._waits = waits
         self._patience_s = patience_s
-        self._state: EngineStatus | None = None
+        self._state: ServingStatus | None = None
         self._loading: WorkReport | None = None  # progress of loading, if known
         self._hold: Wait | None = None
         self._generation: Wait | None = None
@@ -63,7 +63,7 @@ class EngineMonitor:
         """Report progress of loading, before the first `update`."""
         self._loading = WorkReport(what=what, done=done, total=total)
 
-    def update(self, state: EngineStatus) -> None:
+    def update(self, state: ServingStatus) -> None:
         before, self._state = self._state, state
         requests = f"{state.num_running} running and {state.num_waiting} waiting requests"
         self._hold = self._track(
@@ -115,13 +115,13 @@ def run_engine(config: EngineConfig) -> None:
     access = engine_access(config, os.environ)
     listener = take_port(config.host, config.port)  # before loading: a port in use is reported at once
     waits = Waits()
-    monitor = EngineMonitor(waits, config.patience_s)
+    watcher = EngineWatcher(waits, config.patience_s)
     with (
         closing(listener),
         contextlib.nullcontext() if config.weights_file is None else claimed(config.weights_file),
-        Watchdog("engine", "engine", waits, config.hub_url, monitor.about) as watchdog,
+        Watchdog("engine", "engine", waits, config.hub_url, watcher.about) as watchdog,
     ):
-        _serve(config, access, listener, waits, monitor, watchdog)
+        _serve(config, access, listener, waits, watcher, watchdog)
 
 
 def _serve(
@@ -129,13 +129,13 @@ def _serve(
     access: Access,
     listener: socket.socket,
     waits: Waits,
-    monitor: EngineMonitor,
+    watcher: EngineWatcher,
     watchdog: Watchdog,
 ) -> None:
     started = time.monotonic()
     config, adapter = split_adapter(config)
     with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=MAX_LOAD_S)):
-        engine = start_engine(config, resolve_model(config.model), monitor.on_load_progress)
+        engine = start_engine(config, resolve_model(config.model), watcher.on_load_progress)
     facts = engine.facts
     log.info(
         "loaded",
@@ -146,7 +146,7 @@ def _serve(
         seconds=time.monotonic() - started,
     )
     log.info("listening", host=config.host, port=config.port)
-    lifespan = EngineLifespan(engine, monitor, watchdog, adapter)
+    lifespan = EngineLifespan(engine, watcher, watchdog, adapter)
     file = config.weights_file
     bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
     app = create_app(engine, config, access, lifespan=lifespan, bridge_file=bridge_file)
@@ -213,7 +213,7 @@ class EngineLifespan:
     def __init__(
         self,
         engine: InferenceEngine,
-        monitor: EngineMonitor,
+        watcher: EngineWatcher,
         watchdog: Watchdog,
         adapter: Path | None = None,
         *,
@@ -221,7 +221,7 @@ class EngineLifespan:
         on_death: Callable[[], None] = _terminate_self,
     ) -> None:
         self._engine = engine
-        self._monitor = monitor
+        self._watcher = watcher
         self._watchdog = watchdog
         self._adapter = adapter  # loaded before the first request
         self._grace_s = grace_s
@@ -256,7 +256,7 @@ class EngineLifespan:
         while failed_since is None or time.monotonic() - failed_since < self._grace_s:
             await asyncio.sleep(POLL_S)
             state = await self._engine.status()
-            self._monitor.update(state)
+            self._watcher.update(state)
             failed_since = (failed_since or time.monotonic()) if state.failure is not None else None
         self._on_death()
 

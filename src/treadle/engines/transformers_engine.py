@@ -16,17 +16,23 @@ from treadle.engines.interface import (
     Adapter,
     CompletionDelta,
     EngineFacts,
-    EngineStatus,
     GenerationResult,
     HoldMode,
     Request,
+    ServingStatus,
     find_loaded_adapter,
 )
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.model_runner import ModelRunner
 from treadle.engines.scheduler import Scheduler
 from treadle.engines.tokenizer import ModelTokenizer, has_tokenizer
-from treadle.engines.weight_updates import REPUBLISH_FIX, BroadcastReceiver, WeightUpdate, read_weights, write_weights
+from treadle.engines.weight_updates import (
+    REPUBLISH_FIX,
+    BroadcastReceiver,
+    WeightUpdateState,
+    read_weights,
+    write_weights,
+)
 from treadle.errors import EngineError, ModelError, RequestError, SyncError
 from treadle.faults import reach
 from treadle.log import get_logger
@@ -50,7 +56,7 @@ class TransformersEngine:
         self._config = config
         self._scheduler = Scheduler(ModelRunner(config, folder), config.max_num_seqs, on_failure=on_failure)
         self._receiver = BroadcastReceiver()
-        self._update = WeightUpdate()
+        self._update = WeightUpdateState()
         self._changing = asyncio.Lock()  # serializes changes of weights and adapters
 
     @property
@@ -84,9 +90,9 @@ class TransformersEngine:
     def policy_version(self) -> int:
         return self._scheduler.policy_version
 
-    async def status(self) -> EngineStatus:
+    async def status(self) -> ServingStatus:
         scheduler = self._scheduler
-        return EngineStatus(
+        return ServingStatus(
             policy_version=scheduler.policy_version,
             is_held=scheduler.is_held,
             num_running=scheduler.num_running,
@@ -238,7 +244,7 @@ class TransformersEngine:
             except ModelError as error:
                 raise RequestError(error.message, fix=error.fix) from None
             self._receiver.leave()
-            self._receiver, self._update = BroadcastReceiver(), WeightUpdate()
+            self._receiver, self._update = BroadcastReceiver(), WeightUpdateState()
             await asyncio.to_thread(self._scheduler.release, None)  # a failed publish may have left it held
 
     def _replace_runner(self, folder: Path, files: AdapterFiles | None, policy_version: int) -> None:

@@ -1,6 +1,6 @@
 """Load new weights into a serving engine: from files, or by a trainer's broadcast.
 
-WeightUpdate        tracks an update; the engine may not resume while its weights are partial or have no version
+WeightUpdateState   tracks an update; the engine may not resume while its weights are partial or have no version
 BroadcastReceiver   joins the trainer's process group and receives into the live weights
 read_weights, write_weights   all weights of a folder, only those that changed, or only changed elements
 """
@@ -29,7 +29,7 @@ log = get_logger("engine")
 SAME_MODEL = "give engine and trainer the same --model"
 
 
-class WeightUpdate:
+class WeightUpdateState:
     """State of a weight update while the engine is held.
 
     begin(), received(), finish(): being written, complete, served under a version. After fail() the weights are a

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines.api.app import create_app, engine_access
-from treadle.engines.interface import EngineStatus
+from treadle.engines.interface import ServingStatus
 from treadle.engines.model_runner import ModelRunner
-from treadle.engines.server import EngineMonitor, apply_shared_weights_switch
+from treadle.engines.server import EngineWatcher, apply_shared_weights_switch
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.sync.bridge_file import read_bridge_file
 from treadle.sync.loading import telling_of_weights
@@ -27,7 +27,7 @@ class FakeClock:
         return self.now_s
 
 
-def state(**more: object) -> EngineStatus:
+def state(**more: object) -> ServingStatus:
     values = {
         "policy_version": 3,
         "is_held": False,
@@ -36,61 +36,61 @@ def state(**more: object) -> EngineStatus:
         "generated_tokens": 0,
         "num_moves": 0,
     }
-    return EngineStatus(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
+    return ServingStatus(**{**values, "generating_s": 0.0, **more})  # type: ignore[arg-type]
 
 
 def test_a_held_engine_waits_for_the_trainer_until_released() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    monitor = EngineMonitor(waits, 300.0)
-    monitor.update(state(is_held=True, num_running=5, num_waiting=2))
+    watcher = EngineWatcher(waits, 300.0)
+    watcher.update(state(is_held=True, num_running=5, num_waiting=2))
     clock.now_s = 301
-    monitor.update(state(is_held=True, num_running=5, num_waiting=9))
+    watcher.update(state(is_held=True, num_running=5, num_waiting=9))
     (wait,) = waits.now
     assert (wait.wanted.of, wait.wanted.holding) == ("trainer", "5 running and 2 waiting requests")
     assert (wait.seconds, wait.is_late) == (301, True)
-    assert monitor.about().state == "held"
-    monitor.update(state())
+    assert watcher.about().state == "held"
+    watcher.update(state())
     assert waits.now == []
-    assert monitor.about().state == "idle"
+    assert watcher.about().state == "idle"
 
 
 def test_an_engine_that_makes_progress_is_not_late() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    monitor = EngineMonitor(waits, 300.0)
+    watcher = EngineWatcher(waits, 300.0)
     for tokens in (0, 10, 20, 20):
-        monitor.update(state(num_running=4, num_moves=tokens))
+        watcher.update(state(num_running=4, num_moves=tokens))
         clock.now_s += 200
     (wait,) = waits.now
     assert wait.seconds == 400, "since it last got on"
     assert wait.is_late
-    assert monitor.about().state == "generating 4, 0 waiting"
+    assert watcher.about().state == "generating 4, 0 waiting"
 
 
 def test_the_state_is_loading_before_the_first_status() -> None:
-    assert EngineMonitor(Waits(), 300.0).about().state == "loading"
+    assert EngineWatcher(Waits(), 300.0).about().state == "loading"
 
 
 def test_loading_progress_is_reported_until_the_engine_serves(tmp_path) -> None:
     folder = write_tiny_model(tmp_path)
-    monitor = EngineMonitor(Waits(), 300.0)
+    watcher = EngineWatcher(Waits(), 300.0)
     progress: list[tuple[int, int]] = []
 
     def tell(what: str, done: int, total: int) -> None:
-        monitor.on_load_progress(what, done, total)
-        work = monitor.about().work
+        watcher.on_load_progress(what, done, total)
+        work = watcher.about().work
         assert work is not None
         assert work.what == "loading weights"
         progress.append((work.done, work.total))
 
-    assert monitor.about().work is None
+    assert watcher.about().work is None
     with telling_of_weights(tell):
         engine = ModelRunner(EngineConfig(dtype="float32", threads=1), folder)
     total = len(engine.weights)
     assert progress == [(done, total) for done in range(total + 1)]
-    monitor.update(state())
-    assert monitor.about().work is None
+    watcher.update(state())
+    assert watcher.about().work is None
     ModelRunner(EngineConfig(dtype="float32", threads=1), folder)
     assert len(progress) == total + 1  # nobody listens any more
 

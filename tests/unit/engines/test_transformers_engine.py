@@ -20,7 +20,7 @@ from treadle.engines.api.app import build_app
 from treadle.engines.interface import Request
 from treadle.engines.lora import read_adapter, read_adapter_header
 from treadle.engines.sampling import SamplingParams
-from treadle.engines.server import POLL_S, EngineLifespan, EngineMonitor, split_adapter
+from treadle.engines.server import POLL_S, EngineLifespan, EngineWatcher, split_adapter
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError
 from treadle.sync.fingerprint import fingerprint
@@ -176,7 +176,7 @@ def test_an_engine_that_stays_failed_ends_its_process(server):
     ended, waits = [], Waits()
     life = EngineLifespan(
         server,
-        EngineMonitor(waits, 300.0),
+        EngineWatcher(waits, 300.0),
         Watchdog("engine", "engine", waits),
         grace_s=0.0,
         on_death=lambda: ended.append("process"),
@@ -202,7 +202,7 @@ def test_a_model_that_is_an_adapter_serves_from_the_start(folder, tmp_path):
     assert (config.model, found, config.max_lora_rank) == (str(folder), adapter, 4)
     assert config.served_model_name == str(adapter)
     server, waits = TransformersEngine(config, folder), Waits()
-    life = EngineLifespan(server, EngineMonitor(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
     async def story():
         async with life():
@@ -218,7 +218,7 @@ def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp
     adapter = write_adapter(other, tmp_path / "final_adapter", seed=1)
     config, found = split_adapter(EngineConfig(model=str(adapter), dtype="float32", threads=1, device="cpu"))
     server, waits = TransformersEngine(config, folder), Waits()
-    life = EngineLifespan(server, EngineMonitor(waits, 300.0), Watchdog("engine", "engine", waits), found)
+    life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
     async def story():
         async with life():

@@ -21,7 +21,7 @@ from treadle.engines.api.context import ApiContext, RequestStats
 from treadle.engines.api.generate import generate_routes
 from treadle.engines.api.http import error_response, route
 from treadle.engines.api.openai import openai_routes
-from treadle.engines.interface import EngineStatus, InferenceEngine
+from treadle.engines.interface import InferenceEngine, ServingStatus
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer
 from treadle.net.exposition import CONTENT_TYPE, Page
@@ -38,7 +38,7 @@ def metrics_route(context: ApiContext) -> Route:
     return route("/metrics", metrics, context.stats)
 
 
-def _add_state(page: Page, state: EngineStatus, num_adapters: int) -> None:
+def _add_state(page: Page, state: ServingStatus, num_adapters: int) -> None:
     page.family("engine_up", "gauge", "1 if the engine can generate").add(int(state.failure is None))
     page.family("engine_held", "gauge", "1 while the engine is held for a weight update").add(int(state.is_held))
     page.family("engine_policy_version", "gauge", "served policy version").add(state.policy_version)

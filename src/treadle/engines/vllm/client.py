@@ -14,7 +14,7 @@ import msgspec
 
 from treadle.engines.vllm.completions import GENERATE, VllmOutput, VllmRequest, decode_output
 from treadle.engines.vllm.server_process import ServerProcess
-from treadle.engines.weight_updates import WeightUpdate, check_group
+from treadle.engines.weight_updates import WeightUpdateState, check_group
 from treadle.errors import EngineError, RequestError
 from treadle.net.client import OK, BadStatus, HttpAnswer, NoAnswer, PooledHttpClient
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
@@ -151,7 +151,7 @@ class WeightTransfer:
     def __init__(self) -> None:
         self._group: str | None = None
         self.damage: str | None = None  # why the weights belong to no version; only a restart repairs them
-        self.update = WeightUpdate()
+        self.update = WeightUpdateState()
 
     async def join(self, client: VllmClient, request: JoinGroup) -> None:
         plain = msgspec.to_builtins(request)

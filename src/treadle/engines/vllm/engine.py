@@ -25,10 +25,10 @@ from treadle.engines.interface import (
     Adapter,
     CompletionDelta,
     EngineFacts,
-    EngineStatus,
     GenerationResult,
     HoldMode,
     Request,
+    ServingStatus,
 )
 from treadle.engines.model_folder import absolute, weights_folder
 from treadle.engines.tokenizer import ModelTokenizer
@@ -96,9 +96,9 @@ class VllmEngine:
         by_adapter = serving.policy_version if serving is not None else None
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
-    async def status(self) -> EngineStatus:
+    async def status(self) -> ServingStatus:
         failure = None if self._is_restarting else self._transfer.damage or await self._client.failure()
-        return EngineStatus(
+        return ServingStatus(
             policy_version=self.policy_version,
             is_held=not self._request_gate.is_open,
             num_running=min(self._counters.num_in_vllm, self._facts.max_num_seqs),
