@@ -1,9 +1,9 @@
-"""Real vLLM: on a CPU in CI, on a GPU where there is one. Run by `.venv-vllm/bin/pytest tests/vllm`
+"""Start real vLLM servers: on a CPU in CI, on a GPU if there is one. Run by `.venv-vllm/bin/pytest tests/vllm`
 (scripts/setup-vllm.sh makes that environment).
 
-A server takes half a minute to start, so most tests share one (`served`) and leave it as they found it. Those that end
-it (test_life.py) come last. `-n 2 --dist loadgroup` runs two servers side by side. Nothing is compiled on a CPU, unless
-a test asks for it.
+A server takes half a minute to start, so most tests share one (`served`) and restore its state. Those that stop it
+(test_restart.py) run last. `-n 2 --dist loadgroup` runs two servers in parallel. On a CPU nothing is compiled, unless a
+test asks for it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.sync.shared_memory import map_weights
 
-# Four heads of a size that vLLM has CPU kernels for; and completions that take long enough to do something meanwhile.
+# Four heads of a size that vLLM has CPU kernels for, and completions long enough to do something while they run.
 SIZES = {"hidden_size": 256, "num_layers": 8}
-START_S = 900.0  # for a start of vLLM where another starts as well, and both must compile first
+START_S = 900.0  # timeout of a start, while another server starts too and both compile
 HERE = Path(__file__).parent
-COMES_LAST = HERE / "test_life.py"
-# Fixtures that start a server for more than one test, and the group of tests that it is for.
+RUNS_LAST = HERE / "test_restart.py"
+# Fixtures that start a server for several tests -> xdist group of these tests.
 SHARED = {"served": "served", "adapting": "served", "engine": "engine"}
 HAS_GPU = torch.cuda.is_available()
-ADAPTERS_KEPT = 4  # by a vLLM that everything is tried with: few, so that more than these are soon there
-# Of logprobs, mean difference to a plain forward in float32 on a CPU: with the same weights, with others, and with the
+ADAPTERS_KEPT = 4  # --max-cpu-loras of the shared server: few, so that tests soon exceed it
+# Mean difference of logprobs to a plain forward in float32 on a CPU: with the same weights, with others, and with the
 # same adapters. On a GPU vLLM's attention multiplies in TF32, and it computes adapters in half precision only.
 SAME, OTHER, SAME_ADAPTER = (5e-3, 0.03, 0.02) if HAS_GPU else (1e-4, 1e-3, 1e-4)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items):
-    """Every test here needs vLLM. Where it is missing they are skipped, but never in CI."""
+    """Mark all tests here; skip them where vLLM is not installed, but never in CI."""
     missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
     for item in items:
         if HERE in item.path.parents:
@@ -52,12 +52,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.xdist_group(group))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: scripts/setup-vllm.sh"))
-    items.sort(key=lambda item: item.path == COMES_LAST)
+    items.sort(key=lambda item: item.path == RUNS_LAST)
 
 
 def pytest_collection_finish(session):
-    """Two groups on two workers: were they not kept together, each worker would start every server, and tests that
-    follow one another would not."""
+    """Check that xdist keeps groups together. Otherwise each worker would start every server, and tests that depend on
+    their order would be split."""
     is_grouping = os.environ.get("PYTEST_XDIST_WORKER") and session.config.getoption("loadgroup", False)
     for item in session.items if is_grouping else ():
         if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
@@ -65,7 +65,7 @@ def pytest_collection_finish(session):
 
 
 class Served:
-    """An engine, its HTTP surface, and the event loop that both live in: `served(engine.generate(...))` from a test."""
+    """An engine with its HTTP API on an event loop in a thread: `served(engine.generate(...))` from a test."""
 
     def __init__(self, config: EngineConfig) -> None:
         from treadle.engines.api.app import build_app
@@ -88,11 +88,11 @@ class Served:
         return self.begin(coroutine).result(timeout_s)
 
     def begin(self, coroutine):
-        """A concurrent.futures.Future: it runs while the test goes on."""
+        """Start a coroutine; returns a concurrent.futures.Future."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def processes(self):
-        """vLLM's, of the life that it has now."""
+        """Processes of the current vLLM server."""
         if self.engine._server.exit_reason() is not None:
             return []
         return psutil.Process(self.engine._server._process.pid).children(recursive=True)
@@ -109,7 +109,7 @@ class Served:
 
 
 def with_little_memory(config):
-    """Several servers fit on one GPU, each with its share by name: what others take or free does not matter."""
+    """Fix the KV cache size, so that several servers fit on one GPU whatever the others allocate or free."""
     if not HAS_GPU:
         return config
     flags = f"{config.vllm_args} --kv-cache-memory-bytes=1G"
@@ -117,13 +117,13 @@ def with_little_memory(config):
 
 
 def vllm_processes():
-    """Those that this test process started."""
+    """vLLM processes that this test process started."""
     ours = psutil.Process().children(recursive=True)
     return [p for p in ours if "vllm" in " ".join(words_of(p)).lower()]
 
 
 def words_of(process):
-    """Its name and command line; nothing of one that has ended."""
+    """Name and command line; empty if the process has ended."""
     try:
         return [process.name(), *process.cmdline()] if process.is_running() else []
     except psutil.Error:
@@ -133,24 +133,24 @@ def words_of(process):
 def wait_until(condition, deadline_s=START_S):
     deadline = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 
 def _serve(folder, weights_file, **changes):
-    """Everything that can be switched on: shared weights, adapters, vLLM as another Python's."""
+    """A server with all options: shared weights, adapters, vLLM in another Python."""
     few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
     # --threads also stops vLLM from binding its threads to a core: two servers would bind theirs to the same one.
     settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 32, "threads": 1, **adapters}
-    settings |= {"adapter_root": folder.parents[1]}  # of all temporary folders
+    settings |= {"adapter_root": folder.parents[1]}  # the parent of all temporary folders
     settings |= {"vllm_python": sys.executable, **changes}
     return Served(EngineConfig(engine="vllm", model=str(folder), weights_file=weights_file, **settings))
 
 
 @pytest.fixture(scope="session")
 def served(tiny_model, tmp_path_factory):
-    """One server for all; on a GPU without adapters."""
+    """The shared server; on a GPU without adapters."""
     served = _serve(tiny_model, tmp_path_factory.mktemp("shared") / "weights", enable_lora=not HAS_GPU)
     yield served
     served.close()
@@ -158,7 +158,7 @@ def served(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def weights(served):
-    """Those that it serves, to be written to; afterwards they are what they were, whatever became of the test."""
+    """The served weights, writable; restored after the test, also if it fails."""
     weights = map_weights(served(served.engine.layout()))
     saved = {name: weight.clone() for name, weight in weights.items()}
     yield weights
@@ -172,7 +172,7 @@ def weights(served):
 
 @pytest.fixture(scope="session")
 def adapting(request, tmp_path_factory):
-    """The one that takes adapters; on a GPU one of its own, in half precision."""
+    """The server for adapters: the shared one, or on a GPU another one in half precision."""
     if not HAS_GPU:
         yield request.getfixturevalue("served")
         return
@@ -199,20 +199,20 @@ ROPE = {
 
 @pytest.fixture(scope="session")
 def qwen2_model(tmp_path_factory):
-    """With biases, and an output layer of its own."""
+    """With biases and an untied output layer."""
     config = Qwen2Config(**SMALL_SIZES, tie_word_embeddings=False)
     return _write_model_of(config, tmp_path_factory.mktemp("qwen2") / "model")
 
 
 @pytest.fixture(scope="session")
 def qwen3_model(tmp_path_factory):
-    """With norms of queries and keys, and scaled positions."""
+    """With query and key norms and RoPE scaling."""
     config = Qwen3Config(**SMALL_SIZES, head_dim=64, tie_word_embeddings=True, rope_parameters=ROPE)
     return _write_model_of(config, tmp_path_factory.mktemp("qwen3") / "model")
 
 
 def _write_model_of(config, folder):
-    _write_model(folder, hidden_size=32, num_layers=1)  # for its tokenizer
+    _write_model(folder, hidden_size=32, num_layers=1)  # writes the tokenizer
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -224,8 +224,8 @@ def _write_model_of(config, folder):
 
 
 def _write_model(folder, **sizes):
-    """vLLM decodes a completion as what follows its prompt. That is what it is by itself only where a token's text does
-    not depend on the one before, as in real tokenizers."""
+    """vLLM decodes a completion after its prompt. With Fuse, as in real tokenizers, a token's text does not depend on
+    the one before, so that decoding the completion alone gives the same."""
     write_tiny_model(folder, **sizes)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""What a plain Hugging Face forward makes of the same tokens, in float32."""
+"""Compute reference logprobs with a plain Hugging Face forward in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load(folder, adapter=None):
 
 @torch.inference_mode()
 def logits_after(model, prompt_ids, token_ids):
-    """[T, V]: what each of `token_ids` was sampled from."""
+    """[T, V]: the logits that each of `token_ids` was sampled from."""
     logits = model(torch.tensor([prompt_ids + token_ids], device=model.device)).logits[0].float().cpu()
     return logits[len(prompt_ids) - 1 : -1]
 

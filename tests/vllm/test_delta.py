@@ -1,4 +1,4 @@
-"""Elements of weights into real vLLM, which keeps several weights in one parameter: each goes to its own place."""
+"""Load changed elements into real vLLM, which fuses several weights into one parameter."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def version_of(served):
 
 @pytest.fixture
 def first_weights(served):
-    """What it serves; whatever a test sends, the next one finds these."""
+    """The served weights; reloaded after the test."""
     yield load_file(served.folder / "model.safetensors")
     assert post(served, "/reload_weights", path=str(served.folder)).status_code == 200
 
 
 def change_some(weights, names):
-    """A few elements of each, the first and the last among them."""
+    """Change a few elements of each weight, including the first and the last."""
     changed = {name: weights[name].clone() for name in names}
     for weight in changed.values():
         weight.view(-1)[[0, 7, -1]] = torch.tensor([0.5, -0.0, 0.25])
     return changed
 
 
-def test_a_delta_is_applied_only_to_the_version_it_was_made_for(served, first_weights, tmp_path):
+def test_a_delta_changes_only_its_elements_and_needs_its_version(served, first_weights, tmp_path):
     before, version = fingerprints(served), version_of(served)
     changed = change_some(first_weights, [*NAMES, EMBEDDING])
     elements = {name: find_changes(weight, first_weights[name]) for name, weight in changed.items()}
-    elements[TIED_NAME] = elements.pop(EMBEDDING)  # as a checkpoint may call it
+    elements[TIED_NAME] = elements.pop(EMBEDDING)  # a checkpoint may use either name
     file = tmp_path / "model.safetensors"
 
     save_file(as_tensors(elements), file, metadata={DELTA_FROM: str(version + 1)})

@@ -1,5 +1,4 @@
-"""What the engine samples, and what changes it: weights in a shared file, holds, adapters. What the HTTP surface shows
-of that is put to the test in test_surface.py."""
+"""Sampling, and what changes it: weights in a shared file, holds, adapters. The HTTP API: test_vllm_api.py."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30, 31, 32]
-LONG = 230  # tokens: enough that a test can do something in the middle
+LONG = 230  # tokens: enough to do something while they are sampled
 NUM_SWAPS = 10
 NUM_OUTLIVED = ADAPTERS_KEPT + 4
-BLOCK = 128  # tokens that vLLM's CPU build keeps together in its prefix cache
+BLOCK = 128  # tokens per block of the prefix cache in vLLM's CPU build
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def plain(tiny_model):
 
 @pytest.fixture(scope="module")
 def adapters(adapting, tmp_path_factory):
-    """Two adapters that change a lot."""
+    """Two adapters with a large effect."""
     folders = []
     for seed, rank in ((1, 4), (2, 8)):
         torch.manual_seed(seed)
@@ -54,7 +53,7 @@ def request(**changes):
     return Request(**given | changes)
 
 
-def test_greedy_completions_are_the_likeliest_tokens_n_times(served, plain):
+def test_greedy_completions_are_n_times_the_likeliest_tokens(served, plain):
     generation = served(served.engine.generate(request(n=3, sampling=SamplingParams(temperature=0), num_top=2)))
     assert len(generation.completions) == 3
     for completion in generation.completions:
@@ -63,7 +62,7 @@ def test_greedy_completions_are_the_likeliest_tokens_n_times(served, plain):
     assert mean_difference(plain, PROMPT, generation.completions) < SAME
 
 
-def test_a_stream_adds_up_to_the_whole_answer(served):
+def test_the_deltas_of_a_stream_add_up_to_the_full_answer(served):
     asked = request(n=2, seed=9, stop=("q",), max_tokens=40)
     whole = served(served.engine.generate(asked))
 
@@ -78,14 +77,14 @@ def test_a_stream_adds_up_to_the_whole_answer(served):
         assert own[-1].finish_reason == completion.finish_reason
 
 
-def test_what_vllm_refuses_is_the_requests_fault(served):
+def test_a_request_that_vllm_rejects_is_a_request_error(served):
     with pytest.raises(RequestError, match="256"):
         served(served.engine.generate(request(prompt_ids=[5] * 400)))
     assert served(served.engine.status()).failure is None
 
 
 class Frozen:
-    """A stream and a whole completion that a hold has caught in the middle."""
+    """A streamed and a plain request, both held in the middle."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -95,7 +94,7 @@ class Frozen:
 
     @classmethod
     async def of(cls, engine, attempts=5):
-        """On a busy machine a hold may come too late, after the last token; then others are tried."""
+        """Retries: on a busy machine the hold may come after the last token."""
         for _ in range(attempts):
             frozen = cls(engine)
             while len(frozen.deltas) < 5:
@@ -106,11 +105,11 @@ class Frozen:
                 return frozen
             await engine.release(None)
             await frozen.end()
-        raise AssertionError(f"{attempts} completions of {LONG} tokens were over before a hold came")
+        raise AssertionError(f"{attempts} completions of {LONG} tokens finished before the hold")
 
     async def settle(self):
-        """What was sampled before a hold is on its way here, ahead of the answers to what is asked after it. And these
-        questions go through vLLM's loop, which would go on sampling between them if it were not held."""
+        """Wait until tokens sampled before the hold have arrived: they are sent before the answers to these calls. The
+        calls pass through vLLM's loop, which would sample further tokens between them if it were not held."""
         for _ in range(5):
             await self._engine.status()
             await self._engine.fingerprints(0)
@@ -124,8 +123,8 @@ class Frozen:
             self.deltas.append(delta)
 
 
-async def _update_in_midst(engine, change, version):
-    """Hold, change the weights, release. (The deltas, how many of them came before, another completion)."""
+async def _update_during_request(engine, change, version):
+    """Hold, change the weights, release. Returns the deltas, how many came before the hold, and another completion."""
     frozen = await Frozen.of(engine)
     at_hold = len(frozen.deltas)
     await frozen.settle()
@@ -136,7 +135,7 @@ async def _update_in_midst(engine, change, version):
     return deltas, at_hold, whole
 
 
-def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weights):
+def test_a_running_request_continues_under_the_new_weights(served, plain, weights):
     engine = served.engine
     saved = {name: weight.clone() for name, weight in weights.items()}
     first = served(engine.status()).policy_version
@@ -147,7 +146,7 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weight
         for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
             weights[name].add_(torch.randn_like(weights[name]) * 0.1)
 
-    deltas, at_hold, whole = served(_update_in_midst(engine, add_noise, first + 1), timeout_s=300)
+    deltas, at_hold, whole = served(_update_during_request(engine, add_noise, first + 1), timeout_s=300)
     assert [d.policy_version for d in deltas] == [first] * at_hold + [first + 1] * (len(deltas) - at_hold)
     assert 5 <= at_hold < len(deltas)
     assert whole.policy_versions == [first, first + 1]
@@ -159,7 +158,7 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weight
     noisy.load_state_dict({n: w.clone() for n, w in weights.items()}, strict=False)
     cut = sum(len(d.token_ids) for d in deltas[:at_hold])
     assert (logprobs_of(plain, PROMPT, tokens)[:cut] - logprobs[:cut]).abs().mean() < SAME
-    # As if its tokens had been prefilled by the new weights: nothing of the old ones' keys and values is left.
+    # As if its tokens had been prefilled by the new weights: keys and values of the old ones are gone.
     assert (logprobs_of(noisy, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() < SAME
     assert (logprobs_of(plain, PROMPT, tokens)[cut:] - logprobs[cut:]).abs().mean() > OTHER
 
@@ -175,13 +174,13 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served, plain, weight
     assert [c.policy_versions for c in restored.completions] == [[first + 2]] * 2
 
 
-def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served, plain, weights):
+def test_a_prompt_cached_under_earlier_weights_is_recomputed(served, plain, weights):
     engine = served.engine
     prompt = [20 + i % 40 for i in range(BLOCK + 20)]
     asked = request(prompt_ids=prompt, n=2, max_tokens=8)
     name = "model.layers.0.self_attn.v_proj.weight"
     saved, first = weights[name].clone(), served(engine.status()).policy_version
-    for _ in range(2):  # the second finds the prompt's first block in the cache
+    for _ in range(2):  # the second time, the prompt's first block is cached
         assert mean_difference(plain, prompt, served(engine.generate(asked)).completions) < SAME
     served(engine.hold("keep", 60))
     weights[name].mul_(-1)
@@ -198,7 +197,7 @@ def test_a_prompt_that_was_cached_under_earlier_weights_is_computed_anew(served,
 
 
 @pytest.mark.usefixtures("weights")
-def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(served, plain):
+def test_broadcast_weights_are_served_and_can_be_restored(served, plain):
     engine = served.engine
     first = served(engine.status()).policy_version
     saved = {name: p.detach().clone() for name, p in plain.named_parameters()}
@@ -219,7 +218,7 @@ def test_weights_that_a_trainer_broadcasts_are_served_and_can_be_taken_back(serv
     assert fingerprints == {name: fingerprint(weight, 0) for name, weight in saved.items()}
 
 
-def test_requests_wait_while_held_and_go_on_afterwards(served):
+def test_requests_wait_while_held_and_continue_afterwards(served):
     served(served.engine.hold("wait", 60))
     waiting = served.begin(served.engine.generate(request(max_tokens=3)))
     wait_until(lambda: served(served.engine.status()).num_waiting == 1)
@@ -229,7 +228,7 @@ def test_requests_wait_while_held_and_go_on_afterwards(served):
     assert len(waiting.result(60).completions[0].token_ids) == 3
 
 
-def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
+def test_a_hold_that_times_out_loses_no_request(served):
     running = served.begin(served.engine.generate(request(max_tokens=LONG)))
     with pytest.raises(EngineError, match="still running"):
         served(served.engine.hold("wait", 0.05))
@@ -240,10 +239,10 @@ def test_a_hold_that_waits_too_long_is_given_up_and_nothing_is_lost(served):
 def test_one_physical_copy_serves_both_processes(served):
     layout = served(served.engine.layout())
     if HAS_GPU:
-        pytest.skip("on a GPU tests/gpu looks at its memory")
+        pytest.skip("tests/gpu checks the memory of a GPU")
     views = map_weights(layout)
     assert sum(v.numel() for v in views.values()) == sum(p.numel() for p in load(served.folder).parameters())
-    assert all(torch.isfinite(v).all() for v in views.values())  # read: the pages are in both processes now
+    assert all(torch.isfinite(v).all() for v in views.values())  # reading maps the pages into both processes
     served(served.engine.fingerprints(0))
     (worker,) = [p for p in vllm_processes() if any(m.path == layout.path for m in p.memory_maps())]
     for process in (worker, psutil.Process()):
@@ -254,7 +253,7 @@ def test_one_physical_copy_serves_both_processes(served):
         assert private < 0.05 * layout.num_bytes
 
 
-def test_a_trainers_model_stands_on_the_engines_weights(served, plain):
+def test_a_trainers_model_can_be_bound_to_the_engines_weights(served, plain):
     layout = served(served.engine.layout())
     with torch.device("meta"):
         trainer = type(plain)(plain.config)
@@ -268,7 +267,7 @@ def test_a_trainers_model_stands_on_the_engines_weights(served, plain):
 def test_adapters_are_swapped_under_load_without_a_failed_request(adapting, adapters):
     engine = adapting.engine
     first = adapting(engine.status()).policy_version + 100
-    answers = {}  # by the version that they were sampled under
+    answers = {}  # by policy version
 
     async def keep_asking(stop):
         while not stop.is_set():
@@ -300,8 +299,8 @@ def test_adapters_are_swapped_under_load_without_a_failed_request(adapting, adap
 
 
 def test_requests_that_outlive_many_adapters_finish_under_their_own(adapting, adapters, tmp_path):
-    """More of them than vLLM keeps, so that it reads them again; of the files only the two newest stay, as a trainer
-    has it."""
+    """More adapters than vLLM keeps, so that it reads them again; only the files of the two newest remain, as with a
+    trainer."""
     engine = adapting.engine
     first = adapting(engine.status()).policy_version + 100
 
@@ -311,12 +310,12 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(adapting, ad
             folder = shutil.copytree(adapters[number % 2], tmp_path / f"{number}")
             await engine.load_adapter(f"policy-{number}", folder, first + number)
             asked.append(asyncio.ensure_future(engine.generate(request(max_tokens=96))))
-            await asyncio.sleep(0)  # it goes through the door
+            await asyncio.sleep(0)  # lets it pass the gate
             if number:
                 await engine.unload_adapter(f"policy-{number - 1}")
             if number > 1:
                 shutil.rmtree(tmp_path / f"{number - 2}")
-        assert sum(not each.done() for each in asked) > ADAPTERS_KEPT, "too fast: none had to be read again"
+        assert sum(not each.done() for each in asked) > ADAPTERS_KEPT, "too fast: no adapter had to be read again"
         return await asyncio.gather(*asked)
 
     generations = adapting(swap(), timeout_s=300)
@@ -327,7 +326,7 @@ def test_requests_that_outlive_many_adapters_finish_under_their_own(adapting, ad
         assert mean_difference(reference[number % 2], PROMPT, generation.completions) < SAME_ADAPTER
 
 
-def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(adapting, adapters):
+def test_the_base_model_and_two_adapters_share_a_batch(adapting, adapters):
     engine = adapting.engine
     plain = load(adapting.folder)
     models = {None: plain}
@@ -336,7 +335,7 @@ def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(
         models[folder.name] = load(adapting.folder, folder)
 
     async def ask_for_all():
-        # Twenty-four are in one batch, with rows of all three.
+        # 24 completions in one batch, with rows of all three.
         return await asyncio.gather(*(engine.generate(request(n=8, adapter=name)) for name in models))
 
     for model, generation in zip(models.values(), adapting(ask_for_all()), strict=True):
@@ -348,7 +347,7 @@ def test_the_base_model_and_two_adapters_are_served_side_by_side_each_as_itself(
     assert engine.adapters() == []
 
 
-def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(adapting, adapters, tmp_path):
+def test_an_adapter_for_unknown_weights_is_refused(adapting, adapters, tmp_path):
     (tmp_path / "adapter_config.json").write_text((adapters[0] / "adapter_config.json").read_text())
     save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(RequestError, match="it has no such weight"):
@@ -357,8 +356,8 @@ def test_an_adapter_for_weights_that_the_model_does_not_have_is_refused(adapting
     assert adapting.engine.adapters() == []
 
 
-def test_one_token_is_sampled_ahead_of_the_rollouts_that_wait(served):
-    """What proves a publish, or that the engine generates, must not wait for all that came before it."""
+def test_a_request_for_one_token_overtakes_waiting_rollouts(served):
+    """The canary of a publish and the health check must not wait for earlier requests."""
     engine, finished = served.engine, []
 
     async def finish(name, asked):
@@ -370,18 +369,18 @@ def test_one_token_is_sampled_ahead_of_the_rollouts_that_wait(served):
         rollouts = [asyncio.ensure_future(finish("rollouts", request(n=full, max_tokens=40))) for _ in range(2)]
         while (await engine.status()).num_waiting < full:
             await asyncio.sleep(0.005)
-        await asyncio.gather(finish("question", request(max_tokens=1, num_prompt_top=1)), *rollouts)
+        await asyncio.gather(finish("single token", request(max_tokens=1, num_prompt_top=1)), *rollouts)
 
     served(ask(), timeout_s=300)
-    assert finished.index("question") < 2
+    assert finished.index("single token") < 2
 
 
-def test_routes_that_are_not_used_are_closed_and_the_key_is_needed(served):
+def test_unused_routes_are_closed_and_the_api_key_is_required(served):
     server = next(p for p in vllm_processes() if p.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"])
     url = "http://127.0.0.1:" + server.cmdline()[server.cmdline().index("--port") + 1]
     key = {"Authorization": f"Bearer {server.environ()['VLLM_API_KEY']}"}
     listening = {c.laddr.ip for p in vllm_processes() for c in p.net_connections("tcp") if c.status == "LISTEN"}
-    # Of a GPU's worker, 0.26 has torch.distributed's store listen everywhere; 0.32 keeps it in a file.
+    # With a GPU, torch.distributed's store of vLLM 0.26 listens on all addresses; 0.32 uses a file.
     is_known_open = HAS_GPU and served.engine.facts.version.startswith("0.26")
     assert listening - ({"::"} if is_known_open else set()) == {"127.0.0.1"}
     assert httpx.get(f"{url}/health").status_code == 401

@@ -1,5 +1,5 @@
-"""`treadle engine` with vLLM behind it, as a process: a real model, nothing shared, no adapters, raw logprobs. The last
-test stops it."""
+"""`treadle engine` with vLLM as a process: default model, no shared weights, no adapters, raw logprobs. The last test
+stops it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from treadle.engines.tokenizer import ModelTokenizer
 from treadle.sync.fingerprint import fingerprint
 
 CAPITAL = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-STOP_S = 30.0  # of which vLLM may have six to end by itself; the rest is for a busy machine
+STOP_S = 30.0  # vLLM has six seconds to exit by itself; the rest is for a busy machine
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def test_a_real_model_answers_and_ends_by_itself(engine, prompt_ids):
     assert answer["policy_versions"] == [[0]]
 
 
-@pytest.mark.full  # with the default model; test_surface.py compares logprobs of a small one
+@pytest.mark.full  # with the default model; test_vllm_api.py compares logprobs of a small one
 def test_raw_logprobs_are_the_models_at_temperature_1(engine, prompt_ids):
     answer = engine.generate(prompt_ids, n=4, max_tokens=24, temperature=0.5, top_p=0.9, ignore_eos=True)
     completions = [
@@ -80,22 +80,22 @@ def test_raw_logprobs_are_the_models_at_temperature_1(engine, prompt_ids):
     assert mean_difference(load(engine.folder), prompt_ids, completions) < SAME
 
 
-def test_without_a_file_no_weights_are_shared_but_their_fingerprints_are_told(engine):
+def test_without_a_weights_file_fingerprints_are_still_reported(engine):
     assert engine.get("/bridge/info").json()["shared_weights"] is False
     assert engine.get("/bridge/state_dict_info").status_code == 404
     theirs = engine.post("/bridge/fingerprints", policy_version=1).json()["fingerprints"]
     assert theirs == {name: fingerprint(p, 1) for name, p in load(engine.folder).named_parameters()}
 
 
-def test_adapters_need_an_engine_that_was_started_for_them(engine, tmp_path):
+def test_adapters_are_refused_without_enable_lora(engine, tmp_path):
     refused = engine.post("/lora/load", adapter_path=str(tmp_path), policy_version=1)
     assert refused.status_code == 503
     assert "takes no adapters" in refused.json()["error"]
     assert "--enable-lora" in refused.json()["error"]
 
 
-@pytest.mark.full  # tests/unit/engines/test_vllm_parts.py stops a server that starts
-def test_a_stop_in_the_middle_of_a_restart_ends_within_seconds_and_leaves_no_process(engine):
+@pytest.mark.full  # tests/unit/engines/test_vllm_parts.py stops a server while it starts
+def test_a_stop_during_a_restart_leaves_no_process(engine):
     first = {p.pid for p in vllm_processes()}
     with ThreadPoolExecutor(1) as pool:
         restarting = pool.submit(engine.post, "/bridge/restart", model_path=str(engine.folder), policy_version=1)
@@ -105,6 +105,6 @@ def test_a_stop_in_the_middle_of_a_restart_ends_within_seconds_and_leaves_no_pro
         engine.process.terminate()
         assert engine.process.wait(STOP_S) == 0
         assert time.monotonic() - stopped < STOP_S
-        with contextlib.suppress(httpx.TransportError):  # it may have been too late for an answer
+        with contextlib.suppress(httpx.TransportError):  # the engine may have exited before it answered
             assert restarting.result(STOP_S).status_code >= 500
     wait_until(lambda: not any(map(words_of, begun)), deadline_s=STOP_S)

@@ -1,7 +1,7 @@
-"""`treadle run` with vLLM as the engine: what the trainer computes and what the engine sampled must agree.
+"""`treadle run` with vLLM as the engine: logprobs of trainer and engine must agree.
 
-The plain check has one run with a tiny model. The full one has the default job, cut short: its model, task and number
-format, and every way for weights to reach the engine that needs no GPU.
+./check has one run with a tiny model. ./check --full has a short default job, with its model, task and dtype, in every
+weight sync mode that needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from treadle.sync.verify import MEAN_BOUNDS
 STEPS = 2
 SHORT = (
     "--steps", str(STEPS), "--env.group-size", "4", "--env.max-token-length", "16", "--env.num-eval", "4",
-    # At temperature 1 the model is right so rarely that whole batches teach nothing.
+    # At temperature 1 correct answers are rare, and whole batches have no signal.
     "--env.temperature", "0.5",
-    # Two steps that change the model, and only rollouts of the version that is trained: so trainer and engine differ by
-    # rounding, unless a publish did not arrive.
+    # Two steps that change the model, with on-policy rollouts only: trainer and engine differ by rounding, unless a
+    # publish did not arrive.
     "--train.lr", "1e-4", "--train.warmup-steps", "0", "--env.max-age", "0",
     "--train.canary-share", "1", "--train.vllm-restart-interval", "1", "--plain",
 )  # fmt: skip
-# Before it serves, vLLM computes a prompt as long as it takes at once: a quarter of its start with the default model.
+# vLLM warms up with the longest prompt batch that it accepts: a quarter of its start with the default model.
 SHORT_PROMPTS = ("--engine.max-model-len", "256", "--engine.vllm-args=--max-num-batched-tokens 256")
 # --engine.threads also stops vLLM from binding its threads to a core that another test uses.
 ONE_THREAD = ("--engine.threads", "1", "--train.threads", "1")
-RUN_S = 900.0  # for three starts of vLLM on a machine that has much else to do
+RUN_S = 900.0  # three starts of vLLM on a busy machine
 
 DTYPE = getattr(torch, fast_dtype("cpu"))
 WEIGHT_BYTES = DTYPE.itemsize * 134_515_008  # the default model
-# What a publish hands over, as a share of that: an adapter of rank 16 in float32 on four of seven matrices of a layer;
-# of the two layers that `delta` trains here, what changed.
+# Bytes of a publish, as a fraction of that (min, max): an adapter of rank 16 in float32 on four of seven matrices of a
+# layer; with `delta`, the changed elements of the two layers that are trained here.
 ADAPTER = (11e6 / WEIGHT_BYTES, 13e6 / WEIGHT_BYTES)
 SHARE_SENT = {
     "one copy": (0, 0), "two copies": (1, 1), "two copies, gloo": (1, 1), "none": (1, 1.02), "reload": (1, 1.02),
     "lora_only": ADAPTER, "lora_only, shared base": ADAPTER, "lora_restart": ADAPTER, "delta": (0.01, 0.06),
 }  # fmt: skip
-# Nats per sampled token in the mean. Measured in bfloat16: 0.02 to 0.05. An engine two steps behind: 0.8.
-APART = 0.08
+# Mean difference in nats per sampled token. Measured in bfloat16: 0.02 to 0.05. An engine two steps behind: 0.8.
+MAX_DIFFERENCE = 0.08
 
-
-RESTARTS = ("none", "lora_restart")  # not waited for: rollouts of the version before, and proof with the next publish
+# The trainer does not wait for these: rollouts may be of the previous version, which the next publish verifies.
+RESTARTS = ("none", "lora_restart")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="its bounds are for float32 on a CPU; tests/gpu/test_one_gpu.py has runs on a GPU")
-def test_a_tiny_model_trains_on_what_the_published_weights_sampled(tmp_path, tiny_model):
-    """Adapters and changed elements: test_policy.py, test_delta.py."""
+def test_a_tiny_run_agrees_with_the_engine_on_logprobs(tmp_path, tiny_model):
+    """Adapters are in test_policy.py, changed elements in test_delta.py."""
     mode = "one copy"
     words = ("--model", str(tiny_model), *SMALL, *SHORT_PROMPTS, *MODES[mode], *ONE_THREAD)
     result, run = run_treadle(tmp_path, *words, timeout_s=RUN_S)
@@ -63,7 +63,7 @@ def test_a_tiny_model_trains_on_what_the_published_weights_sampled(tmp_path, tin
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-def test_the_default_job_trains_on_what_the_published_weights_sampled(tmp_path, mode):
+def test_the_default_job_agrees_with_the_engine_on_logprobs(tmp_path, mode):
     result, run = run_treadle(tmp_path, *MODES[mode], *SHORT, *SHORT_PROMPTS, timeout_s=RUN_S)
     assert result.returncode == 0, ending(result, run)
     assert "loaded engine=vllm" in (run / "logs" / "engine.log").read_text()
@@ -77,9 +77,9 @@ def check_run(run, mode):
     assert all(row["skipped_steps"] == 0 for row in rows)
     on_policy = [row for row in rows if row["sample/staleness_max"] == 0]
     assert on_policy == (rows[: len(on_policy)] if mode in RESTARTS else rows)
-    apart = [row["sampling/sampling_logp_difference/mean"] for row in on_policy if row["grad_norm"] is not None]
-    assert apart
-    assert max(apart) < APART
+    differences = [row["sampling/sampling_logp_difference/mean"] for row in on_policy if row["grad_norm"] is not None]
+    assert differences
+    assert max(differences) < MAX_DIFFERENCE
     canaries = {row["step"]: row["sync/canary_mean_abs_diff"] for row in rows if "sync/canary_mean_abs_diff" in row}
     assert list(canaries) == (steps[1:] if mode in RESTARTS else steps)
     assert max(canaries.values()) < MEAN_BOUNDS[DTYPE]

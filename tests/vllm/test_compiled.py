@@ -1,5 +1,5 @@
-"""A compiled model on real vLLM: what a trainer sees of each weight, and what both compute with it. Other families of
-models, not compiled: test_life.py."""
+"""Compare shared weights and logprobs of a compiled model with the saved ones. Other model families, not compiled:
+test_restart.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from treadle.sync.verify import check_saved_weights
 PROMPT = [20, 21, 22, 23, 30, 31, 32] * 5
 
 
-@pytest.mark.full  # it compiles for minutes, which nobody gets on a CPU who does not ask for it
-def test_a_trainers_views_are_the_weights_of_the_files_and_logprobs_agree(tmp_path, qwen3_model):
+@pytest.mark.full  # it compiles for minutes; on a CPU the engine compiles only on request
+def test_shared_weights_equal_the_saved_ones_and_logprobs_agree(tmp_path, qwen3_model):
     settings = {"dtype": "float32", "weights_file": tmp_path / "weights", "max_model_len": 256, "vllm_args": "-O1"}
     served = Served(EngineConfig(engine="vllm", model=str(qwen3_model), **settings))
     try:

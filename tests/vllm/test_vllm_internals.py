@@ -1,4 +1,4 @@
-"""What is used of vLLM beyond its routes and flags is there in the version that is installed."""
+"""Check that the installed vLLM has the internals that Treadle uses beyond its routes and flags."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import fields
 import pytest
 
 
-def test_a_hold_and_new_weights_reach_its_core_at_once():
+def test_the_core_client_has_direct_calls_for_holds_and_updates():
     from vllm.v1.engine.core_client import AsyncMPClient
 
     for method in ("pause_scheduler_async", "call_utility_async"):
         assert inspect.iscoroutinefunction(getattr(AsyncMPClient, method)), method
 
 
-def test_completions_are_asked_of_its_engine_client_as_numbers():
+def test_the_engine_client_returns_flat_logprobs():
     from vllm.inputs import tokens_input
     from vllm.logprobs import FlatLogprobs
     from vllm.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ def test_completions_are_asked_of_its_engine_client_as_numbers():
     assert {"start_indices", "end_indices", "token_ids", "logprobs"} <= {field.name for field in fields(FlatLogprobs)}
 
 
-def test_an_adapters_matrices_are_where_its_manager_keeps_them():
+def test_the_lora_manager_stores_the_matrices_of_adapters():
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -42,9 +42,9 @@ def test_an_adapters_matrices_are_where_its_manager_keeps_them():
     assert {"lora_a", "lora_b"} <= set(inspect.signature(LoRALayerWeights.__init__).parameters)
 
 
-def test_a_cpu_computes_adapters_by_a_class_that_can_be_replaced():
+def test_the_cpu_lora_class_can_be_replaced():
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        pytest.skip("only a CPU's is replaced")
+        pytest.skip("it is replaced on a CPU only")
     assert "PunicaWrapper" in current_platform.get_punica_wrapper()

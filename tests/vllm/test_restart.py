@@ -1,5 +1,5 @@
-"""A server that is restarted with models of other families, and killed. The tests depend on their order, and come after
-all others that share the server."""
+"""Restart the server with models of other families, and kill it. The tests depend on their order, and run after all
+others that share the server."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def post(served, route, **body):
 
 
 def ask(served, **fields):
-    """By HTTP; the one completion."""
+    """The one completion of a request over HTTP."""
     body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 24, "logprobs": 0, "ignore_eos": True, **fields}
     answer = post(served, "/generate", **body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    logprobs = [next(iter(position[0].values())) for position in told["logprobs"][0]]
-    return SampledCompletion(told["token_ids"][0], logprobs, policy_versions=told["policy_versions"][0])
+    body = answer.json()
+    logprobs = [next(iter(position[0].values())) for position in body["logprobs"][0]]
+    return SampledCompletion(body["token_ids"][0], logprobs, policy_versions=body["policy_versions"][0])
 
 
-def check_it_serves(served, folder, version):
-    """Its weights are those of `folder`, in the shared file too, and what it samples comes from them."""
+def check_serves(served, folder, version):
+    """Check that its weights, also in the shared file, are those of `folder`, and that it samples from them."""
     model = load(folder)
     state = served(served.engine.status())
     assert (state.policy_version, state.is_held, state.failure) == (version, False, None)
@@ -56,7 +56,7 @@ def check_it_serves(served, folder, version):
     assert mean_difference(model, PROMPT, sampled.completions) < SAME
 
 
-@pytest.mark.full  # for the modes none and lora_restart; test_engine_surface.py restarts the other engine
+@pytest.mark.full  # for the modes none and lora_restart; test_engine_api.py restarts the transformers engine
 def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_model, tmp_path):
     version = served(served.engine.status()).policy_version
     stop = threading.Event()
@@ -74,16 +74,16 @@ def test_a_restart_serves_another_model_and_requests_wait_for_it(served, qwen2_m
         finally:
             stop.set()
         assert answer.json()["policy_version"] == version + 1, answer.text
-        answers = asking.result(START_S)  # none of them failed
+        answers = asking.result(START_S)  # raises if one of them failed
     assert answers[0].policy_versions in ([version], [version + 1])
-    check_it_serves(served, qwen2_model, version + 1)
+    check_serves(served, qwen2_model, version + 1)
     assert post(served, "/bridge/restart", model_path=str(tmp_path / "no"), policy_version=9).status_code == 404
     with pytest.raises(RequestError, match=r"config\.json"):
         served(served.engine.restart(tmp_path, None, 9))
-    check_it_serves(served, qwen2_model, version + 1)
+    check_serves(served, qwen2_model, version + 1)
 
 
-def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
+def test_a_killed_engine_fails_every_request_and_is_unhealthy(served):
     engine = served.engine
     running = [served.begin(engine.generate(request(max_tokens=240))) for _ in range(3)]
     wait_until(lambda: served(engine.status()).num_running == 3)
@@ -104,12 +104,12 @@ def test_a_killed_engine_ends_every_request_and_is_not_healthy(served):
         served(engine.hold("keep", 5), timeout_s=60)
 
 
-@pytest.mark.full  # a restart takes as long as a start; the one above serves those who wait
-def test_a_restart_brings_it_back_and_serves_those_who_waited(served, qwen3_model):
+@pytest.mark.full  # a restart takes as long as a start; the restart above has waiting requests too
+def test_a_restart_after_a_crash_serves_waiting_requests(served, qwen3_model):
     with ThreadPoolExecutor(2) as pool:
         restarting = pool.submit(post, served, "/bridge/restart", model_path=str(qwen3_model), policy_version=70)
         wait_until(lambda: httpx.get(f"{served.url}/health").status_code == 200)
         waiting = pool.submit(ask, served)
         assert restarting.result(START_S).json()["policy_version"] == 70
         assert waiting.result(START_S).policy_versions == [70]
-    check_it_serves(served, qwen3_model, 70)
+    check_serves(served, qwen3_model, 70)

@@ -1,4 +1,4 @@
-"""The route of ours in vLLM's API process, with vLLM's own classes around it and an engine client that does as told."""
+"""POST /treadle/generate in vLLM's API process, with vLLM's own classes and a scripted engine client."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from treadle.engines.vllm.completions import VllmOutput, VllmRequest, decode_out
 SOON_S = 10.0
 
 
-class Client:
-    """In the place of vLLM's engine client. `moments`: what it gives, raises, or waits for."""
+class ScriptedClient:
+    """Replaces vLLM's engine client. `steps`: outputs to yield, exceptions to raise, None to wait."""
 
-    def __init__(self, *moments):
-        self._moments = moments
+    def __init__(self, *steps):
+        self._steps = steps
         self.asked = []
         self.has_begun = asyncio.Event()
-        self.was_dropped = False
+        self.was_aborted = False
 
     async def generate(self, prompt, params, request_id, *, lora_request=None, priority=0):
         self.asked.append(SimpleNamespace(prompt=prompt, params=params, id=request_id, adapter=lora_request))
         try:
             self.has_begun.set()
-            for moment in self._moments:
-                if isinstance(moment, Exception):
-                    raise moment
-                if moment is None:
+            for step in self._steps:
+                if isinstance(step, Exception):
+                    raise step
+                if step is None:
                     await asyncio.sleep(60)
                 else:
-                    yield moment
+                    yield step
         except (asyncio.CancelledError, GeneratorExit):
-            self.was_dropped = True
+            self.was_aborted = True
             raise
 
 
-class Asker:
-    """Whoever speaks HTTP with vLLM's API process; may leave."""
+class HttpCaller:
+    """Sends one request to the middleware; may disconnect."""
 
     def __init__(self):
-        self._left = asyncio.Event()
-        self._has_asked = False
+        self._disconnected = asyncio.Event()
+        self._has_sent = False
         self.status, self.body = None, b""
 
-    def leave(self):
-        self._left.set()
+    def disconnect(self):
+        self._disconnected.set()
 
     async def ask(self, client, *, stream=False, model="policy", sampling=None):
         from treadle.engines.vllm.middleware import TreadleRoutes
@@ -62,10 +62,10 @@ class Asker:
         }  # fmt: skip
 
         async def receive():
-            if not self._has_asked:
-                self._has_asked = True
+            if not self._has_sent:
+                self._has_sent = True
                 return {"type": "http.request", "body": msgspec.json.encode(order), "more_body": False}
-            await self._left.wait()
+            await self._disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message):
@@ -82,8 +82,8 @@ def _key(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "key")
 
 
-def moment(*entries, text="", finish_reason=None):
-    """vLLM's own, of one completion; of each new token its entries, the sampled one first."""
+def output(*entries, text="", finish_reason=None):
+    """vLLM's RequestOutput of one completion. `entries`: per new token, (token, logprob) of it and the top ones."""
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -103,14 +103,14 @@ def moment(*entries, text="", finish_reason=None):
 A, B = [(7, -0.5), (7, -0.5)], [(9, -1.0), (9, -1.0)]
 
 
-def test_a_whole_answer_is_numbers():
+def test_a_full_response_contains_ids_and_logprobs():
     async def ask():
-        client = Client(moment(A, B, finish_reason="length"))
-        asker = await Asker().ask(client, sampling={"detokenize": False})
-        (choice,) = decode_output(asker.body).choices
+        client = ScriptedClient(output(A, B, finish_reason="length"))
+        caller = await HttpCaller().ask(client, sampling={"detokenize": False})
+        (choice,) = decode_output(caller.body).choices
         assert (choice.token_ids, choice.logprobs, choice.tops) == ([7, 9], [-0.5, -1.0], [{7: -0.5}, {9: -1.0}])
         assert (choice.text, choice.finish_reason) == (None, "length")
-        assert not client.was_dropped
+        assert not client.was_aborted
         assert client.asked[0].prompt["cache_salt"] == "v0"
         assert client.asked[0].params.flat_logprobs
         assert client.asked[0].adapter is None
@@ -118,22 +118,22 @@ def test_a_whole_answer_is_numbers():
     asyncio.run(ask())
 
 
-def test_moments_that_vllm_put_together_keep_all_their_tops():
-    both = moment(A, text="a")
-    both.add(moment(B, text="b", finish_reason="length"), aggregate=True)
+def test_outputs_that_vllm_merged_keep_all_their_top_tokens():
+    both = output(A, text="a")
+    both.add(output(B, text="b", finish_reason="length"), aggregate=True)
 
     async def ask():
-        asker = await Asker().ask(Client(both), stream=True)
-        (answer,) = [decode_output(line) for line in asker.body.splitlines()]
+        caller = await HttpCaller().ask(ScriptedClient(both), stream=True)
+        (answer,) = [decode_output(line) for line in caller.body.splitlines()]
         assert answer.choices[0].tops == [{7: -0.5}, {9: -1.0}]
 
     asyncio.run(ask())
 
 
-def test_a_stream_is_lines_and_an_error_in_its_midst_is_the_last_one(caplog):
+def test_a_stream_is_json_lines_and_an_error_is_its_last_line(caplog):
     async def ask():
-        asker = await Asker().ask(Client(moment(A, text="a"), RuntimeError("lost")), stream=True)
-        first, last = asker.body.splitlines()
+        caller = await HttpCaller().ask(ScriptedClient(output(A, text="a"), RuntimeError("lost")), stream=True)
+        first, last = caller.body.splitlines()
         assert decode_output(first) == VllmOutput(decode_output(first).choices)
         assert json.loads(last) == {"error": "RuntimeError: lost"}
 
@@ -153,57 +153,57 @@ def _unexpected():
     ("error", "status", "words"),
     [(ValueError("too long"), 400, "too long"), (_unexpected, 500, "TypeError: what it was")],
 )
-def test_what_fails_before_the_first_token_has_a_status_and_its_own_words(stream, error, status, words):
+def test_an_error_before_the_first_token_has_a_status_and_message(stream, error, status, words):
     async def ask():
-        asker = await Asker().ask(Client(error() if callable(error) else error), stream=stream)
-        assert asker.status == status
-        assert json.loads(asker.body)["error"]["message"] == words
+        caller = await HttpCaller().ask(ScriptedClient(error() if callable(error) else error), stream=stream)
+        assert caller.status == status
+        assert json.loads(caller.body)["error"]["message"] == words
 
     asyncio.run(ask())
 
 
-def test_what_vllm_itself_refuses_is_the_requests_fault():
+def test_sampling_parameters_that_vllm_rejects_are_a_400():
     async def ask():
-        asker = await Asker().ask(Client(), sampling={"top_p": 7.0})
-        assert asker.status == 400
-        assert "top_p" in asker.body.decode()
+        caller = await HttpCaller().ask(ScriptedClient(), sampling={"top_p": 7.0})
+        assert caller.status == 400
+        assert "top_p" in caller.body.decode()
 
     asyncio.run(ask())
 
 
-def test_an_adapter_is_asked_for_by_name_and_one_that_is_not_there_refused():
+def test_an_adapter_is_selected_by_name_and_an_unknown_one_refused():
     async def ask():
-        client = Client(moment(A, finish_reason="length"))
-        await Asker().ask(client, model="a@1")
+        client = ScriptedClient(output(A, finish_reason="length"))
+        await HttpCaller().ask(client, model="a@1")
         assert client.asked[0].adapter == "the adapter"
-        asker = await Asker().ask(client, model="a@2")
-        assert asker.status == 400
-        assert "a@2" in asker.body.decode()
+        caller = await HttpCaller().ask(client, model="a@2")
+        assert caller.status == 400
+        assert "a@2" in caller.body.decode()
 
     asyncio.run(ask())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_first_token_takes_its_request_with_it(stream):
-    async def leave():
-        client, asker = Client(None), Asker()
-        asking = asyncio.ensure_future(asker.ask(client, stream=stream))
+def test_a_disconnect_before_the_first_token_aborts_the_request(stream):
+    async def disconnect():
+        client, caller = ScriptedClient(None), HttpCaller()
+        asking = asyncio.ensure_future(caller.ask(client, stream=stream))
         await asyncio.wait_for(client.has_begun.wait(), SOON_S)
-        asker.leave()
+        caller.disconnect()
         await asking
-        assert client.was_dropped
+        assert client.was_aborted
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
 
 
-def test_a_client_that_leaves_a_stream_takes_its_request_with_it():
-    async def leave():
-        client, asker = Client(moment(A, text="a"), None), Asker()
-        asking = asyncio.ensure_future(asker.ask(client, stream=True))
-        while not asker.body:
+def test_a_disconnect_during_a_stream_aborts_the_request():
+    async def disconnect():
+        client, caller = ScriptedClient(output(A, text="a"), None), HttpCaller()
+        asking = asyncio.ensure_future(caller.ask(client, stream=True))
+        while not caller.body:
             await asyncio.sleep(0.01)
-        asker.leave()
+        caller.disconnect()
         await asking
-        assert client.was_dropped
+        assert client.was_aborted
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
