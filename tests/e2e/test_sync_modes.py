@@ -29,7 +29,7 @@ MODES = {
     "delta": ("--train.weight-bridge-mode", "delta", "--train.train-layer-indices", "1-2"),
 }
 # Other tests show the rest: "one copy" is the default, which most runs of this folder use;
-# tests/unit/sync/test_modes.py has the trainer's end of each mode, tests/contract/test_engine_surface.py the
+# tests/unit/sync/test_modes.py has the trainer's end of each mode, tests/contract/test_engine_api.py the
 # engine's: broadcasts, reloads, and restarts with a saved model or adapter.
 COMMON = ("lora_only",)
 PUBLISHED = {"lora_restart": [3, 6, 7], "none": [3, 6, 7], "reload": [2, 4, 6, 7]}

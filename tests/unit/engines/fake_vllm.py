@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 1  # it hangs up on clients that are silent for longer
 class FakeVllm:
     """`stop` closes its connections, like the exit of the process."""
 
-    headers = {"Authorization": "Bearer double"}  # noqa: RUF012 - as the real one has it
+    headers = {"Authorization": "Bearer fake"}  # noqa: RUF012 - as the real one has it
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.rpc_answers = [None]  # of each worker

@@ -47,14 +47,14 @@ def test_an_address_that_others_can_reach_needs_a_token(config):
 
 
 def test_with_a_token_every_route_but_health_asks_for_it(engine, config):
-    surface = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
-    assert surface.get("/health").status_code == 200
+    api = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
+    assert api.get("/health").status_code == 200
     for method, path in (("GET", "/v1/models"), ("POST", "/generate"), ("POST", "/bridge/pause"), ("GET", "/metrics")):
-        assert surface.request(method, path).status_code == 401
-        assert surface.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert api.request(method, path).status_code == 401
+        assert api.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     known = {"Authorization": f"Bearer {TOKEN}"}
-    assert surface.get("/v1/models", headers=known).status_code == 200
-    answer = surface.post("/generate", headers=known, json={"prompt": "hi", "max_tokens": 2})
+    assert api.get("/v1/models", headers=known).status_code == 200
+    answer = api.post("/generate", headers=known, json={"prompt": "hi", "max_tokens": 2})
     assert answer.status_code == 200
 
 
@@ -69,11 +69,11 @@ TRAINERS = (("POST", "/bridge/pause"), ("POST", "/bridge/receive"), ("POST", "/l
 
 
 def test_environments_sample_observers_read_and_only_trainers_publish(engine, config):
-    surface = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
+    api = client(engine, config, {"TREADLE_ENGINE_TOKEN": TOKEN})
 
     def status(role, method, path):
         headers = {"Authorization": f"Bearer {role_token(TOKEN, role)}"}
-        return surface.request(method, path, headers=headers, content=b"{" if method == "POST" else None).status_code
+        return api.request(method, path, headers=headers, content=b"{" if method == "POST" else None).status_code
 
     for role in ("environment", "trainer", "observer"):
         assert status(role, "GET", "/bridge/info") == 200

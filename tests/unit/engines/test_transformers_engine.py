@@ -346,15 +346,15 @@ def test_a_dead_engine_is_not_healthy(server, config):
         raise RuntimeError("out of memory")
 
     server._runner.admit = broken
-    surface = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
-    answer = surface.post("/generate", json={"prompt": "hi", "max_tokens": 4})
+    api = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
+    answer = api.post("/generate", json={"prompt": "hi", "max_tokens": 4})
     assert (answer.status_code, "RuntimeError" in answer.json()["error"]) == (503, True)
-    health = surface.get("/health")
+    health = api.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "failed: RuntimeError")
-    assert surface.get("/health_generate").status_code == 503
-    assert "engine_up 0" in surface.get("/metrics").text
-    assert surface.post("/bridge/pause").status_code == 503
-    assert surface.post("/v1/completions", json={"prompt": "hi"}).json()["error"]["type"] == "server_error"
+    assert api.get("/health_generate").status_code == 503
+    assert "engine_up 0" in api.get("/metrics").text
+    assert api.post("/bridge/pause").status_code == 503
+    assert api.post("/v1/completions", json={"prompt": "hi"}).json()["error"]["type"] == "server_error"
 
 
 def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_path):
@@ -379,11 +379,11 @@ def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_pa
 
 def test_requests_may_use_the_served_model_name(config, folder, server):
     app = build_app(server, config.model_copy(update={"served_model_name": "my-policy"}), {})
-    with TestClient(app, base_url="http://127.0.0.1") as surface:
-        assert [model["id"] for model in surface.get("/v1/models").json()["data"]] == ["my-policy"]
+    with TestClient(app, base_url="http://127.0.0.1") as api:
+        assert [model["id"] for model in api.get("/v1/models").json()["data"]] == ["my-policy"]
         asked = {"prompt": PROMPT, "max_tokens": 2}
-        assert surface.post("/v1/completions", json={"model": "my-policy", **asked}).json()["model"] == "my-policy"
-        assert surface.post("/v1/completions", json={"model": "another", **asked}).status_code == 404
+        assert api.post("/v1/completions", json={"model": "my-policy", **asked}).json()["model"] == "my-policy"
+        assert api.post("/v1/completions", json={"model": "another", **asked}).status_code == 404
 
 
 def test_each_prompt_of_a_group_is_computed_once(server, monkeypatch):

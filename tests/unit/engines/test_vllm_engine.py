@@ -27,7 +27,7 @@ from treadle.engines.vllm.start import begin_server, start_vllm
 from treadle.errors import ConfigError, EngineError, RequestError
 
 SOON_S = 10.0
-NO_TEXT = SimpleNamespace(decode_after=None)  # the double writes it
+NO_TEXT = SimpleNamespace(decode_after=None)  # the fake server returns the text
 
 
 def facts(folder=Path("/model")):
