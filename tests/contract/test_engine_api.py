@@ -583,13 +583,13 @@ def test_a_version_is_accepted_only_while_held(api):
 
 def at_the_gate(api, version, write, **changes):
     """A publish as a trainer makes it: the answer of /bridge/adopt; `write(gate, number)` while it stands still."""
-    gate = Gate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
-    number = new_number()
+    gate = PublishGate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
+    number = new_publish_id()
     order = {"policy_version": version, "number": number, "gate": gate.inode, "timeout_s": 60.0, **changes}
     with ThreadPoolExecutor(1) as pool:
         with gate.publishing():
             adopting = pool.submit(api.post, "/bridge/adopt", **order)
-            if gate.wait_until_still(number, is_over=adopting.done):
+            if gate.wait_until_paused(number, is_over=adopting.done):
                 write(gate, number)
         return adopting.result(60)
 
@@ -604,7 +604,7 @@ def test_requests_wait_for_the_write_and_continue_under_the_next_version(api):
             tokens = api.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0]
             time.sleep(0.3)
             assert api.get("/metrics").text.partition("engine_generated_tokens_total ")[2].split()[0] == tokens
-            gate.go_on(number)
+            gate.mark_written(number)
 
         adopted = at_the_gate(api, before + 1, write).json()
         assert adopted.pop("held_s") >= 0.3
@@ -626,7 +626,7 @@ def test_a_trainer_that_dies_while_writing_leaves_the_engine_held(api):
     refused = api.post("/bridge/resume")
     assert refused.status_code == 503
     assert "came in part" in refused.json()["error"]
-    assert at_the_gate(api, before + 1, Gate.go_on).status_code == 200
+    assert at_the_gate(api, before + 1, PublishGate.mark_written).status_code == 200
     assert api.get("/bridge/is_paused").json() == {"is_paused": False}
     assert api.generate(max_tokens=2)["policy_version"] == before + 1
 
@@ -640,7 +640,7 @@ def test_the_engine_cannot_be_released_while_a_trainer_writes(api):
             asked = pool.submit(api.post, "/bridge/resume")
             time.sleep(0.3)
             assert api.get("/bridge/is_paused").json() == {"is_paused": True}
-            gate.go_on(number)
+            gate.mark_written(number)
             refused.append(asked.result(60).status_code)
 
     assert at_the_gate(api, before + 1, write).status_code == 200
@@ -650,8 +650,8 @@ def test_the_engine_cannot_be_released_while_a_trainer_writes(api):
 
 def test_adopting_without_a_trainer_changes_nothing(api):
     before = api.version()
-    gate = Gate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
-    answer = api.post("/bridge/adopt", policy_version=before + 1, number=new_number(), gate=gate.inode)
+    gate = PublishGate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
+    answer = api.post("/bridge/adopt", policy_version=before + 1, number=new_publish_id(), gate=gate.inode)
     assert answer.status_code == 400
     assert "no trainer is at the gate" in answer.json()["error"]
     assert api.generate(max_tokens=2)["policy_version"] == before
@@ -671,7 +671,7 @@ def test_adopting_without_a_trainer_changes_nothing(api):
 )
 def test_an_invalid_adopt_order_is_refused_and_changes_nothing(api, changes, said):
     before = api.version()
-    answer = at_the_gate(api, before + 1, Gate.go_on, **changes)
+    answer = at_the_gate(api, before + 1, PublishGate.mark_written, **changes)
     assert answer.status_code == 400
     assert said in answer.json()["error"]
     assert api.generate(max_tokens=2)["policy_version"] == before
@@ -786,7 +786,7 @@ def weights_of(folder):
 
 
 def link_to(api):
-    return GroupLink(EngineLink(api.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
+    return WeightBroadcaster(EngineLink(api.url, 120.0), "gloo", host="", timeout_s=60.0, bucket_bytes=64 << 10)
 
 
 def test_running_requests_continue_under_broadcast_weights(api, other_weights, as_before):

@@ -34,11 +34,10 @@ from treadle.engines.model_folder import REFETCH_FIX
 from treadle.engines.sampling import sample, token_logprobs, uniforms
 from treadle.engines.tokenizer import IncrementalDetokenizer, ModelTokenizer
 from treadle.errors import ModelError, is_out_of_memory
+from treadle.loading import choose_device, choose_matmul_backend, loading_options
 from treadle.processor import fast_dtype
-from treadle.sync.device import choose_device, choose_products
 from treadle.sync.layout import Layout
-from treadle.sync.loading import loading_options
-from treadle.sync.weights_file import share_parameters
+from treadle.sync.shared_memory import share_parameters
 from treadle.wire.groups import common_prefix
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class ModelRunner:
         options = loading_options(config.quantization, torch_dtype, self.device)
         model = load_model(folder, torch_dtype, options)
         self.model = (model if options else model.to(self.device)).eval()
-        choose_products(self.model)
+        choose_matmul_backend(self.model)
         self.tokenizer = tokenizer or ModelTokenizer.load(folder)
         self.eos_ids = _eos_ids(self.model)
         # By the trainer's names, kept now: adapters wrap modules later, which renames parameters.

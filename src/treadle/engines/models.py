@@ -18,7 +18,7 @@ from treadle.config.advice import as_flags_of
 from treadle.engines.default_model import cache_folder, default_model_folder, prepare_default_model
 from treadle.engines.model_folder import check_model_folder, missing_weights, refuse_code
 from treadle.errors import ModelError, TreadleError, as_user_error
-from treadle.sync.model_identity import find_model, is_path
+from treadle.sync.model_folders import find_model, is_path
 
 # Only safetensors weights are downloaded: every other format can run code when it is opened.
 FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]

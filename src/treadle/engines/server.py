@@ -27,8 +27,7 @@ from treadle.net.access import Access
 from treadle.net.connections import HttpLimits
 from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
-from treadle.sync.bridge_file import is_switched_on, place_to_write
-from treadle.sync.weights_file import claimed
+from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.watch.watchdog import About, Watchdog
 from treadle.wire.hub import GENERATED_TOKENS, WorkReport
@@ -148,7 +147,7 @@ def _serve(
     log.info("listening", host=config.host, port=config.port)
     lifespan = EngineLifespan(engine, watcher, watchdog, adapter)
     file = config.weights_file
-    bridge_file = None if file is None else place_to_write(file, os.environ, Path.cwd())
+    bridge_file = None if file is None else bridge_file_path(file, os.environ, Path.cwd())
     app = create_app(engine, config, access, lifespan=lifespan, bridge_file=bridge_file)
     limits = HttpLimits(max_connections=MAX_CONNECTIONS)
     serve_until_stopped(app, listener, on_stop=lifespan.end, limits=limits)
@@ -193,9 +192,9 @@ def start_engine(config: EngineConfig, folder: Path, on_progress: Callable[[str,
         return start_vllm(config, folder, on_progress)
     require("train", "torch", "transformers")
     from treadle.engines.transformers_engine import TransformersEngine
-    from treadle.sync.loading import telling_of_weights
+    from treadle.loading import report_loading
 
-    with telling_of_weights(on_progress):
+    with report_loading(on_progress):
         return TransformersEngine(config, folder, on_failure=_terminate_self)
 
 

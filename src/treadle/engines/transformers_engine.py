@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import transformers
 
+from treadle.background import in_background
 from treadle.config import EngineConfig
 from treadle.engines.interface import (
     Adapter,
@@ -36,9 +37,8 @@ from treadle.engines.weight_updates import (
 from treadle.errors import EngineError, ModelError, RequestError, SyncError
 from treadle.faults import reach
 from treadle.log import get_logger
-from treadle.sync.background import in_background
 from treadle.sync.fingerprint import fingerprints
-from treadle.sync.gate import Gate, is_written, refuse_misled
+from treadle.sync.gate import PublishGate, check_publish_order, wait_for_trainer
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 
@@ -151,23 +151,23 @@ class TransformersEngine:
         layout = self._runner.layout
         if layout is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
-        gate = Gate(Path(layout.gate))
-        refuse_misled(order, self.policy_version, gate)
+        gate = PublishGate(Path(layout.gate))
+        check_publish_order(order, self.policy_version, gate)
         # In a daemon thread: an engine that shuts down does not wait for a trainer.
         waiting = asyncio.wrap_future(in_background("at the gate", lambda: self._wait_for_write(gate, order)))
         try:
-            if not await is_written(waiting, gate, order.number, order.timeout_s):
-                gate.give_up(order.number)
+            if not await wait_for_trainer(waiting, gate, order.number, order.timeout_s):
+                gate.abandon(order.number)
             return await waiting
         except BaseException:
-            gate.give_up(order.number)
+            gate.abandon(order.number)
             raise
 
-    def _wait_for_write(self, gate: Gate, order: Adopt) -> float:
+    def _wait_for_write(self, gate: PublishGate, order: Adopt) -> float:
         self._scheduler.hold("keep", self._config.pause_timeout_s)
         self._update.begin()
         try:
-            gate.stand_still(order.number)
+            gate.wait_for_write(order.number)
         except SyncError as error:  # the weights may be half written: it stays held
             self._update.fail(error.message)
             raise EngineError(error.message, fix=error.fix) from None

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from treadle.errors import EngineError, RequestError, SyncError
 from treadle.log import get_logger
-from treadle.sync.changes import DELTA_FROM, Sent, from_tensors, misfit, set_weight
-from treadle.sync.process_group import ENGINE, WeightGroup, form_group, own_address_towards, visit_store
+from treadle.sync.delta import DELTA_FROM, WeightUpdate, from_tensors, misfit, set_weight
+from treadle.sync.process_group import ENGINE, WeightGroup, connect_store, form_group, local_address_towards
 from treadle.wire.bridge import JoinGroup, Received
 
 REPUBLISH_FIX = "let the trainer publish again (treadle run --resume), or POST /bridge/restart"
@@ -84,8 +84,8 @@ class BroadcastReceiver:
         device = next(iter(weights.values())).device
         check_same_weights(request, weights)
         check_backend(request, device)
-        own_address = own_address_towards(request.host, request.port)
-        store = visit_store(request.host, request.port, request.timeout_s)
+        own_address = local_address_towards(request.host, request.port)
+        store = connect_store(request.host, request.port, request.timeout_s)
         peer = f"the trainer at {request.host}"
         group = form_group(request, store, ENGINE, own_address=own_address, peer=peer, device=device)
         self.leave()  # only now: a trainer that fails to join must not end the present group
@@ -158,7 +158,7 @@ def check_backend(request: JoinGroup, device: torch.device) -> None:
 
 def read_weights(
     folder: Path, weights: Mapping[str, Tensor], policy_version: int, *, must_be_all: bool = False
-) -> dict[str, Sent]:
+) -> dict[str, WeightUpdate]:
     """Read the safetensors files of `folder` and match them to `weights`, which are of `policy_version`.
 
     Refuses, by name, tensors that `weights` does not have, and a delta to another version. `must_be_all`: refuse a
@@ -187,12 +187,12 @@ def read_weights(
     return found
 
 
-def write_weights(found: Mapping[str, Sent], weights: Mapping[str, Tensor]) -> None:
+def write_weights(found: Mapping[str, WeightUpdate], weights: Mapping[str, Tensor]) -> None:
     for name, sent in found.items():
         set_weight(weights[name], sent)
 
 
-def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Sent]:
+def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, Tensor]) -> dict[str, WeightUpdate]:
     try:
         found = from_tensors(tensors)
     except ValueError as error:
@@ -207,7 +207,7 @@ def _checked(tensors: Mapping[str, Tensor], folder: Path, weights: Mapping[str, 
     return found
 
 
-def _check_complete(found: Mapping[str, Sent], folder: Path, weights: Mapping[str, Tensor]) -> None:
+def _check_complete(found: Mapping[str, WeightUpdate], folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Check that every weight is given in full. A tied weight has several names; one of them is enough."""
     given = {weights[name].data_ptr() for name, sent in found.items() if isinstance(sent, Tensor)}
     missing = next((name for name, weight in weights.items() if weight.data_ptr() not in given), None)

@@ -48,7 +48,7 @@ def test_another_run_is_refused_even_after_the_first_trainer_ended():
     for first in (HERE, changed(process=ENDED), changed(machine="another", process=ENDED)):
         publishers = PublisherCheck()
         publish(publishers, first)
-        other = changed(run="/runs/b on x", process=Owner(pid=1, started=0))
+        other = changed(run="/runs/b on x", process=ProcessIdentity(pid=1, started=0))
         with pytest.raises(RequestError, match=r"serves versions of /runs/a on .*, not of /runs/b on x"):
             publish(publishers, other)
         publish(publishers, first)

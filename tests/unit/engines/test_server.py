@@ -15,8 +15,8 @@ from treadle.engines.interface import ServingStatus
 from treadle.engines.model_runner import ModelRunner
 from treadle.engines.server import EngineWatcher, apply_shared_weights_switch
 from treadle.engines.transformers_engine import TransformersEngine
-from treadle.sync.bridge_file import read_bridge_file
-from treadle.sync.loading import telling_of_weights
+from treadle.loading import report_loading
+from treadle.sync.shared_memory import read_bridge_file
 from treadle.watch.waits import Waits
 
 
@@ -85,7 +85,7 @@ def test_loading_progress_is_reported_until_the_engine_serves(tmp_path) -> None:
         progress.append((work.done, work.total))
 
     assert watcher.about().work is None
-    with telling_of_weights(tell):
+    with report_loading(tell):
         engine = ModelRunner(EngineConfig(dtype="float32", threads=1), folder)
     total = len(engine.weights)
     assert progress == [(done, total) for done in range(total + 1)]

@@ -12,7 +12,7 @@ import pytest
 from treadle.engines.vllm import middleware
 from treadle.engines.vllm.completions import VllmChoice, VllmOutput
 from treadle.engines.vllm.middleware import MIN_LOGPROB, _unless_client_leaves, to_output
-from treadle.sync.gate import Gate
+from treadle.sync.gate import PublishGate
 
 
 @dataclass

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.processes import free_port
+from treadle.background import in_background
 from treadle.engines.weight_updates import BroadcastReceiver
 from treadle.errors import TreadleError
 from treadle.sync.fingerprint import fingerprint

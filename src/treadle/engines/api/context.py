@@ -30,7 +30,8 @@ from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger
 from treadle.net.exposition import Histogram
 from treadle.sync.layout import Layout
-from treadle.sync.owner import PUBLISHER_HEADER, Publisher, read_publisher
+from treadle.sync.process_identity import PUBLISHER_HEADER, Publisher, read_publisher
+from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file
 
 _FIX = "let one trainer publish to one engine; for another run, start the engine again or POST /bridge/restart by hand"
 log = get_logger("engine")

@@ -309,7 +309,7 @@ class VllmEngine:
     async def _adopt(self, order: Adopt) -> float:
         if self._gate_file is None:
             raise RequestError("this engine shares no weights", fix="start it with --weights-file")
-        refuse_misled(order, self.policy_version, Gate(self._gate_file))
+        check_publish_order(order, self.policy_version, PublishGate(self._gate_file))
         was_held, before = not self._request_gate.is_open, list(self._base_versions)
         self._request_gate.close()
         self._serve_version(order.policy_version)  # before a token can be sampled under it, as in _release

@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import GENERATE, VllmChoice, VllmOutput, VllmRequest, decode_request
-from treadle.sync.gate import Gate, is_written
+from treadle.sync.gate import PublishGate, wait_for_trainer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -305,17 +305,17 @@ async def _adopt(state: Any, body: dict[str, Any]) -> Any:
     """
     client, order = state.engine_client, {"gate": body["gate"], "number": body["number"]}
     drop, num_turns = _drop_caches(client)
-    gate = Gate(Path(body["gate"]))
+    gate = PublishGate(Path(body["gate"]))
     waiting = asyncio.ensure_future(client.collective_rpc("treadle_wait_for_write", kwargs=order))
     dropping = asyncio.ensure_future(drop)
     for _ in range(num_turns):
         await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(gate.may_go_on, body["number"])
-    if not await is_written(waiting, gate, body["number"], body["timeout_s"]):
+    asyncio.get_running_loop().call_soon(gate.allow_resume, body["number"])
+    if not await wait_for_trainer(waiting, gate, body["number"], body["timeout_s"]):
         # The weights may be half written: vLLM must not compute when the worker stops waiting.
         pausing = asyncio.ensure_future(_pause(client, "keep"))
         await asyncio.sleep(_SEND_S)
-        gate.give_up(body["number"])
+        gate.abandon(body["number"])
         await asyncio.gather(waiting, dropping, pausing)
         raise TimeoutError("the trainer did not finish writing the weights")
     await dropping

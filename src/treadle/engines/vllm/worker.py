@@ -27,11 +27,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from treadle.engines.vllm.command import LOAD_FORMAT
 from treadle.engines.weight_updates import BroadcastReceiver, empty_model, read_weights, write_weights
 from treadle.errors import SyncError, TreadleError
-from treadle.sync.fingerprint import StandingWeights, begin_fingerprints, fingerprints
-from treadle.sync.fused import Shape, Slice, map_fused, place_slices
-from treadle.sync.gate import Gate
-from treadle.sync.layout import Layout
-from treadle.sync.weights_file import share_parameters
+from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
+from treadle.sync.gate import PublishGate
+from treadle.sync.layout import Layout, Shape, Slice, map_fused, place_slices
+from treadle.sync.shared_memory import share_parameters
 from treadle.wire.bridge import JoinGroup
 
 SHARED_LAYOUT = "treadle_shared_layout"  # attribute of a model whose parameters are shared
@@ -120,7 +119,7 @@ class TreadleWorker:
         vLLM computes no token during a worker call, and the GPU has a step to finish first. By the time
         treadle_read_fingerprints is called it is done, or nearly so.
         """
-        standing = self.__dict__.setdefault("treadle_standing", StandingWeights())
+        standing = self.__dict__.setdefault("treadle_standing", FingerprintCache())
         begun = begin_fingerprints(_weights(self).items(), policy_version, standing)
         self.__dict__["treadle_begun"] = (policy_version, begun)
         return None
@@ -165,9 +164,9 @@ class TreadleWorker:
     @_refusals_as_answers
     def treadle_wait_for_write(self, *, gate: str, number: int) -> Result:
         """Block between two steps until the trainer has written, or until the API process gives up (middleware.py)."""
-        opened = Gate(Path(gate))
+        opened = PublishGate(Path(gate))
         _synchronize()
-        return {"held_s": opened.stand_still(number, needs_leave=True)}
+        return {"held_s": opened.wait_for_write(number, until_allowed=True)}
 
     @_refusals_as_answers
     def treadle_synchronize(self) -> Result:
