@@ -28,12 +28,12 @@ from tests.doc_pages import ROOT, Command
 from treadle import cli
 from treadle.config import env, train
 from treadle.config.flags import FlagParser
+from treadle.config.keys import explicit_keys
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.errors import Problems
 from treadle.guides import GUIDES
 from treadle.launch.attachment import one_address
-from treadle.launch.plan import explicit_keys
 from treadle.launch.settings import check_one_trainer, settle_environments, with_environments
 
 # What starts something, by the name under which the command line finds it.

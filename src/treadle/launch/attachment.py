@@ -19,12 +19,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from treadle.config.keys import value_of, with_values
 from treadle.config.schema import RunConfig
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.doctor.live import Answer, Server
-from treadle.launch.plan import RunTokens, value_of, with_values
+from treadle.launch.plan import RunTokens
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, shown_url, without_token
 from treadle.sync.model_folders import LiveFolder, is_same_model

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from treadle.config.keys import choose_steps, explicit_keys, keys_in
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import require_secrets
@@ -35,17 +36,7 @@ from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
 from treadle.launch.overseer import Overseer
 from treadle.launch.page import RunPage
-from treadle.launch.plan import (
-    CONFIG_FILE,
-    LOG_FOLDER,
-    Plan,
-    RunTokens,
-    build_plan,
-    choose_steps,
-    explicit_keys,
-    keys_in,
-    wished_addresses,
-)
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, Plan, RunTokens, build_plan, wished_addresses
 from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.preflight import checked_resume, checked_start
 from treadle.launch.probe import answers_ok, get_json

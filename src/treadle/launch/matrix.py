@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from treadle.config.keys import choose_steps, explicit_keys, keys_in, value_of, with_fitting_groups
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
@@ -39,10 +40,10 @@ from treadle.launch.matrix_table import (
     text_of,
     verdict,
 )
-from treadle.launch.plan import CONFIG_FILE, choose_steps, explicit_keys, keys_in, value_of
+from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.report import load_summary
 from treadle.launch.report_page import PAGE_FILE, gather, render
-from treadle.launch.settings import check_one_model, run_label, settle_environments, settle_paths, with_fitting_groups
+from treadle.launch.settings import check_one_model, run_label, settle_environments, settle_paths
 from treadle.launch.wording import gigabytes, near, program
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer

@@ -8,21 +8,18 @@ then     env                when hub and engine answer; the run is complete when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel
-
 from treadle.config.advice import as_flags_of
 from treadle.config.env import folder_of, labels_of, process_of
-from treadle.config.load import parse
+from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, with_values
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
-from treadle.config.section import set_value
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
@@ -31,7 +28,6 @@ from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Cli
 from treadle.net.urls import is_loopback_host, url_to, without_token
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
-PROMPT_ROOM = 1024  # tokens before a completion
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
 # Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
@@ -242,15 +238,6 @@ def choose_by_processor(
     return values, tuple(notes)
 
 
-def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
-    """For engine and trainer alike: what the user gave for one of them, else room for a prompt and a completion."""
-    given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
-    asked = [value for key, value in given.items() if key in explicit]
-    completion = max(env.max_token_length for env in config.environments)
-    wanted = -(-(completion + PROMPT_ROOM) // 256) * 256
-    return min(asked) if asked else max(*given.values(), wanted)
-
-
 def engine_of_mode(
     train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
 ) -> dict[str, Any]:
@@ -267,53 +254,10 @@ def engine_of_mode(
     return settings
 
 
-def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
-    """The dotted keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}; "envs.1.task"."""
-    keys: set[str] = set()
-    for name in config.model_fields_set:
-        value = getattr(config, name)
-        if name == "envs":
-            keys |= {key for place, env in enumerate(value) for key in explicit_keys(env, f"envs.{place}.")}
-        else:
-            keys |= explicit_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
-    return frozenset(keys)
-
-
-def keys_in(config: RunConfig, overrides: Iterable[str]) -> frozenset[str]:
-    """The settings that flags change: "env.seed" is that of each environment."""
-    spread = [config.keys_of_envs(key[4:]) if key.startswith("env.") else [key] for key in overrides]
-    return frozenset(key for keys in spread for key in keys)
-
-
 def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
     """Where the servers that the run starts are to listen."""
     wished = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
     return {server: address for server, address in wished.items() if server not in config.attached_urls}
-
-
-def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
-    """`--steps` and `--train.steps` are the same number; two different ones are a mistake."""
-    if "train.steps" not in explicit or config.train.steps == config.steps:
-        return config.steps
-    if "steps" in explicit:
-        raise ConfigError(f"steps = {config.steps} and train.steps = {config.train.steps}", fix="give only --steps")
-    return config.train.steps
-
-
-def value_of(config: RunConfig, dotted: str) -> Any:
-    """The value of a setting: `value_of(config, "hub.port")`."""
-    value: Any = config
-    for name in dotted.split("."):
-        value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
-    return value
-
-
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A copy with `values` ({"hub.port": 8100}) laid over it, checked again as a whole."""
-    merged = config.model_dump()
-    for dotted, value in values.items():
-        set_value(merged, dotted, value)
-    return parse(RunConfig, merged, source="the command line")
 
 
 def _processes(

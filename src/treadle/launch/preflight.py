@@ -13,6 +13,7 @@ from pathlib import Path
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.engine_choice import has_vllm
+from treadle.config.keys import choose_steps, with_fitting_groups
 from treadle.config.schema import RunConfig
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.installation import find_vllm
@@ -21,7 +22,7 @@ from treadle.envs.catalogue import load_environment
 from treadle.errors import Problems
 from treadle.launch.attachment import one_address
 from treadle.launch.folder import check_disk_space
-from treadle.launch.plan import choose_steps, wished_addresses
+from treadle.launch.plan import wished_addresses
 from treadle.launch.ports import Listeners, held_ports
 from treadle.launch.settings import (
     check_one_model,
@@ -29,7 +30,6 @@ from treadle.launch.settings import (
     settle_environments,
     settle_paths,
     with_environments,
-    with_fitting_groups,
 )
 from treadle.store.file import refuse_locked
 from treadle.sync.model_folders import find_model

@@ -9,14 +9,14 @@ from typing import Any
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig, folder_of, labels_of
+from treadle.config.keys import value_of, with_values
 from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.envs.serving.course import fitting_group_size
 from treadle.envs.serving.pace import choose_pace
 from treadle.errors import ConfigError, Problems
-from treadle.launch.plan import RunTokens, value_of, with_values
+from treadle.launch.plan import RunTokens
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.urls import shown_url
 from treadle.store.file import real_path
@@ -52,13 +52,6 @@ def settle_environments(config: RunConfig, problems: Problems) -> RunConfig:
         with problems.collected():
             settled[place] = settle_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
     return with_environments(config, settled)
-
-
-def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
-    """Make groups no larger than a batch, unless the user chose their size."""
-    keys = [key for key in config.keys_of_envs("group_size") if key not in explicit]
-    sequences = config.train.sequences_per_step
-    return with_values(config, {key: fitting_group_size(value_of(config, key), sequences) for key in keys})
 
 
 def settle_paths(config: RunConfig) -> RunConfig:

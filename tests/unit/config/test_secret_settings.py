@@ -12,12 +12,13 @@ import pytest
 
 from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.keys import explicit_keys
 from treadle.config.secret_settings import NOT_STORED, VARIABLE, require_secrets, secrets_in
 from treadle.errors import ConfigError
 from treadle.launch.attachment import one_address
 from treadle.launch.folder import requested_keys, save_request
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import Plan, build_plan, explicit_keys
+from treadle.launch.plan import Plan, build_plan
 
 SECRET = "sk-very-secret"  # noqa: S105 - made up
 WITH_SECRETS = {

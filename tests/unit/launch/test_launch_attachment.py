@@ -19,6 +19,7 @@ from test_launch_plan import FACTS, RUN
 from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.keys import explicit_keys
 from treadle.config.secret_settings import require_secrets
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError, RunStalled
@@ -28,7 +29,7 @@ from treadle.launch.attachment import attach, choose_model, one_address, settle_
 from treadle.launch.history import reader_of
 from treadle.launch.job import Life, _starting, start_run
 from treadle.launch.overseer import SILENT_S, Overseer
-from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys, wished_addresses
+from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, wished_addresses
 from treadle.launch.settings import read_tokens
 from treadle.net.tokens import role_token
 from treadle.wire.bridge import BridgeInfo

@@ -14,11 +14,11 @@ from written_run import write_run
 from tests.e2e.processes import free_port
 from treadle.clock import awake_s
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.keys import with_values
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.dash import show_page
-from treadle.launch.plan import with_values
 from treadle.launch.probe import answers_ok, get
 from treadle.launch.run_hubs import recorded_hub
 from treadle.launch.runs_page import RunList

@@ -19,6 +19,7 @@ from written_run import write_run
 
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
+from treadle.config.keys import with_values
 from treadle.config.load import save_run
 from treadle.launch.doctor.command import Patient, examine_live
 from treadle.launch.doctor.finding import Check
@@ -26,7 +27,6 @@ from treadle.launch.doctor.live import Server, check_engine, check_hub
 from treadle.launch.doctor.looking import list_packages, survey_model
 from treadle.launch.doctor.sharing import Trial, try_sharing
 from treadle.launch.folder import locked
-from treadle.launch.plan import with_values
 from treadle.net.tokens import role_token
 
 

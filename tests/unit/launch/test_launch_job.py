@@ -18,6 +18,7 @@ from written_run import evaluation, step_values, write_run
 from tests.e2e.processes import free_port
 from tests.tiny_model import write_tiny_model
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.keys import explicit_keys, with_fitting_groups
 from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
@@ -26,9 +27,9 @@ from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
 from treadle.launch.job import Life, start_run
 from treadle.launch.memory import MemorySampler, resident_bytes
-from treadle.launch.plan import Plan, explicit_keys
+from treadle.launch.plan import Plan
 from treadle.launch.report import Outcome, save_summary, summarize
-from treadle.launch.settings import check_one_model, settle_environment, with_fitting_groups
+from treadle.launch.settings import check_one_model, settle_environment
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from treadle.config import DEFAULT_MODEL, TrainConfig, load_run
+from treadle.config.keys import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, explicit_keys
+from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan
 from treadle.net.tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")

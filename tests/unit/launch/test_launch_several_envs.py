@@ -13,11 +13,12 @@ from test_launch_replay import begin, lives, treadle  # noqa: F401
 from written_run import evaluation, step_values
 
 from treadle.config import RunConfig, load_run
+from treadle.config.keys import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.words import result_in_words
 from treadle.launch.history import reader_of
 from treadle.launch.panel import draw
-from treadle.launch.plan import Plan, RunTokens, build_plan, explicit_keys, shares_of
+from treadle.launch.plan import Plan, RunTokens, build_plan, shares_of
 from treadle.launch.report import Outcome, print_report, summarize
 from treadle.launch.report_page import gather, render
 from treadle.launch.settings import run_label

@@ -16,9 +16,10 @@ from written_run import history_of, write_run
 from tests.e2e.processes import environment, free_port
 from tests.hub_process import HubProcess
 from treadle.config import load_run, save_run
+from treadle.config.keys import with_values
 from treadle.errors import ConfigError
 from treadle.launch.folder import locked
-from treadle.launch.plan import CONFIG_FILE, with_values
+from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.report import Outcome, save_summary, summarize
 from treadle.launch.top import find_run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle.config.env import MIN_GROUP_SIZE, EnvConfig
+from treadle.config.env import EnvConfig
 from treadle.errors import ConfigError, HubError
 from treadle.wire.hub import BatchInfo, RegisteredEnv
 
@@ -23,15 +23,6 @@ class Course:
     group_size: int
     longest_sequence: int
     is_alone: bool  # no other environment fills the batches
-
-
-def fitting_group_size(group_size: int, batch_size: int) -> int:
-    """The group size, or, where a batch is smaller, the batch size: a batch takes whole groups.
-
-    >>> fitting_group_size(8, 4), fitting_group_size(8, 64)
-    (4, 8)
-    """
-    return batch_size if MIN_GROUP_SIZE <= batch_size < group_size else group_size
 
 
 def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, share: float) -> Course:

@@ -25,12 +25,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from treadle.config.env import EnvConfig
+from treadle.config.keys import fitting_group_size
 from treadle.config.load import replace_text
 from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import Desk
-from treadle.envs.serving.course import Course, check_fills_batches, fitting_group_size, plan_course
+from treadle.envs.serving.course import Course, check_fills_batches, plan_course
 from treadle.envs.serving.cursor import Cursor
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.evaluations import STATUS_POLL_S, evaluate, evaluate_beside, evaluate_if_due

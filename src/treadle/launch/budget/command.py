@@ -9,6 +9,7 @@ from functools import partial
 
 from rich.console import Console
 
+from treadle.config.keys import explicit_keys, keys_in, value_of
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.launch.budget.accounting import HOST, estimate
@@ -17,7 +18,6 @@ from treadle.launch.budget.levers import largest_micro_tokens, suggest, take_les
 from treadle.launch.budget.request import accepts, add_plan_flags, read_request, settings_of
 from treadle.launch.budget.result import Budget
 from treadle.launch.budget.start import Start
-from treadle.launch.plan import explicit_keys, keys_in, value_of
 from treadle.launch.wording import gigabytes
 
 LESS = 0.75  # of what was planned, for a run that ended for want of memory

@@ -8,16 +8,21 @@ from contextlib import suppress
 from typing import get_args
 
 from treadle.config.engine_choice import has_vllm
+from treadle.config.keys import (
+    explicit_keys,
+    fitting_group_size,
+    keys_in,
+    longest_sequence,
+    with_fitting_groups,
+    with_values,
+)
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.envs.catalogue import load_environment
-from treadle.envs.serving.course import fitting_group_size
 from treadle.errors import ConfigError
 from treadle.launch.budget import calibration
 from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
 from treadle.launch.budget.job import Job, Mode
 from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.launch.plan import explicit_keys, keys_in, longest_sequence, with_values
-from treadle.launch.settings import with_fitting_groups
 from treadle.processor import fast_dtype
 
 
