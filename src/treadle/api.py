@@ -152,8 +152,8 @@ class Run:
         self.path = path
 
     def __repr__(self) -> str:
+        from treadle.formatting import near
         from treadle.launch.report import result_in_words
-        from treadle.launch.wording import near
 
         summary = self.summary
         state = "" if summary.is_complete else f" ({summary.steps} planned)"
@@ -319,8 +319,8 @@ class Chat:
 
 def _supervise(what: RunConfig | Path, overrides: dict[str, Any] | None = None, *, plain: bool) -> Run:
     """Start a run, or resume the one in a folder, and wait for its end."""
+    from treadle.formatting import near
     from treadle.launch.job import resume_run, start_run
-    from treadle.launch.wording import near
 
     show_warnings()
     try:

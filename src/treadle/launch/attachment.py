@@ -24,8 +24,8 @@ from treadle.config.schema import RunConfig
 from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
-from treadle.launch.doctor.live import Answer, Server
 from treadle.launch.plan import RunTokens
+from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, shown_url, without_token
 from treadle.sync.model_folders import LiveFolder, is_same_model
@@ -159,7 +159,7 @@ def attach(
     of_hub: tuple[str, ...] = ()
     if config.hub_url:
         token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
-        hub = Server("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
+        hub = ServerProbe("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
         status = _ask(hub, "/healthz", "/v1/status", HubStatus, say)
         if last_step is None:
             refuse_used_hub(config, status)
@@ -170,7 +170,7 @@ def attach(
     if not config.engine_url:
         return Attached(config, notes=of_hub, was_begun=was_begun)
     token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
-    engine = Server("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
+    engine = ServerProbe("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
     info = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
     if last_step is None:
         refuse_used_engine(config, info)
@@ -196,7 +196,7 @@ def refuse_emptied_hub(config: RunConfig, status: HubStatus, last_step: int) -> 
         )
 
 
-def _wait_for(server: Server, path: str, say: Say) -> None:
+def _wait_for(server: ServerProbe, path: str, say: Say) -> None:
     """Until GET `path` answers 200."""
     begun, is_told = time.monotonic(), False
     while True:
@@ -220,7 +220,7 @@ def _wait_for(server: Server, path: str, say: Say) -> None:
         time.sleep(ASK_EVERY_S)
 
 
-def _ask(server: Server, health_path: str, path: str, kind: type[T], say: Say) -> T:
+def _ask(server: ServerProbe, health_path: str, path: str, kind: type[T], say: Say) -> T:
     """GET `path`, as soon as the server is ready."""
     _wait_for(server, health_path, say)
     answer = server.ask(path)
@@ -232,7 +232,7 @@ def _ask(server: Server, health_path: str, path: str, kind: type[T], say: Say) -
     raise _refused(server, path, answer)
 
 
-def _refused(server: Server, path: str, answer: Answer) -> ConfigError:
+def _refused(server: ServerProbe, path: str, answer: ProbeAnswer) -> ConfigError:
     if answer.status in (401, 403):
         return ConfigError(
             f"the {server.kind} at {server.shown} asks for its token: {answer.summary}",

@@ -18,12 +18,12 @@ from treadle.launch.folder import is_going, is_run
 from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import held_ports, port_of
-from treadle.launch.probe import answers_ok
 from treadle.launch.run_hubs import LOOPBACK, observer_token, recorded_hub
 from treadle.launch.runs_page import open_start_page
 from treadle.launch.top import find_run, watch_url
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.listening import HANDED_FD
+from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
 from treadle.net.urls import shown_url, url_to, without_token

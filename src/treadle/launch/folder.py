@@ -23,9 +23,9 @@ from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import without_secrets
 from treadle.errors import ConfigError, DiskFull, ModelError
+from treadle.formatting import counted, gigabytes, near, program
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.wording import counted, gigabytes, near, program
 
 REQUEST_FILE = "request.json"
 ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; beside it a final_model that they are merged into

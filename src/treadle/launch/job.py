@@ -21,6 +21,7 @@ from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import require_secrets
 from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is_out_of_memory
+from treadle.formatting import counted
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import (
     Attached,
@@ -39,7 +40,6 @@ from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, Plan, RunTokens, build_plan, wished_addresses
 from treadle.launch.ports import Listeners, held_ports, port_of
 from treadle.launch.preflight import checked_resume, checked_start
-from treadle.launch.probe import answers_ok, get_json
 from treadle.launch.process import KILLED
 from treadle.launch.report import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.settings import (
@@ -51,7 +51,7 @@ from treadle.launch.settings import (
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 from treadle.launch.versions import save_versions
 from treadle.launch.view import RunState, Screen, choose_view, current_phase
-from treadle.launch.wording import counted
+from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
 from treadle.train.requirements import check_layers
 

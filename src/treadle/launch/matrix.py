@@ -25,6 +25,7 @@ from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, require_secrets, secrets_in, without_secrets
 from treadle.config.section import set_value
 from treadle.errors import ConfigError, MissingExtra, Problems, TreadleError, as_path_error, as_user_error
+from treadle.formatting import gigabytes, near, program
 from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
 from treadle.launch.budget.cards import find_gpu, host_memory
@@ -44,7 +45,6 @@ from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.report import load_summary
 from treadle.launch.report_page import PAGE_FILE, gather, render
 from treadle.launch.settings import check_one_model, run_label, settle_environments, settle_paths
-from treadle.launch.wording import gigabytes, near, program
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from jinja2 import Environment, StrictUndefined
 
+from treadle.formatting import counted, one_line
 from treadle.launch.history import History, Step, is_number
 from treadle.launch.process import last_words
 from treadle.launch.report_page import Facts
-from treadle.launch.wording import counted, one_line
 from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]

@@ -22,7 +22,7 @@ from treadle.clock import awake_s
 from treadle.config.advice import as_flags_of
 from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
-from treadle.launch.probe import get
+from treadle.net.probe import get
 from treadle.net.urls import shown_url
 from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from treadle.errors import ProcessDied, TreadleError, UserError
 from treadle.launch.plan import ProcessSpec
-from treadle.launch.probe import answers_ok
 from treadle.net.listening import HANDED_FD
+from treadle.net.probe import answers_ok
 
 NUM_TAIL_LINES = 20
 KILLED = ", perhaps out of memory"  # what is said of a process that the system has killed

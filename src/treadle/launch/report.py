@@ -13,9 +13,9 @@ from rich.console import Console
 from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
 from treadle.errors import MissingExtra
+from treadle.formatting import counted, duration, gigabytes, model_name, near, one_line, percent, program
 from treadle.launch.folder import ADAPTER_RESULT, find_result
 from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.launch.wording import counted, duration, gigabytes, model_name, near, one_line, percent, program
 from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"

@@ -18,10 +18,10 @@ from treadle.config.load import load_run, parse
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.query import Unanswerable
 from treadle.errors import ConfigError
+from treadle.formatting import near, program
 from treadle.launch.folder import is_going
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.ports import port_of
-from treadle.launch.wording import near, program
 from treadle.net.listening import HANDED_FD, take_port
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, url_to

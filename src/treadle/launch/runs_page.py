@@ -29,11 +29,11 @@ from treadle.dash.query import Unanswerable, as_json, telling
 from treadle.dash.run_folder import RunFolder, task_of
 from treadle.dash.static import HEADERS, INDEX, StaticFiles
 from treadle.errors import ConfigError
+from treadle.formatting import percent
 from treadle.launch.folder import is_going, is_run
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.report import load_summary
 from treadle.launch.run_hubs import IDLE_S, RunHubs, is_on_loopback, origin_of
-from treadle.launch.wording import percent
 from treadle.net.tokens import bearer_headers
 
 START = "start.html"

@@ -22,10 +22,10 @@ from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.overseer import Overseer
 from treadle.launch.panel import draw
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
-from treadle.launch.probe import get_json
 from treadle.launch.report import Summary, load_summary, result_in_words
 from treadle.launch.view import RunState, View, choose_view, current_phase
 from treadle.log import get_logger
+from treadle.net.probe import get_json
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.net.urls import shown_url, without_token
 

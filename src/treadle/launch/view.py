@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.live import Live
 
 from treadle.config.schema import RunConfig
+from treadle.formatting import duration, percent
 from treadle.launch.history import TOKENS_PER_SECOND, History
 from treadle.launch.overseer import Sight
 from treadle.launch.panel import Picture, draw
-from treadle.launch.wording import duration, percent
 from treadle.log import get_logger
 
 log = get_logger("launch")

@@ -23,10 +23,11 @@ from treadle.config.keys import with_values
 from treadle.config.load import save_run
 from treadle.launch.doctor.command import Patient, examine_live
 from treadle.launch.doctor.finding import Check
-from treadle.launch.doctor.live import Server, check_engine, check_hub
+from treadle.launch.doctor.live import check_engine, check_hub
 from treadle.launch.doctor.looking import list_packages, survey_model
 from treadle.launch.doctor.sharing import Trial, try_sharing
 from treadle.launch.folder import locked
+from treadle.net.probe import ServerProbe
 from treadle.net.tokens import role_token
 
 
@@ -122,13 +123,13 @@ def test_the_packages_of_a_python_are_listed_with_what_they_ask_for() -> None:
 
 def test_a_live_hub_says_why_there_is_no_batch(tmp_path: Path) -> None:
     with HubProcess(tmp_path) as hub:
-        checks = by_name(check_hub(Server("hub", hub.url)))
+        checks = by_name(check_hub(ServerProbe("hub", hub.url)))
         assert checks["hub"].verdict == "ok"
         assert checks["batches"].found.startswith("no trainer has registered")
         assert checks["process hub"].verdict == "ok"
         done = doctor("--json", "--hub", hub.url)
         assert done.returncode == 0, done.stdout
-        (not_an_engine,) = [check for check in check_engine(Server("engine", hub.url)) if "generate" in check.name]
+        (not_an_engine,) = [check for check in check_engine(ServerProbe("engine", hub.url)) if "generate" in check.name]
         assert not_an_engine.verdict == "problem"
         assert "404" in not_an_engine.found
         assert "`treadle engine --port N`" in not_an_engine.remedy
@@ -136,9 +137,9 @@ def test_a_live_hub_says_why_there_is_no_batch(tmp_path: Path) -> None:
 
 def test_a_hub_with_a_token_asks_for_its_variable(tmp_path: Path) -> None:
     with HubProcess(tmp_path, env={"TREADLE_HUB_TOKEN": "0123456789abcdef0123"}) as hub:
-        refused = check_hub(Server("hub", hub.url, "", "TREADLE_HUB_TOKEN"))[-1]
+        refused = check_hub(ServerProbe("hub", hub.url, "", "TREADLE_HUB_TOKEN"))[-1]
         assert (refused.verdict, refused.remedy) == ("problem", "export TREADLE_HUB_TOKEN=...")
-        known = check_hub(Server("hub", hub.url, "0123456789abcdef0123", "TREADLE_HUB_TOKEN"))
+        known = check_hub(ServerProbe("hub", hub.url, "0123456789abcdef0123", "TREADLE_HUB_TOKEN"))
         assert all(check.verdict == "ok" for check in known)
 
 
@@ -207,19 +208,19 @@ def stranger() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
 def test_404_on_generate_is_told_with_the_wrong_base_url(stranger: tuple[str, dict[str, tuple[int, Any]]]) -> None:
     url, answers = stranger
     answers["/health"] = (200, {"status": "ok", "policy_version": 3})
-    alive, generate = check_engine(Server("engine", url))
+    alive, generate = check_engine(ServerProbe("engine", url))
     assert (alive.verdict, generate.verdict) == ("ok", "problem")
     assert "not a treadle engine" in generate.found
-    with_path = by_name(check_engine(Server("engine", f"{url}/api")))
+    with_path = by_name(check_engine(ServerProbe("engine", f"{url}/api")))
     assert with_path["POST /generate"].remedy == f"leave the path out: {url}"
 
 
 def test_a_server_that_accepts_and_never_answers_is_called_stuck() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        answer = Server("engine", url).ask("/health", timeout_s=0.2)
+        answer = ServerProbe("engine", url).ask("/health", timeout_s=0.2)
         assert (answer.status, answer.is_late) == (0, True)
-        (check,) = check_hub(Server("hub", url, timeout_s=0.2))
+        (check,) = check_hub(ServerProbe("hub", url, timeout_s=0.2))
     assert check.verdict == "problem"
     assert "kill -USR1" in check.remedy
 
@@ -227,7 +228,7 @@ def test_a_server_that_accepts_and_never_answers_is_called_stuck() -> None:
 def test_an_engine_that_failed_says_why(stranger: tuple[str, dict[str, tuple[int, Any]]]) -> None:
     url, answers = stranger
     answers["/health"] = (503, {"status": "failed: vLLM has died"})
-    (check,) = check_engine(Server("engine", url))
+    (check,) = check_engine(ServerProbe("engine", url))
     assert check.verdict == "problem"
     assert "vLLM has died" in check.found
 

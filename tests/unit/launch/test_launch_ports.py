@@ -11,9 +11,9 @@ import pytest
 
 from treadle.errors import PortInUse
 from treadle.launch.ports import ANY_FREE, held_ports, port_of
-from treadle.launch.probe import answers_ok
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.net.listening import take_port
+from treadle.net.probe import answers_ok
 
 LOOPBACK = "127.0.0.1"
 # A server as ours are: it takes its port by take_port, and starts a child of its own first.

@@ -13,11 +13,11 @@ from rich.console import Console
 from written_run import history_of, write_health, write_run
 
 from treadle.config import load_run
+from treadle.formatting import counted, duration, one_line, sparkline
 from treadle.launch.history import History, HistoryReader
 from treadle.launch.overseer import Sight
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
-from treadle.launch.wording import counted, duration, one_line, sparkline
 from treadle.track.health_log import HealthLine, HealthLog, parse_health
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from treadle.engines.vllm.installation import lora_rank, max_cpu_loras, max_loras
+from treadle.engines.vllm.adapter_places import lora_rank, max_cpu_loras, max_loras
+from treadle.formatting import gigabytes
 from treadle.launch.budget import calibration as known
 from treadle.launch.budget.activations import backward_bytes, kept_bytes, logits_bytes
 from treadle.launch.budget.cards import Machine
 from treadle.launch.budget.job import Job
 from treadle.launch.budget.result import ALL, MICRO, Budget, Component, Moment, Owner, Place
-from treadle.launch.wording import gigabytes
 
 TRAINER_GPU = "trainer GPU"
 ENGINE_GPU = "engine GPU"

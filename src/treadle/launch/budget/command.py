@@ -12,13 +12,13 @@ from rich.console import Console
 from treadle.config.keys import explicit_keys, keys_in, value_of
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError, ModelError, TreadleError
+from treadle.formatting import gigabytes
 from treadle.launch.budget.accounting import HOST, estimate
 from treadle.launch.budget.drawing import as_json, show
 from treadle.launch.budget.levers import largest_micro_tokens, suggest, take_less
 from treadle.launch.budget.request import accepts, add_plan_flags, read_request, settings_of
 from treadle.launch.budget.result import Budget
 from treadle.launch.budget.start import Start
-from treadle.launch.wording import gigabytes
 
 LESS = 0.75  # of what was planned, for a run that ended for want of memory
 

@@ -8,11 +8,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from treadle.formatting import gigabytes
 from treadle.launch.budget.job import Job
 from treadle.launch.budget.levers import Suggestion
 from treadle.launch.budget.result import Budget, Place, Verdict
 from treadle.launch.budget.start import Start
-from treadle.launch.wording import gigabytes
 
 _WIDE_TERMINAL = 110
 _BARS = {_WIDE_TERMINAL: 34, 80: 16, 0: 8}  # least terminal width in columns -> width of a bar

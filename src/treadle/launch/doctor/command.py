@@ -24,7 +24,7 @@ from treadle.engines.vllm.installation import Installation, find_vllm
 from treadle.errors import ConfigError, MissingExtra
 from treadle.launch.doctor import hardware, looking, settings, software
 from treadle.launch.doctor.finding import Check, as_json, is_well, show
-from treadle.launch.doctor.live import Server, check_engine, check_hub
+from treadle.launch.doctor.live import check_engine, check_hub
 from treadle.launch.doctor.logs import NUM_LINES, check_logs
 from treadle.launch.doctor.sharing import Surroundings, check_cuda_sharing, check_memory_sharing, try_sharing
 from treadle.launch.folder import check_is_run, how_to_go_on, is_going
@@ -33,6 +33,7 @@ from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
 from treadle.launch.process import tail_of
 from treadle.launch.report import load_summary
+from treadle.net.probe import ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.net.urls import shown_url
@@ -171,11 +172,11 @@ def examine_live(patient: Patient, env: Mapping[str, str], tell: Tell = _to_nobo
         checks += check_logs({log.stem: tail_of(log, num_lines=NUM_LINES) for log in logs})
     if hub_url:
         tell(f"asking the hub at {shown_url(hub_url)}")
-        checks += check_hub(Server("hub", hub_url, hub_token, HUB_TOKEN))
+        checks += check_hub(ServerProbe("hub", hub_url, hub_token, HUB_TOKEN))
     if engine_url:
         engine_url = engine_url.rstrip("/").removesuffix("/v1")  # as our own clients take it
         tell(f"asking the engine at {shown_url(engine_url)}")
-        checks += check_engine(Server("engine", engine_url, engine_token, ENGINE_TOKEN))
+        checks += check_engine(ServerProbe("engine", engine_url, engine_token, ENGINE_TOKEN))
     return checks
 
 

@@ -6,8 +6,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from treadle.formatting import gigabytes
 from treadle.launch.doctor.finding import Check
-from treadle.launch.wording import gigabytes
 
 ONE_GB = 1e9
 MANY_FILES = 65_536

@@ -2,94 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from http.client import HTTPException
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from treadle.launch.doctor.finding import Check
-from treadle.net.tokens import bearer_headers
-from treadle.net.urls import connection_to, shown_url
+from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.telling import tell_process
 from treadle.wire.hub import Processes, ProcessStanding
 
-TIMEOUT_S = 5.0
 TOKEN_TIMEOUT_S = 15.0
 ONE_TOKEN = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0.0}
 _REFUSED, _NOT_FOUND, _UNAVAILABLE = (401, 403), 404, 503
 
 
-@dataclass(frozen=True)
-class Answer:
-    """`status` 0: there was none, and `trouble` says why."""
-
-    status: int
-    body: bytes = b""
-    trouble: str = ""
-    is_late: bool = False  # somebody listens there, and does not answer
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The object in it; {} for anything else."""
-        try:
-            parsed = json.loads(self.body)
-        except ValueError:
-            return {}
-        return parsed if isinstance(parsed, dict) else {}
-
-    @property
-    def summary(self) -> str:
-        """Status and error message, cut to 200 characters."""
-        said = self.values.get("detail") or self.values.get("error") or self.body.decode("utf-8", "replace")
-        if isinstance(said, dict):  # OpenAI's shape
-            said = said.get("message") or said
-        return f"{self.status}: {str(said)[:200]}" if said else str(self.status)
-
-
-@dataclass(frozen=True)
-class Server:
-    """`token` goes along with every call, and into no message."""
-
-    kind: str  # "hub" or "engine"
-    url: str
-    token: str = ""
-    token_variable: str = ""
-    timeout_s: float = TIMEOUT_S
-
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Answer:
-        """GET, or POST with a body."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            connection = connection_to(self.url, timeout_s)
-        except ValueError as error:
-            return Answer(0, trouble=str(error))
-        headers = bearer_headers(self.token)
-        content = None if body is None else json.dumps(body)
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        try:
-            connection.request(
-                "GET" if body is None else "POST", urlsplit(self.url).path.rstrip("/") + path, content, headers
-            )
-            answer = connection.getresponse()
-            return Answer(answer.status, answer.read())
-        except TimeoutError:
-            return Answer(0, trouble=f"no answer within {timeout_s:.0f} s", is_late=True)
-        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: http://a..b is no name of a machine
-            return Answer(0, trouble=str(error) or type(error).__name__)
-        finally:
-            connection.close()
-
-    @property
-    def shown(self) -> str:
-        return shown_url(self.url)
-
-
-def check_hub(hub: Server) -> list[Check]:
+def check_hub(hub: ServerProbe) -> list[Check]:
     """Whether it is there; if so, why there is no batch, and what every process that reports to it waits for."""
     health = hub.ask("/healthz")
     if health.status != 200 or health.values.get("status") != "ok":
@@ -127,7 +54,7 @@ def check_processes(standings: list[ProcessStanding]) -> list[Check]:
     return checks
 
 
-def check_engine(engine: Server) -> list[Check]:
+def check_engine(engine: ServerProbe) -> list[Check]:
     """GET /health, then one token by POST /generate: the way rollouts take."""
     health = engine.ask("/health")
     if health.status == 0 or health.status in _REFUSED:
@@ -145,7 +72,7 @@ def check_engine(engine: Server) -> list[Check]:
     return [*checks, _check_generate(engine, is_paused=status == "paused")]
 
 
-def _check_generate(engine: Server, *, is_paused: bool) -> Check:
+def _check_generate(engine: ServerProbe, *, is_paused: bool) -> Check:
     name = "POST /generate"
     answer = engine.ask("/generate", ONE_TOKEN, timeout_s=TOKEN_TIMEOUT_S)
     if answer.status == 200:
@@ -162,7 +89,7 @@ def _check_generate(engine: Server, *, is_paused: bool) -> Check:
     return Check(name, "problem", answer.summary, "the engine's log says why")
 
 
-def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
+def _not_ours(engine: ServerProbe, answer: ProbeAnswer, asked: str) -> Check:
     """The classic: another server's address, or a base URL that ends in a path."""
     has_path = urlsplit(engine.url).path.strip("/")
     why = f"the URL ends in /{has_path}" if has_path else "what answers there is not a treadle engine"
@@ -175,7 +102,7 @@ def _not_ours(engine: Server, answer: Answer, asked: str) -> Check:
     return Check(asked, "problem", f"{answer.summary}; {why}", remedy)
 
 
-def _unreachable(server: Server, answer: Answer, path: str) -> Check:
+def _unreachable(server: ServerProbe, answer: ProbeAnswer, path: str) -> Check:
     what = f"{server.shown}{path}"
     if answer.status in _REFUSED:
         return Check(server.kind, "problem", f"{what} answered {answer.summary}", f"export {server.token_variable}=...")

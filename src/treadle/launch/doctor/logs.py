@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from treadle.formatting import one_line
 from treadle.launch.doctor.finding import Check, Verdict
-from treadle.launch.wording import one_line
 
 NUM_LINES = 200
 _QUOTED = 160

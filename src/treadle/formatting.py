@@ -1,4 +1,4 @@
-"""Numbers and commands in the words of the launcher's view and report."""
+"""Format numbers, durations, paths, and commands for terminal output and reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def near(path: str | Path) -> str:
-    """As the user would type it: relative when it is below the current folder."""
+    """A path as the user would type it: relative if it is below the current folder."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except (ValueError, OSError):  # elsewhere; or the current folder was deleted
@@ -16,7 +16,7 @@ def near(path: str | Path) -> str:
 
 
 def program() -> str:
-    """How to call us again: `treadle` where that is found, else the program beside our Python."""
+    """How to call this program: `treadle` if that is on the PATH, else the script beside this Python."""
     own = Path(sys.executable).parent / "treadle"
     found = shutil.which("treadle")
     return "treadle" if found is not None and Path(found).resolve() == own.resolve() else near(own)
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """One digit after the point, as in "1.6 %": small beginnings count."""
+    """With one decimal, as in "1.6 %": accuracies may start near zero."""
     return f"{100 * fraction:.1f} %"
 
 
@@ -53,8 +53,8 @@ def gigabytes(size: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """A row of bars from the lowest value to the highest, the newest at the right; longer histories are averaged into
-    `width` bars. Equal values are bars of the lowest kind.
+    """A row of bars scaled from the lowest value to the highest, the newest at the right. More than `width` values are
+    averaged into `width` bars. Equal values give the lowest bar.
 
     >>> sparkline([-1.0, 0.0, 3.0])
     '▁▃█'
@@ -68,7 +68,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 def model_name(model: str) -> str:
-    """A model in few words: the last part of a path; a name or an id as it is.
+    """The last part of a path; a name or an id unchanged.
 
     >>> model_name("/data/models/qwen3-tuned"), model_name("Qwen/Qwen3-8B")
     ('qwen3-tuned', 'Qwen/Qwen3-8B')
@@ -77,7 +77,7 @@ def model_name(model: str) -> str:
 
 
 def one_line(text: str, width: int) -> str:
-    """Text of a model on one line of at most `width` characters."""
+    """Generated text on one line of at most `width` printable characters."""
     flat = " ".join(text.split())
     flat = "".join(character for character in flat if character.isprintable())
     return flat if len(flat) <= width else flat[: width - 1] + "…"
