@@ -19,10 +19,9 @@ import torch
 from step import make_groups
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from treadle.budget import Machine, PlannedJob, estimate, find_shape
 from treadle.config import TrainConfig
 from treadle.config.load import parse
-from treadle.launch.budget import Job, Machine, estimate, find_shape
-from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import Policy
@@ -81,7 +80,7 @@ def run(case: Case) -> None:
     torch.cuda.synchronize()
     measured, held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info()
-    job = Job(
+    job = PlannedJob(
         find_shape(case.model), mode="lora" if config.lora else "none", engine_gpus=1, shares_prompts=False,
         micro_tokens=max(micro.num_tokens for micro in batch.micros), prompt_tokens=256,
         completion_tokens=MEAN_COMPLETION, **case.job,

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+import treadle.budget.command
 import treadle.engines
 import treadle.envs
 import treadle.export
 import treadle.hub.process
 import treadle.launch
-import treadle.launch.budget.command
 import treadle.launch.chat
 import treadle.launch.dash
 import treadle.launch.doctor.command
@@ -43,7 +43,7 @@ _STARTS = (
     (treadle.export, "push"), (treadle.launch.chat, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
     (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
-    (treadle.launch.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
+    (treadle.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
 _VERBS = frozenset(
     (

@@ -106,8 +106,8 @@ def _run(words: list[str]) -> int:
     add_run_flags(parser, words)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
+    from treadle.budget.command import fit_run
     from treadle.launch import resume, start
-    from treadle.launch.budget.command import fit_run
     from treadle.launch.folder import newest_run
 
     how, flags = {"plain": values._plain, "open_page": values._open}, given(values)
@@ -156,11 +156,10 @@ def _matrix(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
+    from treadle.budget.command import add_plan_flags, plan_memory
     from treadle.config.flags import FlagParser, add_run_flags, given
     from treadle.config.load import load_run
     from treadle.guides import GUIDES
-    from treadle.launch.budget.command import plan_memory
-    from treadle.launch.budget.request import add_plan_flags
 
     parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from treadle.budget.command import show_what_fits
 from treadle.config.keys import choose_steps, explicit_keys, keys_in
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
@@ -30,7 +31,6 @@ from treadle.launch.attachment import (
     one_address,
     without_effect,
 )
-from treadle.launch.budget.command import show_what_fits
 from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import look_at_machine
 from treadle.launch.memory import MemorySampler

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from treadle.budget.hardware import find_gpu, host_memory
 from treadle.config.keys import choose_steps, explicit_keys, keys_in, value_of, with_fitting_groups
 from treadle.config.load import load_run, parse, replace_text, suggest
 from treadle.config.schema import RunConfig
@@ -28,7 +29,6 @@ from treadle.errors import ConfigError, MissingExtra, Problems, TreadleError, as
 from treadle.formatting import gigabytes, near, program
 from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
-from treadle.launch.budget.cards import find_gpu, host_memory
 from treadle.launch.machine import count_cores
 from treadle.launch.matrix_table import (
     Matrix,

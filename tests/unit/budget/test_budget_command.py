@@ -13,10 +13,10 @@ from rich.console import Console
 
 from tests import doc_commands
 from treadle import processor
+from treadle.budget.command import show_what_fits
 from treadle.cli import main
 from treadle.config import load_run
 from treadle.errors import ConfigError
-from treadle.launch.budget.command import show_what_fits
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -251,8 +251,8 @@ def test_no_word_of_a_plan_is_cut_off_on_a_narrow_terminal(
 def shown_after(
     monkeypatch: pytest.MonkeyPatch, model: str, gpu: tuple[str, int] | None, *, of_host: bool = False, **settings: str
 ) -> str:
-    monkeypatch.setattr("treadle.launch.budget.request.find_gpu", lambda: gpu)
-    monkeypatch.setattr("treadle.launch.budget.request.host_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr("treadle.budget.command.find_gpu", lambda: gpu)
+    monkeypatch.setattr("treadle.budget.command.host_memory", lambda: 64 * 2**30)
     console = Console(record=True, width=120, file=io.StringIO())
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     show_what_fits(load_run(None, {"model": model, **dotted}), console, of_host=of_host)
@@ -285,7 +285,7 @@ def test_after_a_run_that_did_not_fit_its_plan_and_flags_that_fit_are_shown(monk
 def test_after_a_run_whose_plan_fits_flags_that_take_a_quarter_less_are_shown(
     monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None, place: str, has_vllm: bool
 ) -> None:
-    monkeypatch.setattr("treadle.launch.budget.request.has_vllm", lambda _: has_vllm and gpu is not None)
+    monkeypatch.setattr("treadle.budget.command.has_vllm", lambda _: has_vllm and gpu is not None)
     told = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
     assert "By this plan there is room" in told
     sizes = offered(told, place)

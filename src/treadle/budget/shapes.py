@@ -1,4 +1,4 @@
-"""The dimensions of a model, and the exact number of its parameters. Pure, but for reading a config.json."""
+"""Find the dimensions of a model and count its parameters exactly. Pure, except for reading a config.json."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelShape:
     has_qkv_bias: bool = False  # Qwen2
     has_o_bias: bool = False
     has_mlp_bias: bool = False
-    num_other_params: int = 0  # what a size given as a bare number leaves unexplained
+    num_other_params: int = 0  # the rest of a model that is given only as a number of parameters
 
     @property
     def query_width(self) -> int:
@@ -49,7 +49,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of one layer: (inputs, outputs) by name."""
+        """(inputs, outputs) of each linear layer in one decoder layer, by name."""
         return {
             "q_proj": (self.hidden, self.query_width),
             "k_proj": (self.hidden, self.kv_width),
@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def num_matrix_params(self) -> int:
-        """The weights of one layer's linear layers."""
+        """Weights of the linear layers in one decoder layer."""
         return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     @property
@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def num_outer_params(self) -> int:
-        """Embedding, last norm, and the output layer where it is a matrix of its own."""
+        """Embedding, last norm, and the output layer if it is not tied."""
         return self.num_embedding_params * (1 if self.is_tied else 2) + self.hidden + self.num_other_params
 
     @property
@@ -136,13 +136,13 @@ KNOWN |= {other.lower(): replace(KNOWN[same.lower()], name=other) for other, sam
 
 
 def find_shape(model: str) -> ModelShape:
-    """A folder's config.json, or a well-known name: `find_shape("Qwen/Qwen3-8B-Base").name` is 'Qwen3-8B'."""
+    """From the config.json of a folder, or by a known name: `find_shape("Qwen/Qwen3-8B-Base").name` is 'Qwen3-8B'."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return read_shape(folder / "config.json")
     name = model.rpartition("/")[2].lower().removeprefix("meta-")
     if not any(word in name for word in _QUANTIZED):
-        # What follows the size ("-Instruct-2507") does not change the shape.
+        # A suffix after the size ("-Instruct-2507") does not change the shape.
         fitting = [known for known in KNOWN if name == known or name.startswith(f"{known}-")]
         if fitting:
             return KNOWN[max(fitting, key=len)]
@@ -178,13 +178,13 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of_size(num_params: float) -> ModelShape:
-    """A model of exactly this size that looks like the nearest known one, with more or fewer layers."""
+    """A model of exactly this size: the nearest known shape with more or fewer layers."""
     if not 1e6 <= num_params <= 1e13:
         raise ModelError(f"--params {num_params:g} is no size of a model", fix="count parameters, as in --params 24e9")
     nearest = min(_SHAPES, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     layers = max(1, int((num_params - nearest.num_outer_params) / nearest.num_layer_params))
-    fewer = replace(nearest, name=f"a model of {num_params / 1e9:g} B parameters", num_layers=layers)
-    return replace(fewer, num_other_params=int(num_params) - fewer.num_params)
+    resized = replace(nearest, name=f"a model of {num_params / 1e9:g} B parameters", num_layers=layers)
+    return replace(resized, num_other_params=int(num_params) - resized.num_params)
 
 
 def _from_settings(name: str, kind: str, settings: dict[str, Any]) -> ModelShape:

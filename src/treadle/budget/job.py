@@ -1,13 +1,18 @@
-"""What is planned: one frozen value with everything that decides about memory, and the checks that it can exist."""
+"""Values of the memory plan: PlannedJob is what is estimated, Budget is the result.
+
+A Budget has one MemoryPool for each kind of memory (trainer GPU, engine GPU, host), with its components and the moments
+of a step in which each component exists.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from treadle.budget.hardware import SAFE_SHARE, Machine
+from treadle.budget.shapes import ModelShape
 from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.errors import ConfigError
-from treadle.launch.budget.shapes import ModelShape
 
 Mode = Literal["single-copy", "two-copies", "lora", "none"]
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight: 4 bits, a scale for 64 of them, a scale for 256 scales
@@ -15,8 +20,11 @@ OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"]
 
 
 @dataclass(frozen=True)
-class Job:
-    """`Job(find_shape("Qwen3-8B"))` is a full fine-tune with AdamW: engine and trainer on one GPU, with a copy each."""
+class PlannedJob:
+    """Everything that decides about memory. Impossible combinations are refused.
+
+    `PlannedJob(find_shape("Qwen3-8B"))`: full fine-tuning with AdamW, engine and trainer on one GPU with a copy each.
+    """
 
     shape: ModelShape
     mode: Mode = "two-copies"
@@ -24,7 +32,7 @@ class Job:
     engine_gpus: int = 0  # 0: the engine runs on the trainer's GPU, on the first of several
     is_shared_vllm: bool = True  # the weight bridge mode
     weight_bytes: int = 2
-    # what is trained
+    # training
     optimizer: OptimizerName = "adamw"
     gradient_bytes: int = 4
     train_layers: tuple[int, ...] | None = None
@@ -33,7 +41,7 @@ class Job:
     lora_r: int = 16
     lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
     lora_layers: tuple[int, ...] | None = None
-    # one micro
+    # one micro-batch
     micro_tokens: int = 16_384
     prompt_tokens: int = 1024
     completion_tokens: int = 1024
@@ -44,11 +52,11 @@ class Job:
     is_compiled: bool = True
     has_liger: bool = False
     has_block_attention: bool = False  # dense fp32 blocks, as on a CPU
-    is_lean: bool = False  # norms and MLPs that compute again what is cheap, as on a CPU
-    # the reference of a KL term
+    is_lean: bool = False  # norms and MLPs recompute cheap tensors, as on a CPU
+    # reference model of the KL term
     has_reference: bool = False
     is_reference_offloaded: bool = False
-    # the engine
+    # engine
     max_num_seqs: int = 64
     max_model_len: int = 2048
     gpu_memory_utilization: float | None = None
@@ -74,27 +82,27 @@ class Job:
 
     @property
     def tokens_at_once(self) -> int:
-        """The most that one micro can hold: it is rarely full, but a rollout is never cut.
+        """Largest micro-batch: a rollout longer than micro_tokens is never cut.
 
-        >>> from treadle.launch.budget.shapes import KNOWN
-        >>> Job(KNOWN["qwen3-8b"], micro_tokens=4096, prompt_tokens=512, completion_tokens=8192).tokens_at_once
+        >>> from treadle.budget.shapes import KNOWN
+        >>> PlannedJob(KNOWN["qwen3-8b"], micro_tokens=4096, prompt_tokens=512, completion_tokens=8192).tokens_at_once
         8704
         """
         return max(self.micro_tokens, self.sequence_tokens)
 
     @property
     def tensor_parallel(self) -> int:
-        """Over how many GPUs the engine's weights are spread."""
+        """Number of GPUs that share the engine's weights."""
         return max(1, self.engine_gpus)
 
     @property
     def has_own_engine_copy(self) -> bool:
-        """Whether the engine keeps weights beside the trainer's, on the same device."""
+        """Whether the engine has a second copy of the weights on the trainer's device."""
         return self.engine_gpus == 0 and self.mode != "single-copy"
 
     @property
     def model_bytes(self) -> float:
-        """One copy of the model: 4 bits quantize the matrices of its layers, not embeddings, output layer and norms."""
+        """One copy of the model. nf4 quantizes the matrices of the layers; embeddings, output layer and norms stay."""
         shape = self.shape
         if self.base_quantization == "none":
             return float(shape.num_params * self.weight_bytes)
@@ -113,14 +121,15 @@ class Job:
 
     @property
     def num_backward_layers(self) -> int:
-        """Layers that the backward pass reaches: from the first trained one on."""
+        """Layers that the backward pass reaches: from the first trained one to the last."""
         chosen = self.lora_layers if self.lora else self.train_layers
         return self.shape.num_layers - (min(chosen) if chosen else 0)
 
     @property
     def tokens_per_completion(self) -> float:
-        """Tokens forwarded for one completion: its own, and its part of the prompt."""
-        fitting = (self.tokens_at_once - self.prompt_tokens) // self.completion_tokens  # behind one prompt in a micro
+        """Tokens forwarded per completion: its own, and its share of the prompt."""
+        # Completions of one prompt that fit into a micro-batch.
+        fitting = (self.tokens_at_once - self.prompt_tokens) // self.completion_tokens
         num_sharing = min(self.group_size, fitting) if self.shares_prompts else 1
         return self.prompt_tokens / num_sharing + self.completion_tokens
 
@@ -131,11 +140,11 @@ class Job:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens of a full micro that carry loss: its completions."""
+        """Completion tokens in a full micro-batch."""
         return round(self.tokens_at_once * self.completion_tokens / self.tokens_per_completion)
 
 
-def _check_modes(job: Job) -> None:
+def _check_modes(job: PlannedJob) -> None:
     if job.train_gpus < 1 or job.engine_gpus < 0:
         raise ConfigError("a job needs at least one trainer GPU", fix="--train-gpus 1 --engine-gpus 0")
     if job.mode == "single-copy" and (job.train_gpus > 1 or job.engine_gpus):
@@ -156,7 +165,7 @@ def _check_modes(job: Job) -> None:
         )
 
 
-def _check_layers(job: Job) -> None:
+def _check_layers(job: PlannedJob) -> None:
     for flag, layers in (("train-layer-indices", job.train_layers), ("lora-layer-indices", job.lora_layers)):
         if layers is not None and (not layers or max(layers) >= job.shape.num_layers):
             raise ConfigError(
@@ -168,3 +177,90 @@ def _check_layers(job: Job) -> None:
             "train_layer_indices chooses among the model's own weights, and with lora none of them is trained",
             fix="choose the layers that get adapters with --train.lora-layer-indices",
         )
+
+
+# ---- the result
+
+Moment = Literal["loss", "backward", "step"]
+Verdict = Literal["fits", "tight", "does not fit", "not known"]
+Owner = Literal["trainer", "engine", "both", "others"]
+ALL: tuple[Moment, ...] = ("loss", "backward", "step")
+MICRO: tuple[Moment, ...] = ("loss", "backward")
+
+
+@dataclass(frozen=True)
+class Component:
+    """`bytes` of memory in these moments of a step: computing the loss, the backward pass of a layer, the optimizer
+    step."""
+
+    name: str
+    bytes: int
+    owner: Owner
+    note: str = ""
+    moments: tuple[Moment, ...] = ALL
+
+    @property
+    def is_transient(self) -> bool:
+        return self.moments != ALL
+
+
+@dataclass(frozen=True)
+class MemoryPool:
+    """One kind of memory: "trainer GPU", "engine GPU" or "host". `capacity` None: unknown."""
+
+    name: str
+    capacity: int | None
+    components: tuple[Component, ...]
+    problem: str = ""  # why it does not fit even if the sum does
+
+    def at(self, moment: Moment) -> int:
+        return sum(part.bytes for part in self.components if moment in part.moments)
+
+    @property
+    def peak_moment(self) -> Moment:
+        return max(ALL, key=self.at)
+
+    @property
+    def peak(self) -> int:
+        return self.at(self.peak_moment)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.capacity is None:
+            return "not known"
+        if self.problem or self.peak > self.capacity:
+            return "does not fit"
+        return "fits" if self.peak <= SAFE_SHARE * self.capacity else "tight"
+
+    def find(self, name: str) -> int:
+        """Bytes of the component with this name; 0 without one."""
+        return sum(part.bytes for part in self.components if part.name == name)
+
+    @property
+    def trainer_tensors(self) -> int:
+        """Peak that torch in the trainer would report: no CUDA context, no fragmentation, nothing of the engine.
+
+        Shared weights are included: subtract "weights" if the engine allocated them.
+        """
+        mine = [p for p in self.components if p.owner in ("trainer", "both") and p.name not in NOT_TENSORS]
+        return max(sum(part.bytes for part in mine if moment in part.moments) for moment in ALL)
+
+
+NOT_TENSORS = ("CUDA context", "fragmentation", "Python and torch", "freed but kept")
+
+
+@dataclass(frozen=True)
+class Budget:
+    job: PlannedJob
+    machine: Machine
+    pools: tuple[MemoryPool, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the pools; pools of unknown capacity are ignored."""
+        verdicts = {pool.verdict for pool in self.pools}
+        order: tuple[Verdict, ...] = ("does not fit", "tight", "fits")
+        return next((verdict for verdict in order if verdict in verdicts), "not known")
+
+    def pool(self, name: str) -> MemoryPool:
+        return next(pool for pool in self.pools if pool.name == name)

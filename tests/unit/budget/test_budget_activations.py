@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treadle.launch.budget import Job, ModelShape
-from treadle.launch.budget.activations import backward_bytes, kept_bytes, kept_per_layer, logits_bytes
+from treadle.budget import ModelShape, PlannedJob
+from treadle.budget.estimate import backward_bytes, kept_bytes, kept_per_layer, logits_bytes
 
 NUM_TOKENS = 256
 WIDTHS = {"hidden_size": 200, "intermediate_size": 600, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -56,14 +56,14 @@ def saved_bytes_per_token(kind: str, *, is_compiled: bool, targets: tuple[str, .
 
 @pytest.mark.parametrize(("kind", "is_compiled"), [("llama", False), ("qwen3", False), ("qwen3", True)])
 def test_the_count_is_what_torch_saves(kind: str, is_compiled: bool) -> None:
-    counted = sum(kept_per_layer(Job(a_shape(kind), is_compiled=is_compiled, shares_prompts=False)).values())
+    counted = sum(kept_per_layer(PlannedJob(a_shape(kind), is_compiled=is_compiled, shares_prompts=False)).values())
     assert counted == pytest.approx(saved_bytes_per_token(kind, is_compiled=is_compiled), rel=0.01)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_count_with_adapters_is_what_torch_saves(is_compiled: bool) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")
-    job = Job(
+    job = PlannedJob(
         a_shape("llama"), is_compiled=is_compiled, shares_prompts=False, lora=True, mode="lora", lora_targets=targets
     )
     measured = saved_bytes_per_token("llama", is_compiled=is_compiled, targets=targets)
@@ -71,14 +71,16 @@ def test_the_count_with_adapters_is_what_torch_saves(is_compiled: bool) -> None:
 
 
 def test_compiling_and_liger_keep_less() -> None:
-    eager = Job(a_shape("qwen3"), is_compiled=False)
+    eager = PlannedJob(a_shape("qwen3"), is_compiled=False)
     kept = [kept_bytes(job) for job in (eager, replace(eager, has_liger=True), replace(eager, is_compiled=True))]
     assert kept[0] > 1.4 * kept[1]
     assert kept[1] == kept[2]
 
 
 def test_checkpointing_keeps_one_tensor_a_layer_and_recomputes_one_layer() -> None:
-    whole = Job(replace(a_shape("llama"), num_layers=10), micro_tokens=100, prompt_tokens=20, completion_tokens=30)
+    whole = PlannedJob(
+        replace(a_shape("llama"), num_layers=10), micro_tokens=100, prompt_tokens=20, completion_tokens=30
+    )
     checkpointed = replace(whole, is_checkpointed=True)
     last_norm = 100 * 200 * 8
     assert kept_bytes(checkpointed) == 100 * 10 * 200 * 2 + last_norm
@@ -88,26 +90,26 @@ def test_checkpointing_keeps_one_tensor_a_layer_and_recomputes_one_layer() -> No
 
 def test_layers_below_the_first_trained_one_keep_nothing() -> None:
     shape = replace(a_shape("llama"), num_layers=10)
-    some, all_of_them = Job(shape, train_layers=(8, 9)), Job(shape)
+    some, all_of_them = PlannedJob(shape, train_layers=(8, 9)), PlannedJob(shape)
     assert kept_bytes(some) < 0.25 * kept_bytes(all_of_them)
 
 
 def test_dense_blocks_keep_every_probability() -> None:
-    fused = Job(a_shape("llama"), prompt_tokens=40, completion_tokens=24)
+    fused = PlannedJob(a_shape("llama"), prompt_tokens=40, completion_tokens=24)
     parts = kept_per_layer(replace(fused, has_block_attention=True))
     assert parts["attention weights"] == 4 * 8 * 64
     assert kept_per_layer(fused)["attention weights"] == 4 * 8
 
 
 def test_logits_are_made_for_completions_only_and_in_chunks() -> None:
-    job = Job(a_shape("llama"), micro_tokens=1000, prompt_tokens=80, completion_tokens=90, group_size=8)
+    job = PlannedJob(a_shape("llama"), micro_tokens=1000, prompt_tokens=80, completion_tokens=90, group_size=8)
     assert job.loss_tokens == 900  # ten prompt tokens for every completion, because a group shares its prompt
     assert replace(job, shares_prompts=False).loss_tokens == round(1000 * 90 / 170)
     assert logits_bytes(job) == 900 * (128 * 10 + 8 * 200)  # a vocabulary smaller than the chunk
 
 
 def test_a_micro_holds_at_least_one_whole_rollout() -> None:
-    job = Job(a_shape("llama"), micro_tokens=4096, prompt_tokens=512, completion_tokens=1024)
+    job = PlannedJob(a_shape("llama"), micro_tokens=4096, prompt_tokens=512, completion_tokens=1024)
     long = replace(job, completion_tokens=8192)
     assert (job.tokens_at_once, long.tokens_at_once) == (4096, 8704)
     assert kept_bytes(long) == kept_bytes(replace(long, micro_tokens=8704)) > 2 * kept_bytes(job)
@@ -116,14 +118,14 @@ def test_a_micro_holds_at_least_one_whole_rollout() -> None:
 
 
 def test_as_many_completions_share_a_prompt_as_a_micro_has_room_for() -> None:
-    group = Job(a_shape("llama"), prompt_tokens=80, completion_tokens=90, group_size=8)
+    group = PlannedJob(a_shape("llama"), prompt_tokens=80, completion_tokens=90, group_size=8)
     assert replace(group, micro_tokens=800).tokens_per_completion == 80 / 8 + 90
     assert replace(group, micro_tokens=400).tokens_per_completion == 80 / 3 + 90
     assert replace(group, micro_tokens=100).tokens_per_completion == 80 + 90
 
 
 def test_a_shared_prompt_has_its_keys_gathered_for_every_completion() -> None:
-    job = Job(a_shape("llama"), prompt_tokens=80, completion_tokens=90, group_size=8)
+    job = PlannedJob(a_shape("llama"), prompt_tokens=80, completion_tokens=90, group_size=8)
     apart, shared = (kept_per_layer(replace(job, shares_prompts=shared)) for shared in (False, True))
     assert apart["query, key, value"] == 2 * (256 + 2 * 64)
     assert shared["query, key, value"] == 2 * (256 + 2 * 64 * 170 / 100)

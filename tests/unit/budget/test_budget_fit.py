@@ -9,9 +9,9 @@ import pytest
 from test_launch_replay import lives, treadle  # noqa: F401
 
 from treadle import processor
+from treadle.budget import command
+from treadle.budget.command import _value_before
 from treadle.config import RunConfig, load_run
-from treadle.launch.budget import request
-from treadle.launch.budget.command import _value_before
 from treadle.launch.folder import newest_run
 from treadle.launch.plan import Plan
 
@@ -23,8 +23,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """A CPU machine with this much memory."""
 
     def with_gb(size: float) -> None:
-        monkeypatch.setattr(request, "find_gpu", lambda: None)
-        monkeypatch.setattr(request, "host_memory", lambda: round(size * 1e9))
+        monkeypatch.setattr(command, "find_gpu", lambda: None)
+        monkeypatch.setattr(command, "host_memory", lambda: round(size * 1e9))
 
     monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"amx_bf16"}))
     return with_gb
@@ -71,8 +71,8 @@ def test_a_small_batch_has_remedies_too(batch: int, words: tuple[str, ...], mach
 
 def test_what_treadle_run_refuses_is_no_remedy() -> None:
     run = load_run(None, {"train.batch_size": 6, "env.group_size": 4})
-    assert not request.accepts(run, ())
-    assert request.accepts(run, ("--env.group-size 3",))
+    assert not command.accepts(run, ())
+    assert command.accepts(run, ("--env.group-size 3",))
 
 
 def test_a_change_shows_the_values_of_all_environments() -> None:

@@ -8,23 +8,23 @@ from dataclasses import replace
 
 import pytest
 
+from treadle.budget import Machine, MemoryPool, PlannedJob, estimate, find_shape
+from treadle.budget.estimate import ENGINE_GPU, HOST, TRAINER_GPU, kv_bytes_per_token, optimizer_bytes
+from treadle.budget.hardware import CARDS, card_bytes
+from treadle.budget.job import Component
 from treadle.errors import ConfigError
-from treadle.launch.budget import Job, Machine, Place, estimate, find_shape
-from treadle.launch.budget.accounting import ENGINE_GPU, HOST, TRAINER_GPU, kv_bytes_per_token, optimizer_bytes
-from treadle.launch.budget.cards import CARDS, card_bytes
-from treadle.launch.budget.result import Component
 
 LLAMA_8B = find_shape("Llama-3.1-8B")
 NUM_8B = 8_030_261_248
 H100 = Machine("h100", card_bytes("h100"), None)
 
 
-def trainer_gpu(job: Job, machine: Machine = H100) -> Place:
-    return estimate(job, machine).place(TRAINER_GPU)
+def trainer_gpu(job: PlannedJob, machine: Machine = H100) -> MemoryPool:
+    return estimate(job, machine).pool(TRAINER_GPU)
 
 
 def test_a_full_fine_tune_takes_18_bytes_a_parameter() -> None:
-    place = trainer_gpu(Job(LLAMA_8B))
+    place = trainer_gpu(PlannedJob(LLAMA_8B))
     assert place.find("weights") == 2 * NUM_8B
     assert place.find("gradients") == 4 * NUM_8B
     assert place.find("masters") == 4 * NUM_8B
@@ -37,26 +37,28 @@ def test_a_full_fine_tune_takes_18_bytes_a_parameter() -> None:
     [("adamw", 4, 8), ("adamw_8bit", 0, 2.03), ("adafactor", 4, 0.01), ("adamw_cpu", 4, 8)],
 )
 def test_bytes_of_each_optimizer(optimizer, masters: float, moments: float) -> None:
-    assert optimizer_bytes(Job(LLAMA_8B, optimizer=optimizer)) == pytest.approx((masters * NUM_8B, moments * NUM_8B))
+    assert optimizer_bytes(PlannedJob(LLAMA_8B, optimizer=optimizer)) == pytest.approx(
+        (masters * NUM_8B, moments * NUM_8B)
+    )
 
 
 def test_muon_keeps_one_momentum_for_matrices_and_two_moments_for_the_rest() -> None:
     matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     rest = NUM_8B - matrices
-    assert optimizer_bytes(Job(LLAMA_8B, optimizer="muon")) == (4 * NUM_8B, 4 * matrices + 8 * rest)
+    assert optimizer_bytes(PlannedJob(LLAMA_8B, optimizer="muon")) == (4 * NUM_8B, 4 * matrices + 8 * rest)
 
 
 def test_adamw_cpu_moves_states_and_gradients_to_the_host() -> None:
-    budget = estimate(Job(LLAMA_8B, optimizer="adamw_cpu"), H100)
-    gpu, host = budget.place(TRAINER_GPU), budget.place(HOST)
+    budget = estimate(PlannedJob(LLAMA_8B, optimizer="adamw_cpu"), H100)
+    gpu, host = budget.pool(TRAINER_GPU), budget.pool(HOST)
     assert {"gradients", "masters", "optimizer moments"}.isdisjoint(part.name for part in gpu.components)
     assert host.find("gradients") + host.find("masters and moments") == 16 * NUM_8B
 
 
 def test_one_copy_is_shared_and_every_other_mode_has_two() -> None:
-    one = trainer_gpu(Job(LLAMA_8B, mode="single-copy"))
-    two = trainer_gpu(Job(LLAMA_8B))
-    none = trainer_gpu(Job(LLAMA_8B, mode="none"))
+    one = trainer_gpu(PlannedJob(LLAMA_8B, mode="single-copy"))
+    two = trainer_gpu(PlannedJob(LLAMA_8B))
+    none = trainer_gpu(PlannedJob(LLAMA_8B, mode="none"))
     assert one.find("engine's weights") == 0
     assert two.find("engine's weights") == none.find("engine's weights") == 2 * NUM_8B
     assert two.peak - one.peak == 2 * NUM_8B
@@ -74,7 +76,7 @@ def test_the_trainers_tensors_are_predicted_as_an_h200_had_them(
     model: str, settings, largest_micro: int, measured: float
 ) -> None:
     """Measured with bench/memory.py: 64 sequences, prompts of 256 and completions of 599 tokens in the mean."""
-    job = Job(
+    job = PlannedJob(
         find_shape(model), engine_gpus=1, micro_tokens=largest_micro, prompt_tokens=256, completion_tokens=599,
         shares_prompts=False, **settings,
     )  # fmt: skip
@@ -83,7 +85,7 @@ def test_the_trainers_tensors_are_predicted_as_an_h200_had_them(
 
 
 def test_adapters_take_20_bytes_each_and_leave_the_model_alone() -> None:
-    job = Job(LLAMA_8B, mode="lora", lora=True, lora_r=16)
+    job = PlannedJob(LLAMA_8B, mode="lora", lora=True, lora_r=16)
     num_adapters = 32 * 16 * ((4096 + 4096) + (4096 + 1024))
     assert job.num_trained == num_adapters == 6_815_744
     place = trainer_gpu(job)
@@ -94,7 +96,7 @@ def test_adapters_take_20_bytes_each_and_leave_the_model_alone() -> None:
 
 @pytest.mark.parametrize(("rank", "num_places"), [(16, 16), (24, 8), (64, 4)])
 def test_vllm_keeps_places_for_adapters_on_every_linear_layer_out_of_its_share(rank, num_places) -> None:
-    job = Job(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
+    job = PlannedJob(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
     widths = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 14_336) * 3
     place, without = trainer_gpu(job), trainer_gpu(replace(job, mode="two-copies", lora=False))
     assert place.find("places for adapters") == num_places * 32 * {16: 16, 24: 32, 64: 64}[rank] * widths * 2
@@ -103,8 +105,8 @@ def test_vllm_keeps_places_for_adapters_on_every_linear_layer_out_of_its_share(r
 
 @pytest.mark.parametrize(("rank", "num_kept"), [(16, 32), (24, 16), (64, 8)])
 def test_vllm_keeps_the_newest_adapters_in_host_memory(rank, num_kept) -> None:
-    job = Job(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
-    assert estimate(job, H100).place(HOST).find("adapters") == num_kept * job.num_trained * 2
+    job = PlannedJob(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
+    assert estimate(job, H100).pool(HOST).find("adapters") == num_kept * job.num_trained * 2
 
 
 @pytest.mark.parametrize(
@@ -117,20 +119,20 @@ def test_vllm_keeps_the_newest_adapters_in_host_memory(rank, num_kept) -> None:
     ],
 )
 def test_scratch_of_a_step_exists_only_then(optimizer, gradient_bytes: int, scratch: int) -> None:
-    place = trainer_gpu(Job(LLAMA_8B, optimizer=optimizer, gradient_bytes=gradient_bytes))
+    place = trainer_gpu(PlannedJob(LLAMA_8B, optimizer=optimizer, gradient_bytes=gradient_bytes))
     assert place.find("optimizer scratch") == scratch
     assert place.peak_moment != "step"  # activations of 16,384 tokens are far more
 
 
 def test_some_layers_only() -> None:
-    place = trainer_gpu(Job(LLAMA_8B, train_layers=(30, 31)))
+    place = trainer_gpu(PlannedJob(LLAMA_8B, train_layers=(30, 31)))
     assert place.find("gradients") == 4 * 2 * LLAMA_8B.num_layer_params
     assert place.find("output layer's gradient") == 0
 
 
 def test_trainer_gpus_divide_the_optimizer_and_nothing_else() -> None:
-    one = trainer_gpu(Job(LLAMA_8B, mode="two-copies"))
-    four = trainer_gpu(Job(LLAMA_8B, mode="two-copies", train_gpus=4))
+    one = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies"))
+    four = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies", train_gpus=4))
     for name in ("masters", "optimizer moments"):
         assert four.find(name) == one.find(name) / 4
     for name in ("weights", "gradients", "activations", "output layer's gradient", "a layer's gradients"):
@@ -140,13 +142,13 @@ def test_trainer_gpus_divide_the_optimizer_and_nothing_else() -> None:
 
 
 def test_the_states_of_one_parameter_stay_on_one_gpu() -> None:
-    place = trainer_gpu(Job(LLAMA_8B, mode="two-copies", train_gpus=32))
+    place = trainer_gpu(PlannedJob(LLAMA_8B, mode="two-copies", train_gpus=32))
     assert place.find("masters") == 4 * 128_256 * 4096  # the embedding's, more than a part of 32
 
 
 def test_with_host_offload_every_process_has_gradients_of_its_own() -> None:
     one, two = (
-        estimate(Job(LLAMA_8B, mode="two-copies", optimizer="adamw_cpu", train_gpus=n), H100).place("host")
+        estimate(PlannedJob(LLAMA_8B, mode="two-copies", optimizer="adamw_cpu", train_gpus=n), H100).pool("host")
         for n in (1, 2)
     )
     assert two.find("gradients") == 2 * one.find("gradients") == 8 * NUM_8B
@@ -154,20 +156,20 @@ def test_with_host_offload_every_process_has_gradients_of_its_own() -> None:
 
 
 def test_engine_gpus_of_their_own_take_the_engine_away_from_the_trainer() -> None:
-    budget = estimate(Job(LLAMA_8B, mode="lora", lora=True, engine_gpus=2), H100)
-    assert budget.place(TRAINER_GPU).find("KV cache") == 0
-    engine = budget.place(ENGINE_GPU)
+    budget = estimate(PlannedJob(LLAMA_8B, mode="lora", lora=True, engine_gpus=2), H100)
+    assert budget.pool(TRAINER_GPU).find("KV cache") == 0
+    engine = budget.pool(ENGINE_GPU)
     assert engine.find("engine's weights") == NUM_8B
     assert engine.verdict == "fits"
 
 
 def test_kv_heads_are_not_divided_below_one() -> None:
-    job = Job(LLAMA_8B, mode="lora", lora=True, engine_gpus=16)
+    job = PlannedJob(LLAMA_8B, mode="lora", lora=True, engine_gpus=16)
     assert kv_bytes_per_token(job) == 2 * 32 * 1 * 128 * 2
 
 
 def test_the_engines_share_of_a_gpu_includes_its_weights() -> None:
-    job = Job(LLAMA_8B, gpu_memory_utilization=0.5)
+    job = PlannedJob(LLAMA_8B, gpu_memory_utilization=0.5)
     place = trainer_gpu(job)
     engine = place.find("weights") + place.find("KV cache") + place.find("engine's workspace") + 550_000_000
     assert engine == pytest.approx(card_bytes("h100") / 2, abs=2)
@@ -176,11 +178,11 @@ def test_the_engines_share_of_a_gpu_includes_its_weights() -> None:
 
 
 def test_a_reference_is_a_copy_unless_it_is_offloaded_or_the_base_of_adapters() -> None:
-    whole = Job(LLAMA_8B, has_reference=True)
+    whole = PlannedJob(LLAMA_8B, has_reference=True)
     assert trainer_gpu(whole).find("reference") == 2 * NUM_8B
     offloaded = estimate(replace(whole, is_reference_offloaded=True), H100)
-    assert offloaded.place(TRAINER_GPU).find("reference") < 0.2 * 2 * NUM_8B
-    assert offloaded.place(HOST).find("reference") == 2 * NUM_8B
+    assert offloaded.pool(TRAINER_GPU).find("reference") < 0.2 * 2 * NUM_8B
+    assert offloaded.pool(HOST).find("reference") == 2 * NUM_8B
     assert trainer_gpu(replace(whole, lora=True, mode="lora")).find("reference") == 0
 
 
@@ -191,24 +193,24 @@ def test_the_peak_is_one_moment_not_the_sum_of_all() -> None:
         Component("logits", 3 * gigabyte, "trainer", moments=("loss",)),
         Component("layer", 4 * gigabyte, "trainer", moments=("backward",)),
     )
-    place = Place("trainer GPU", 10 * gigabyte, parts)
+    place = MemoryPool("trainer GPU", 10 * gigabyte, parts)
     assert (place.peak, place.peak_moment, place.verdict) == (9 * gigabyte, "backward", "fits")
     assert replace(place, capacity=9_300_000_000).verdict == "tight"
     assert replace(place, capacity=8 * gigabyte).verdict == "does not fit"
 
 
 def test_the_trainers_own_tensors_leave_out_contexts_gaps_and_the_engine() -> None:
-    place = trainer_gpu(Job(LLAMA_8B))
+    place = trainer_gpu(PlannedJob(LLAMA_8B))
     others = ("engine's weights", "KV cache", "engine's workspace", "CUDA context", "fragmentation")
     assert place.trainer_tensors == place.peak - sum(place.find(name) for name in others)
 
 
 def test_the_default_job_on_a_cpu_is_predicted_within_15_per_cent() -> None:
-    job = Job(
+    job = PlannedJob(
         find_shape("smollm2-135m-instruct"), mode="single-copy", micro_tokens=768, prompt_tokens=48,
         completion_tokens=24, logprob_chunk=2048, is_compiled=False, has_block_attention=True,
     )  # fmt: skip
-    place = estimate(job, Machine("cpu", None, 24 * 10**9)).place(HOST)
+    place = estimate(job, Machine("cpu", None, 24 * 10**9)).pool(HOST)
     assert place.peak == pytest.approx(5.80e9, rel=0.15)  # measured: 5.76, 5.80 and 5.84 GB
     assert place.find("weights") == 2 * 134_515_008
     assert place.verdict == "fits"
@@ -230,7 +232,7 @@ def test_the_default_job_on_a_cpu_is_predicted_within_15_per_cent() -> None:
 )
 def test_what_cannot_be_is_refused_with_a_remedy(changes, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        replace(Job(LLAMA_8B), **changes)
+        replace(PlannedJob(LLAMA_8B), **changes)
     assert caught.value.fix
 
 
@@ -249,7 +251,7 @@ def test_cards_are_found_by_name() -> None:
 
 
 def test_examples_in_docstrings() -> None:
-    for name in ("accounting", "job", "shapes"):
-        results = doctest.testmod(importlib.import_module(f"treadle.launch.budget.{name}"))
+    for name in ("estimate", "hardware", "job", "shapes"):
+        results = doctest.testmod(importlib.import_module(f"treadle.budget.{name}"))
         assert results.attempted > 0
         assert results.failed == 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from treadle.budget import find_shape
+from treadle.budget.shapes import KNOWN, shape_of_size
 from treadle.errors import ModelError
-from treadle.launch.budget import find_shape
-from treadle.launch.budget.shapes import KNOWN, shape_of_size
 
 PUBLISHED = {
     "SmolLM2-135M": 134_515_008,

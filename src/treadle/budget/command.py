@@ -1,33 +1,44 @@
-"""The flags of `treadle plan` -> a job and a machine."""
+"""Run `treadle plan` and `treadle run --fit`: read the flags, estimate, and print or apply a suggestion."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import get_args
 
+from rich.console import Console
+
+from treadle.budget import hardware
+from treadle.budget.estimate import HOST, estimate
+from treadle.budget.hardware import Machine, card_bytes, find_gpu, host_memory
+from treadle.budget.job import Budget, Mode, PlannedJob
+from treadle.budget.output import StartCommands, as_json, show
+from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
+from treadle.budget.suggestions import largest_micro_tokens, settings_of, suggest, take_less
 from treadle.config.engine_choice import has_vllm
 from treadle.config.keys import (
     explicit_keys,
     fitting_group_size,
     keys_in,
     longest_sequence,
+    value_of,
     with_fitting_groups,
     with_values,
 )
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.envs.catalogue import load_environment
-from treadle.errors import ConfigError
-from treadle.launch.budget import calibration
-from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
-from treadle.launch.budget.job import Job, Mode
-from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
+from treadle.errors import ConfigError, ModelError, TreadleError
+from treadle.formatting import gigabytes
 from treadle.processor import fast_dtype
+
+LESS = 0.75  # of the planned peak, for a run that ran out of memory
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """The planner's own flags; their names begin with `_`, so that they are not taken for settings of the run."""
+    """Flags of `treadle plan`; their destinations begin with `_`, because they are not settings of the run."""
     group = parser.add_argument_group("plan")
     add = group.add_argument
     add("--params", dest="_params", type=float, metavar="N", help="a size instead of a model, as in 24e9")
@@ -56,9 +67,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_request(
     run: RunConfig, values: argparse.Namespace, explicit: frozenset[str] | None = None
-) -> tuple[Job, Machine]:
+) -> tuple[PlannedJob, Machine]:
     """The job that `treadle run` would start with these settings, and the machine it is planned for; `explicit` as in
-    `build_plan`. What treadle run would refuse is refused here too."""
+    `build_plan`. Settings that `treadle run` refuses are refused here too."""
     explicit = explicit_keys(run) if explicit is None else explicit
     asked, run = run, _with_largest_environment(run)
     train_gpus, engine_gpus = _gpus(run, values)
@@ -79,11 +90,11 @@ def read_request(
 
 
 def _with_largest_environment(run: RunConfig) -> RunConfig:
-    """The run with its environment's own defaults; of several, only the one with the longest completions: the memory of
-    a step is the largest when all its groups are of that one."""
+    """The run with the defaults of its environment. Of several, only the one with the longest completions: a step needs
+    most memory if all its groups are from that one."""
     loaded = []
     for env in run.environments:
-        with suppress(Exception):  # one that cannot be loaded here, for any reason, has no defaults of its own
+        with suppress(Exception):  # one that cannot be loaded here keeps the general defaults
             env = load_environment(env).config  # noqa: PLW2901
         loaded.append(env)
     if run.envs:
@@ -92,7 +103,7 @@ def _with_largest_environment(run: RunConfig) -> RunConfig:
 
 
 def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
-    """Whether `treadle run` takes the settings of `run` with these flags over them."""
+    """Whether `treadle run` accepts the settings of `run` with these flags added."""
     trainers = next((flag.split()[1] for flag in flags if flag.startswith("--train-gpus ")), run.train.world_size)
     given = {key: value for name, value in settings_of(flags).items() for key in keys_in(run, [name])}
     try:
@@ -103,15 +114,8 @@ def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
     return True
 
 
-def settings_of(flags: Iterable[str]) -> dict[str, str]:
-    """("--train.micro-tokens 4096",) -> {"train.micro_tokens": "4096"}, without the planner's own flags."""
-    pairs = (flag.removeprefix("--").partition(" ") for flag in flags)
-    named = {name.replace("-", "_"): value for name, _, value in pairs}
-    return {name: value for name, value in named.items() if name not in ("train_gpus", "engine_gpus")}
-
-
 def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
-    """(of the trainer, further ones of the engine), as the planner's own flags say, else as the run's do."""
+    """(GPUs of the trainer, additional GPUs of the engine), from the flags of the plan, else from those of the run."""
     engine, split = run.engine, run.engine.tensor_parallel_size
     has_own_card = split > 1 or bool(run.engine_url) or _card(engine.device) != _card(run.train.device)
     engine_gpus = (split if has_own_card else 0) if values._engine_gpus is None else values._engine_gpus
@@ -155,22 +159,22 @@ def _machine(run: RunConfig, values: argparse.Namespace, *, has_several_gpus: bo
 
 def _job(
     run: RunConfig, values: argparse.Namespace, explicit: frozenset[str], gpus: tuple[int, int], *, has_gpu: bool
-) -> Job:
+) -> PlannedJob:
     train, engine = run.train.on_device(gpu=has_gpu), run.engine
     train_gpus, engine_gpus = gpus
     longest = longest_sequence(run, explicit)
     completion = min(run.env.max_token_length, longest)
     prompt = values._prompt_tokens
     if prompt is None:
-        prompt = calibration.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, longest - completion))
+        prompt = hardware.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, longest - completion))
     if prompt < 1:
         raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
     has_liger = train.fused_kernels == "liger"
-    # A micro holds no more than a step has, even when every completion is as long as it may be. For a GPU full micros
-    # are planned all the same: the small tasks that are built in are not what it is bought for.
+    # A micro-batch is never larger than a step with the longest completions. On a GPU full micro-batches are planned
+    # anyway: the small built-in tasks are not what a GPU is used for.
     num_groups = max(1, train.sequences_per_step // run.env.group_size)
     step_tokens = num_groups * (prompt + run.env.group_size * completion)
-    return Job(
+    return PlannedJob(
         _shape(run, values, explicit),
         mode=_mode(run, values, is_one_device=train_gpus == 1 and engine_gpus == 0),
         train_gpus=train_gpus,
@@ -192,7 +196,7 @@ def _job(
         shares_prompts=train.share_prompts != "off",
         logprob_chunk=train.logprob_chunk,
         is_checkpointed=train.gradient_checkpointing,
-        # Layers are compiled with the GPU's variable-length attention only.
+        # Layers are compiled only with variable-length attention on a GPU.
         is_compiled=(
             train.compile != "off" and has_gpu and train.attention in ("auto", "varlen", "flash4") and not has_liger
         ),
@@ -208,13 +212,13 @@ def _job(
 
 
 def _utilization(engine: EngineConfig, explicit: frozenset[str]) -> float | None:
-    """The share of the card that vLLM fills with its cache; the transformers engine takes what its requests need."""
+    """The share of the GPU that vLLM reserves; None for the transformers engine, which allocates on demand."""
     is_vllm = "engine.gpu_memory_utilization" in explicit or has_vllm(engine)
     return engine.gpu_memory_utilization if is_vllm else None
 
 
 def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) -> Mode:
-    """What was asked for, else what the trainer does with these settings (train/policy.py)."""
+    """--mode, else what the trainer does with these settings (train/policy.py)."""
     if values._mode is not None:
         mode: Mode = values._mode
         if mode == "single-copy" and run.train.lora and not _can_share_base(run):
@@ -237,7 +241,7 @@ def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) ->
 
 
 def _can_share_base(run: RunConfig) -> bool:
-    """Whether the user left the way of the weights open, or chose the one that publishes adapters to a live engine."""
+    """Whether the weight bridge mode is the default, or the one that publishes adapters to a live engine."""
     return run.train.weight_bridge_mode in ("shared_vllm", "lora_only") and not run.train.use_shared_memory
 
 
@@ -252,3 +256,101 @@ def _bytes(gigabytes: float, flag: str) -> int:
     if not 0 < gigabytes < 1e6:
         raise ConfigError(f"{flag} {gigabytes:g} is no size of a memory", fix=f"{flag} 80")
     return round(gigabytes * 1e9)
+
+
+def plan_memory(run: RunConfig, values: argparse.Namespace, console: Console | None = None) -> int:
+    """Print the budget. Exit code 1: the job does not fit, for use in scripts."""
+    job, machine = read_request(run, values)
+    budget = estimate(job, machine)
+    suggestions = [] if budget.verdict == "fits" else suggest(job, machine, partial(accepts, run))
+    largest_micro = largest_micro_tokens(job, machine)
+    start = StartCommands.of(run, values)
+    if values._json:
+        print(json.dumps(as_json(budget, suggestions, largest_micro, start), indent=2))
+    else:
+        show(console or Console(), budget, suggestions, largest_micro, start)
+    return 1 if budget.verdict == "does not fit" else 0
+
+
+def fit_run(
+    load: Callable[[Mapping[str, str]], RunConfig], say: Callable[[str], None], console: Console | None = None
+) -> RunConfig:
+    """`treadle run --fit`: the run with the first suggestion that fits on the GPUs of this machine.
+
+    `load` adds settings to those of the user. Without a suggestion that fits, the plan is printed and the run refused.
+    """
+    run = load({})
+    values = _plan_flags()
+    try:
+        job, machine = read_request(run, values)
+    except ModelError as error:
+        fix = "leave --fit out, or give a folder with a config.json by --model"
+        raise ModelError(f"--fit cannot plan this run: {error.message}", fix=fix) from None
+    budget = estimate(job, machine)
+    if budget.verdict in ("fits", "not known"):
+        say(f"--fit changes nothing: {_peaks(budget)}")
+        return run
+    offers = suggest(job, machine, partial(accepts, run))
+    for offer in offers:
+        planned = offer.budget.job
+        if (planned.train_gpus, planned.engine_gpus) != (job.train_gpus, job.engine_gpus):
+            continue  # it needs more GPUs, or another pool for them
+        changed = load(settings_of(offer.flags))
+        after = estimate(*read_request(changed, values))
+        if after.verdict == "does not fit":
+            continue
+        for flag in offer.flags:
+            say(f"--fit sets {flag} (was {_value_before(run, flag)})")
+        say(f"--fit: {_peaks(after)}")
+        return changed
+    if budget.verdict == "tight":
+        say(f"--fit changes nothing: {_peaks(budget)}, and no setting of treadle takes less")
+        return run
+    show(console or Console(stderr=True), budget, offers, None)
+    raise ConfigError(
+        f"this run does not fit on {machine.name}, and --fit found no settings with which it does",
+        fix="take a smaller model or larger GPUs",
+    )
+
+
+def _peaks(budget: Budget) -> str:
+    """ "trainer GPU 21.3 of 24.0 GB, host 4.1 of 64.0 GB: fits"."""
+    sizes = [
+        f"{pool.name} {gigabytes(pool.peak)}" + ("" if pool.capacity is None else f" of {gigabytes(pool.capacity)}")
+        for pool in budget.pools
+    ]
+    return f"{', '.join(sizes)}: {budget.verdict}"
+
+
+def _value_before(run: RunConfig, flag: str) -> str:
+    """The value that a flag replaces; a flag of several environments may replace a different one in each: "16, 512"."""
+    values = [value_of(run, key) for name in settings_of([flag]) for key in sorted(keys_in(run, [name]))]
+    return ", ".join(dict.fromkeys(str(value).lower() if isinstance(value, bool) else str(value) for value in values))
+
+
+def _plan_flags() -> argparse.Namespace:
+    """The defaults of the flags of `treadle plan`."""
+    parser = argparse.ArgumentParser()
+    add_plan_flags(parser)
+    return parser.parse_args([])
+
+
+def show_what_fits(run: RunConfig, console: Console, *, of_host: bool = False) -> None:
+    """For a run that ran out of GPU memory, or with `of_host` out of host memory: print its plan on this machine and
+    flags that need less. `run` is the complete configuration."""
+    values = _plan_flags()
+    try:
+        # The configuration of a started run has every setting, also an engine share that is not used.
+        job, machine = read_request(run, values, explicit_keys(run) - {"engine.gpu_memory_utilization"})
+    except TreadleError as error:  # such as a model of unknown shape
+        console.print(f"no plan of its memory: {error}", style="dim")
+        return
+    budget = estimate(job, machine)
+    has_room = budget.verdict != "does not fit"
+    concerned = [p for p in budget.pools if (p.name == HOST) == (of_host or not machine.has_gpu)] if has_room else []
+    most = {pool.name: round(LESS * pool.peak) for pool in concerned}
+    offers = take_less(job, machine, most, partial(accepts, run))
+    show(console, budget, offers, None)
+    if has_room:
+        found = f"These flags take {1 - LESS:.0%} less." if offers else "No flags take much less."
+        console.print(f"By this plan there is room: something else has some, or this job needs more. {found}")
