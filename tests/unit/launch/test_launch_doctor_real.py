@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from written_run import write_run
 
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
+from tests.written_run import write_run
 from treadle.config.keys import with_values
 from treadle.config.load import save_run
 from treadle.launch.doctor.command import Patient, examine_live

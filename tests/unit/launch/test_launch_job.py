@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from transformers import LlamaConfig
-from written_run import evaluation, step_values, write_run
 
 from tests.e2e.processes import free_port
 from tests.tiny_model import write_tiny_model
+from tests.written_run import evaluation, step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
 from treadle.config.keys import explicit_keys, with_fitting_groups
 from treadle.envs.catalogue import load_environment

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_run import evaluation
 
 from tests.doc_pages import ROOT
+from tests.written_run import evaluation
 from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError

@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
-from written_run import write_run
 
 from tests.tiny_model import write_tiny_model
+from tests.written_run import write_run
 from treadle.config import load_run, save_run
 from treadle.errors import ConfigError, MissingExtra, ModelError, PortInUse, SeveralProblems, UserError
 from treadle.launch import resume, start

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_run import step_values, write_run
 
 from tests.e2e.processes import free_port
+from tests.written_run import step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.launch import job, resume

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from written_run import history_of, write_health, write_run
 
+from tests.written_run import history_of, write_health, write_run
 from treadle.launch.history import History
 from treadle.launch.report import (
     Outcome,

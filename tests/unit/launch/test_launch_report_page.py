@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from written_run import evaluation, write_health, write_run
 
+from tests.written_run import evaluation, write_health, write_run
 from treadle.config.load import save_run
 from treadle.config.schema import RunConfig
 from treadle.launch.charts import Chart, Series, draw, ticks

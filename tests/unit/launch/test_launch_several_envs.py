@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from test_launch_plan import FACTS, RUN
 from test_launch_replay import begin, lives, treadle  # noqa: F401
-from written_run import evaluation, step_values
 
+from tests.written_run import evaluation, step_values
 from treadle.config import RunConfig, load_run
 from treadle.config.keys import explicit_keys
 from treadle.dash.run_folder import RunFolder

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from written_run import history_of, write_run
 
 from tests.e2e.processes import environment, free_port
 from tests.hub_process import HubProcess
+from tests.written_run import history_of, write_run
 from treadle.config import load_run, save_run
 from treadle.config.keys import with_values
 from treadle.errors import ConfigError
