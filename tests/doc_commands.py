@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 import treadle.budget.command
+import treadle.doctor.command
 import treadle.engines
 import treadle.envs
 import treadle.export
@@ -18,7 +19,6 @@ import treadle.hub.process
 import treadle.launch
 import treadle.launch.chat
 import treadle.launch.dash
-import treadle.launch.doctor.command
 import treadle.launch.folder
 import treadle.launch.matrix
 import treadle.launch.report_page
@@ -42,7 +42,7 @@ _STARTS = (
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
     (treadle.export, "push"), (treadle.launch.chat, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
-    (treadle.launch.report_page, "write_report"), (treadle.launch.doctor.command, "examine"),
+    (treadle.launch.report_page, "write_report"), (treadle.doctor.command, "diagnose"),
     (treadle.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
 _VERBS = frozenset(

@@ -297,11 +297,11 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_run_flags(parser, words)
     values = parser.parse_args(words)
-    from treadle.launch.doctor.command import Patient, examine
+    from treadle.doctor.command import DoctorTarget, diagnose
 
-    patient = Patient(values._run, values._hub, values._engine)
+    target = DoctorTarget(values._run, values._hub, values._engine)
     config = load_run(values._config, given(values), with_derived=False)
-    return examine(config, patient, is_json=values._json, verbose=values._verbose)
+    return diagnose(config, target, is_json=values._json, verbose=values._verbose)
 
 
 def _report(words: list[str]) -> int:

@@ -12,7 +12,7 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.e2e.runs import TINY_RUN, ending, metrics_of, resume, run_treadle
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
-from treadle.launch.doctor.command import Patient, examine_live
+from treadle.doctor.command import DoctorTarget, check_live
 from treadle.launch.report_page import write_report
 from treadle.launch.top import watch_run
 
@@ -67,4 +67,4 @@ def test_a_run_uses_a_hub_and_an_engine_that_run_already(goes_on, tmp_path, monk
         assert watch_run(run, plain=True, once=True) == 0
         assert f"step {steps}/{steps}" in capsys.readouterr().out
     assert write_report(run, None) == 0
-    assert not [check for check in examine_live(Patient(run), os.environ) if check.verdict == "problem"]
+    assert not [check for check in check_live(DoctorTarget(run), os.environ) if check.verdict == "problem"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.launch.doctor.sharing import Surroundings, Trial, check_cuda_sharing, try_sharing
+from treadle.doctor.sharing import HostFacts, SharingResult, check_cuda_sharing, try_sharing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_two_real_processes_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
     trials = try_sharing(tmp_path)
     assert trials.torch.gpus
-    assert trials.made == (Trial("cpu"), Trial("cuda"))
-    assert check_cuda_sharing(trials, Surroundings({})).verdict == "ok"
+    assert trials.results == (SharingResult("cpu"), SharingResult("cuda"))
+    assert check_cuda_sharing(trials, HostFacts({})).verdict == "ok"
 
 
 def test_expandable_segments_are_told_as_the_cause_where_they_break_it(
@@ -24,5 +24,5 @@ def test_expandable_segments_are_told_as_the_cause_where_they_break_it(
 ) -> None:
     env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", env["PYTORCH_ALLOC_CONF"])
-    check = check_cuda_sharing(try_sharing(tmp_path), Surroundings(env))
+    check = check_cuda_sharing(try_sharing(tmp_path), HostFacts(env))
     assert check.verdict == "ok" or "asked for by PYTORCH_ALLOC_CONF" in check.found  # some systems let them be shared

@@ -1,4 +1,4 @@
-"""What is asked of the machine, but for what only torch knows (sharing.py)."""
+"""Collect facts about this machine without torch; what needs torch is in sharing.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from treadle.doctor.host import ClockFacts, LocalModel
+from treadle.doctor.software import DriverFacts, Packages
 from treadle.errors import MissingExtra
-from treadle.launch.doctor.hardware import ClockFacts
-from treadle.launch.doctor.settings import ModelFacts
-from treadle.launch.doctor.software import DriverFacts, Packages
 from treadle.launch.machine import is_port_busy
 
 SURVEY_TIMEOUT_S = 60.0
@@ -27,7 +26,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 _KERNEL = Path("/proc/version")
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _HF_TOKEN_FILE = Path("~/.cache/huggingface/token")
-# For any Python, also one that has nothing of ours: only its own library.
+# Runs in any Python, also without Treadle: standard library only.
 _LIST_PACKAGES = """
 import importlib.metadata, json, sys
 found = {}
@@ -44,28 +43,28 @@ print(json.dumps({
 
 
 def list_packages(python: str) -> Packages:
-    """What `python` has installed; MissingExtra when it cannot be asked."""
+    """The packages of `python`; MissingExtra if it cannot be run."""
     try:
         done = subprocess.run(
             [python, "-c", _LIST_PACKAGES], capture_output=True, text=True, timeout=SURVEY_TIMEOUT_S, check=True
         )
-        told = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise MissingExtra(f"{python} cannot be run: {error}", fix="check --engine.vllm-python") from None
-    return Packages(python, tuple(told["python_version"]), told["versions"], told["requires"])
+    return Packages(python, tuple(answer["python_version"]), answer["versions"], answer["requires"])
 
 
-def survey_model(name: str) -> tuple[ModelFacts, Path]:
+def survey_model(name: str) -> tuple[LocalModel, Path]:
     """The model, and the cache folder of built-in models, as `treadle.engines.models --inspect` reports them."""
     command = [sys.executable, "-m", "treadle.engines.models", "--inspect", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_TIMEOUT_S, check=True)
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         why = f"it could not be looked for ({type(error).__name__})"
-        return ModelFacts(name, "hub", is_here=False, error=why, fix=shlex.join(command)), Path.home()
-    model = told["model"]
-    facts = ModelFacts(
+        return LocalModel(name, "hub", is_here=False, error=why, fix=shlex.join(command)), Path.home()
+    model = answer["model"]
+    facts = LocalModel(
         name=name,
         kind=model["kind"],
         is_here=model["is_here"],
@@ -74,42 +73,42 @@ def survey_model(name: str) -> tuple[ModelFacts, Path]:
         error=model.get("error", ""),
         fix=model.get("fix", ""),
     )
-    return facts, Path(told["cache"])
+    return facts, Path(answer["cache"])
 
 
-def look_at_driver(cuda: str) -> DriverFacts:
+def survey_driver(cuda: str) -> DriverFacts:
     smi = shutil.which("nvidia-smi")
     version = ""
     if smi is not None:
-        question = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        command = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
             version = done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
     return DriverFacts(has_device=_NVIDIA.exists(), cuda=cuda, version=version, has_smi=smi is not None)
 
 
-def existing(place: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    place = place.expanduser().resolve()
-    while not place.exists():
-        place = place.parent
-    return place
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.expanduser().resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
-def look_at_clock(folder: Path) -> tuple[ClockFacts, str]:
-    """By a file written now; and why none could be written."""
+def survey_clock(folder: Path) -> tuple[ClockFacts, str]:
+    """Compared with the time of a new file; and why none could be written."""
     year = time.gmtime().tm_year
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".treadle-doctor-") as file:
             now = time.time()
-            os.utime(file.fileno())  # dated by whoever keeps the disk
+            os.utime(file.fileno())  # with the time of the file server
             return ClockFacts(year, os.stat(file.fileno()).st_mtime - now), ""
     except OSError as error:
         return ClockFacts(year, None), error.strerror or type(error).__name__
 
 
 def owners_of_ports(wished: Mapping[str, tuple[str, int]]) -> dict[int, str]:
-    """Of those that are in use, who has them: {8000: "python3 (pid 4711)"}; "" where that is not told."""
+    """The process of each port that is in use: {8000: "python3 (pid 4711)"}; "" if unknown."""
     busy = {port for host, port in wished.values() if is_port_busy(host, port)}
     owners = dict.fromkeys(busy, "")
     if not busy:
@@ -123,7 +122,7 @@ def owners_of_ports(wished: Mapping[str, tuple[str, int]]) -> dict[int, str]:
 
 
 def token_sizes(env: Mapping[str, str], variables: tuple[str, ...]) -> dict[str, int]:
-    """How many characters each has. Hugging Face's may also lie in the file that `hf auth login` writes."""
+    """Number of characters of each. That of Hugging Face may also be in the file that `hf auth login` writes."""
     sizes = {name: len(env.get(name, "").strip()) for name in variables}
     if "HF_TOKEN" in sizes and not sizes["HF_TOKEN"]:
         with contextlib.suppress(OSError):

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
+from treadle.doctor import host, software
+from treadle.doctor.command import as_json
+from treadle.doctor.host import ClockFacts, LocalModel
+from treadle.doctor.live import PATTERNS, check_logs, check_processes
+from treadle.doctor.sharing import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
+from treadle.doctor.software import DriverFacts, Packages, TorchFacts, is_met_by, requirements_of
 from treadle.engines.vllm.installation import Installation
-from treadle.launch.doctor import hardware, settings, software
-from treadle.launch.doctor.finding import Check, as_json, is_well, show
-from treadle.launch.doctor.hardware import ClockFacts
-from treadle.launch.doctor.live import check_processes
-from treadle.launch.doctor.logs import PATTERNS, check_logs
-from treadle.launch.doctor.requirements import Requirement, parse_requirement, requirements_for
-from treadle.launch.doctor.settings import ModelFacts
-from treadle.launch.doctor.sharing import Surroundings, Trial, Trials, check_cuda_sharing, check_memory_sharing
-from treadle.launch.doctor.software import DriverFacts, Packages, TorchFacts
+from treadle.envs.checking.findings import Finding, problems, show
 from treadle.launch.process import describe_exit
 from treadle.train.health import ALIGNMENT
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
@@ -44,7 +43,7 @@ def packages(versions: dict[str, str], **requires: list[str]) -> Packages:
     return Packages("/opt/python", (3, 12, 1), versions, requires or {"treadle": OWN})
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
+def by_name(checks: list[Finding]) -> dict[str, Finding]:
     return {check.name: check for check in checks}
 
 
@@ -61,17 +60,26 @@ def test_an_old_python_is_a_problem() -> None:
         ("~=0.9.1", "0.9.7", True), ("~=0.9.1", "0.10", False), ("", "anything", True),
     ],
 )  # fmt: skip
-def test_ranges_are_read_as_pip_reads_them(wanted: str, version: str, is_met: bool) -> None:
-    assert Requirement("x", wanted).is_met_by(version) is is_met
+def test_versions_are_compared_as_pip_does_without_local_labels(wanted: str, version: str, is_met: bool) -> None:
+    assert is_met_by(SpecifierSet(wanted), version) is is_met
 
 
 def test_only_the_extras_of_a_run_are_asked_for() -> None:
-    assert [found.name for found in requirements_for(OWN, ("train",))] == ["aiohttp", "torch", "transformers"]
-    assert parse_requirement("huggingface_hub (>=1.0)") == Requirement("huggingface-hub", ">=1.0")
-    assert parse_requirement("torch==2.13.0+cpu; platform_machine == 'x86_64'") == Requirement("torch", "==2.13.0+cpu")
+    found = requirements_of(packages(GOOD), "treadle", ("train",))
+    assert [wanted.name for wanted in found] == ["aiohttp", "torch", "transformers"]
 
 
-def test_packages_are_held_against_our_own_ranges() -> None:
+def test_only_requirements_of_the_asked_python_count() -> None:
+    lines = [
+        "a; python_version < '3.12'",
+        "b; python_full_version >= '3.12.1'",
+        "c; platform_system == 'none'",
+        "no line!",
+    ]
+    assert [wanted.name for wanted in requirements_of(packages({}, x=lines), "x")] == ["b"]
+
+
+def test_packages_are_compared_with_the_requirements_of_treadle() -> None:
     assert all(check.verdict == "ok" for check in software.check_packages(packages(GOOD)))
     newer = by_name(software.check_packages(packages(GOOD | {"transformers": "5.22.2"})))["transformers"]
     assert (newer.verdict, newer.remedy) == ("problem", "pip install 'transformers<5.20,>=5.16'")
@@ -124,14 +132,14 @@ def test_vllm_is_held_against_the_versions_that_were_tested() -> None:
     assert "tested are 0.26 to 0.32" in newer.found
 
 
-def test_a_build_of_vllm_for_other_hardware_is_told() -> None:
+def test_a_build_of_vllm_for_other_hardware_is_reported() -> None:
     assert software.check_vllm(VLLM, "", is_wanted=True, has_gpu=False).verdict == "problem"
     assert software.check_vllm(VLLM, "", is_wanted=False, has_gpu=False).verdict == "warning"
     assert software.check_vllm(VLLM_CPU, "", is_wanted=True, has_gpu=True).verdict == "warning"
 
 
-def test_vllm_must_stand_beside_the_torch_it_was_built_with() -> None:
-    asked = ['torch==2.13.0+cpu; platform_machine == "x86_64"', 'torch==2.12.0; platform_system == "Darwin"']
+def test_vllm_needs_the_torch_it_was_built_with() -> None:
+    asked = ['torch==2.13.0+cpu; python_version >= "3"', 'torch==2.12.0; python_version < "3"']
     fits = packages({"torch": "2.13.0", "transformers": "5.19.0"}, vllm=asked)
     assert software.check_vllm_fit(fits, VLLM).verdict == "ok"
     other = software.check_vllm_fit(packages({"torch": "2.11.0", "transformers": "5.19.0"}, vllm=asked), VLLM)
@@ -141,44 +149,44 @@ def test_vllm_must_stand_beside_the_torch_it_was_built_with() -> None:
     assert "transformers is not installed" in without.found
 
 
-def test_pictures_for_cuda_beside_a_vllm_for_cpus_are_told() -> None:
+def test_a_torchvision_for_cuda_beside_vllm_for_cpus_is_a_warning() -> None:
     versions = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "torchvision": "0.28.0"}
     check = software.check_vllm_fit(Packages("/opt/python", (3, 12), versions), VLLM_CPU)
     assert (check.verdict, check.remedy) == ("warning", "/opt/python -m pip uninstall torchvision")
 
 
-def test_matrix_units_are_seen() -> None:
-    assert hardware.check_cpu(2, frozenset({"avx512f", "amx_bf16"}), has_gpu=False).verdict == "ok"
-    assert hardware.check_cpu(2, frozenset({"bf16"}), has_gpu=False).verdict == "ok"
-    assert hardware.check_cpu(2, frozenset({"avx2"}), has_gpu=True).verdict == "ok"
-    slow = hardware.check_cpu(2, frozenset({"avx2"}), has_gpu=False)
+def test_a_cpu_without_bf16_is_a_warning_without_a_gpu() -> None:
+    assert host.check_cpu(2, frozenset({"avx512f", "amx_bf16"}), has_gpu=False).verdict == "ok"
+    assert host.check_cpu(2, frozenset({"bf16"}), has_gpu=False).verdict == "ok"
+    assert host.check_cpu(2, frozenset({"avx2"}), has_gpu=True).verdict == "ok"
+    slow = host.check_cpu(2, frozenset({"avx2"}), has_gpu=False)
     assert slow.verdict == "warning"
     assert "without bf16" in slow.found
 
 
 def test_a_busy_default_port_is_only_a_warning_and_names_who_has_it() -> None:
-    busy, free = hardware.check_ports({"hub": 8000, "engine": 9001}, {8000: "python3 (pid 17)"})
+    busy, free = host.check_ports({"hub": 8000, "engine": 9001}, {8000: "python3 (pid 17)"})
     assert (busy.verdict, free.verdict) == ("warning", "ok")
     assert busy.found == "8000 is in use by python3 (pid 17)"
 
 
 @pytest.mark.parametrize(("available", "verdict"), [(1e9, "problem"), (5e9, "warning"), (9e9, "ok")])
 def test_little_memory_is_told(available: float, verdict: str) -> None:
-    assert hardware.check_memory(available, 16e9).verdict == verdict
+    assert host.check_memory(available, 16e9).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(1e9, "problem"), (4e9, "warning"), (9e9, "ok")])
 def test_a_full_disk_is_told(free: float, verdict: str) -> None:
-    assert hardware.check_disk("disk for runs", "/data", free).verdict == verdict
-    assert hardware.check_disk("disk for runs", "/data", free, trouble="Read-only file system").verdict == "problem"
+    assert host.check_disk("disk for runs", "/data", free).verdict == verdict
+    assert host.check_disk("disk for runs", "/data", free, trouble="Read-only file system").verdict == "problem"
 
 
 def test_the_small_shared_memory_of_a_container_is_told_with_dockers_flag() -> None:
-    assert hardware.check_shared_memory("/dev/shm", 8e9).verdict == "ok"
-    small = hardware.check_shared_memory("/dev/shm", 64e6)
+    assert host.check_shared_memory("/dev/shm", 8e9).verdict == "ok"
+    small = host.check_shared_memory("/dev/shm", 64e6)
     assert small.verdict == "warning"
     assert "--shm-size" in small.remedy
-    assert hardware.check_shared_memory("/dev/shm", None).verdict == "warning"
+    assert host.check_shared_memory("/dev/shm", None).verdict == "warning"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_the_small_shared_memory_of_a_container_is_told_with_dockers_flag() -> N
 def test_few_open_files_are_told_with_the_limit_that_can_be_set(
     soft: int, hard: int, verdict: str, remedy: str
 ) -> None:
-    check = hardware.check_file_limit(soft, hard, max_connections=1000)
+    check = host.check_file_limit(soft, hard, max_connections=1000)
     assert check.verdict == verdict
     assert check.remedy.startswith(remedy)
 
@@ -203,67 +211,67 @@ def test_few_open_files_are_told_with_the_limit_that_can_be_set(
     ],
 )
 def test_a_wrong_clock_is_told(clock: ClockFacts, verdict: str) -> None:
-    assert hardware.check_clock(clock).verdict == verdict
+    assert host.check_clock(clock).verdict == verdict
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_found_in_both_variables(variable: str) -> None:
     env = {variable: "max_split_size_mb:128, expandable_segments:True"}
-    assert settings.check_allocator(env, has_gpu=True) == Check(
+    assert host.check_allocator(env, has_gpu=True) == Finding(
         "CUDA allocator",
         "problem",
         f"{variable} asks for expandable_segments: weights on a GPU cannot be shared then",
         f"unset {variable}",
     )
-    assert settings.check_allocator(env, has_gpu=False).verdict == "warning"
-    assert settings.check_allocator({variable: "expandable_segments:False"}, has_gpu=True).verdict == "ok"
+    assert host.check_allocator(env, has_gpu=False).verdict == "warning"
+    assert host.check_allocator({variable: "expandable_segments:False"}, has_gpu=True).verdict == "ok"
 
 
 def test_forked_workers_are_told() -> None:
     env = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
-    check = settings.check_start_method(env, has_gpu=True)
+    check = host.check_start_method(env, has_gpu=True)
     assert (check.verdict, check.remedy) == ("problem", "export VLLM_WORKER_MULTIPROCESSING_METHOD=spawn")
-    assert settings.check_start_method({}, has_gpu=True).verdict == "ok"
+    assert host.check_start_method({}, has_gpu=True).verdict == "ok"
 
 
 def test_slow_starts_and_spinning_threads_are_told() -> None:
-    assert settings.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
-    assert settings.check_bytecode({}).verdict == "ok"
-    assert settings.check_threads({"OMP_WAIT_POLICY": "active"}, 2).verdict == "warning"
-    assert settings.check_threads({"OMP_NUM_THREADS": "16"}, 2).remedy == "export OMP_NUM_THREADS=2"
-    assert settings.check_threads({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, 2).verdict == "ok"
+    assert host.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
+    assert host.check_bytecode({}).verdict == "ok"
+    assert host.check_threads({"OMP_WAIT_POLICY": "active"}, 2).verdict == "warning"
+    assert host.check_threads({"OMP_NUM_THREADS": "16"}, 2).remedy == "export OMP_NUM_THREADS=2"
+    assert host.check_threads({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, 2).verdict == "ok"
 
 
 @pytest.mark.parametrize(
     ("model", "env", "verdict", "words"),
     [
-        (ModelFacts("m", "folder", is_here=True, folder="/m"), {}, "ok", "whole"),
-        (ModelFacts("m", "folder", is_here=True, missing=("model-2.safetensors",)), {}, "problem", "not complete"),
-        (ModelFacts("m", "folder", is_here=True, error="/m holds x.bin", fix="no"), {}, "problem", "x.bin"),
-        (ModelFacts("./m", "folder", is_here=False), {}, "problem", "no such folder"),
-        (ModelFacts("small", "built-in", is_here=False), {}, "ok", "93 MB"),
-        (ModelFacts("a/b", "hub", is_here=False), {}, "warning", "needs HF_TOKEN"),
-        (ModelFacts("a/b", "hub", is_here=False), {"HF_HUB_OFFLINE": "1"}, "problem", "HF_HUB_OFFLINE"),
-        (ModelFacts("a/b", "hub", is_here=True, folder="/cache"), {"HF_HUB_OFFLINE": "1"}, "ok", "whole"),
+        (LocalModel("m", "folder", is_here=True, folder="/m"), {}, "ok", "whole"),
+        (LocalModel("m", "folder", is_here=True, missing=("model-2.safetensors",)), {}, "problem", "not complete"),
+        (LocalModel("m", "folder", is_here=True, error="/m holds x.bin", fix="no"), {}, "problem", "x.bin"),
+        (LocalModel("./m", "folder", is_here=False), {}, "problem", "no such folder"),
+        (LocalModel("small", "built-in", is_here=False), {}, "ok", "93 MB"),
+        (LocalModel("a/b", "hub", is_here=False), {}, "warning", "needs HF_TOKEN"),
+        (LocalModel("a/b", "hub", is_here=False), {"HF_HUB_OFFLINE": "1"}, "problem", "HF_HUB_OFFLINE"),
+        (LocalModel("a/b", "hub", is_here=True, folder="/cache"), {"HF_HUB_OFFLINE": "1"}, "ok", "whole"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_told(model: ModelFacts, env: Any, verdict: str, words: str) -> None:
-    check = settings.check_model(model, env, has_hub_token=False)
+def test_a_model_that_cannot_be_loaded_is_told(model: LocalModel, env: Any, verdict: str, words: str) -> None:
+    check = host.check_model(model, env, has_hub_token=False)
     assert check.verdict == verdict
     assert words in check.found
 
 
 def test_tokens_are_counted_and_never_shown() -> None:
-    assert settings.check_tokens({"HF_TOKEN": 0, "TREADLE_HUB_TOKEN": 64}, 16) == Check(
+    assert host.check_tokens({"HF_TOKEN": 0, "TREADLE_HUB_TOKEN": 64}, 16) == Finding(
         "tokens", "ok", "HF_TOKEN not set, TREADLE_HUB_TOKEN set"
     )
-    assert settings.check_tokens({"TREADLE_HUB_TOKEN": 5}, 16).verdict == "problem"
+    assert host.check_tokens({"TREADLE_HUB_TOKEN": 5}, 16).verdict == "problem"
 
 
 def test_memory_that_two_processes_cannot_share_is_told() -> None:
     torch = TorchFacts()
-    assert check_memory_sharing(Trials(torch, (Trial("cpu"),)), "/dev/shm").verdict == "ok"
-    failed = check_memory_sharing(Trials(torch, (Trial("cpu", "Bus error"),)), "/dev/shm")
+    assert check_memory_sharing(SharingTest(torch, (SharingResult("cpu"),)), "/dev/shm").verdict == "ok"
+    failed = check_memory_sharing(SharingTest(torch, (SharingResult("cpu", "Bus error"),)), "/dev/shm")
     assert failed.verdict == "problem"
     assert "Bus error" in failed.found
 
@@ -271,14 +279,16 @@ def test_memory_that_two_processes_cannot_share_is_told() -> None:
 @pytest.mark.parametrize(
     ("around", "cause", "remedy"),
     [
-        (Surroundings({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}), "expandable_segments", "unset PYTORCH"),
-        (Surroundings({}, is_wsl=True), "WSL2", "run on Linux itself"),
-        (Surroundings({}, is_container=True), "separate PID namespaces", "start both in one container"),
-        (Surroundings({}), "separate PID namespaces", "see docs/weights.md"),
+        (HostFacts({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}), "expandable_segments", "unset PYTORCH"),
+        (HostFacts({}, is_wsl=True), "WSL2", "run on Linux itself"),
+        (HostFacts({}, is_container=True), "separate PID namespaces", "start both in one container"),
+        (HostFacts({}), "separate PID namespaces", "see docs/weights.md"),
     ],
 )  # fmt: skip
-def test_the_cause_of_failed_cuda_ipc_is_named(around: Surroundings, cause: str, remedy: str) -> None:
-    check = check_cuda_sharing(Trials(GPU, (Trial("cpu"), Trial("cuda", "pidfd_getfd: not permitted"))), around)
+def test_the_cause_of_failed_cuda_ipc_is_named(around: HostFacts, cause: str, remedy: str) -> None:
+    check = check_cuda_sharing(
+        SharingTest(GPU, (SharingResult("cpu"), SharingResult("cuda", "pidfd_getfd: not permitted"))), around
+    )
     assert check.verdict == "problem"
     assert cause in check.found
     assert check.remedy.startswith(remedy)
@@ -286,9 +296,12 @@ def test_the_cause_of_failed_cuda_ipc_is_named(around: Surroundings, cause: str,
 
 
 def test_cuda_ipc_is_skipped_without_a_gpu_and_says_so() -> None:
-    skipped = check_cuda_sharing(Trials(TorchFacts(), (Trial("cpu"),)), Surroundings({}))
+    skipped = check_cuda_sharing(SharingTest(TorchFacts(), (SharingResult("cpu"),)), HostFacts({}))
     assert (skipped.verdict, skipped.found) == ("ok", "skipped: torch sees no GPU")
-    assert check_cuda_sharing(Trials(GPU, (Trial("cpu"), Trial("cuda"))), Surroundings({})).verdict == "ok"
+    assert (
+        check_cuda_sharing(SharingTest(GPU, (SharingResult("cpu"), SharingResult("cuda"))), HostFacts({})).verdict
+        == "ok"
+    )
 
 
 def standing(heard_s: float = 1.0, **more: Any) -> ProcessStanding:
@@ -299,7 +312,7 @@ def standing(heard_s: float = 1.0, **more: Any) -> ProcessStanding:
 def test_who_waits_too_long_is_a_problem_with_its_own_remedy() -> None:
     late = WaitReport(what="the engine", seconds=90.0, fix="start it with `treadle engine`", is_late=True)
     calm, waiting, silent = check_processes([standing(), standing(waits=[late]), standing(heard_s=40.0)])
-    assert (calm.verdict, calm.found) == ("ok", "running, heard of 1 s ago")
+    assert (calm.verdict, calm.found) == ("ok", "running, last report 1 s ago")
     assert (waiting.verdict, waiting.remedy) == ("problem", "start it with `treadle engine`")
     assert waiting.found == "env gsm8k has waited 90 s for the engine"
     assert silent.verdict == "warning"
@@ -336,9 +349,9 @@ def test_a_log_without_trouble_is_well_and_trouble_is_told_once() -> None:
 
 
 def test_one_problem_is_enough_and_words_in_brackets_are_shown_as_they_are() -> None:
-    checks = [Check("a", "ok", "fine"), Check("b", "warning", "[red]pip install 'treadle[train]'", "x")]
-    assert is_well(checks)
-    assert not is_well([*checks, Check("c", "problem", "")])
+    checks = [Finding("a", "ok", "fine"), Finding("b", "warning", "[red]pip install 'treadle[train]'", "x")]
+    assert not problems(checks)
+    assert problems([*checks, Finding("c", "problem", "")]) == ["c"]
     assert as_json(checks)["checks"][0] == {"name": "a", "verdict": "ok", "found": "fine", "remedy": ""}
     out = io.StringIO()
     show(checks, Console(file=out, width=200), verbose=False)
@@ -346,7 +359,10 @@ def test_one_problem_is_enough_and_words_in_brackets_are_shown_as_they_are() -> 
 
 
 def test_what_is_not_ok_is_listed_and_the_rest_is_counted() -> None:
-    checks = [*(Check(f"check {n}", "ok", "fine") for n in range(19)), Check("memory", "warning", "2 GB", "end others")]
+    checks = [
+        *(Finding(f"check {n}", "ok", "fine") for n in range(19)),
+        Finding("memory", "warning", "2 GB", "end others"),
+    ]
     shown = {}
     for verbose in (False, True):
         out = io.StringIO()
@@ -361,7 +377,7 @@ def test_what_is_not_ok_is_listed_and_the_rest_is_counted() -> None:
 def test_no_word_is_broken_on_a_terminal_of_80_columns() -> None:
     words = "OMP_WAIT_POLICY=PASSIVE, TREADLE_ENGINE_TOKEN not set: weights on a GPU cannot be shared then"
     out = io.StringIO()
-    show([Check("weights on a GPU (CUDA IPC)", "problem", words, words)], Console(file=out, width=80), verbose=False)
+    show([Finding("weights on a GPU (CUDA IPC)", "problem", words, words)], Console(file=out, width=80), verbose=False)
     assert set(words.split()) <= set(out.getvalue().split())
 
 

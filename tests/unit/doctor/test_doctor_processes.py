@@ -21,11 +21,11 @@ from tests.tiny_model import write_tiny_model
 from tests.written_run import write_run
 from treadle.config.keys import with_values
 from treadle.config.load import save_run
-from treadle.launch.doctor.command import Patient, examine_live
-from treadle.launch.doctor.finding import Check
-from treadle.launch.doctor.live import check_engine, check_hub
-from treadle.launch.doctor.looking import list_packages, survey_model
-from treadle.launch.doctor.sharing import Trial, try_sharing
+from treadle.doctor.command import DoctorTarget, check_live
+from treadle.doctor.live import check_engine, check_hub
+from treadle.doctor.sharing import SharingResult, try_sharing
+from treadle.doctor.survey import list_packages, survey_model
+from treadle.envs.checking.findings import Finding
 from treadle.launch.folder import locked
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import role_token
@@ -39,20 +39,20 @@ def doctor(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def by_name(checks: list[Check]) -> dict[str, Check]:
+def by_name(checks: list[Finding]) -> dict[str, Finding]:
     return {check.name: check for check in checks}
 
 
 def test_two_real_processes_share_weights_in_main_memory(tmp_path: Path) -> None:
     trials = try_sharing(tmp_path)
     assert trials.torch.error == ""
-    assert trials.made[0] == Trial("cpu")
+    assert trials.results[0] == SharingResult("cpu")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_processes_that_do_not_answer_are_ended_at_the_deadline(tmp_path: Path) -> None:
     trials = try_sharing(tmp_path, deadline_s=0.05)
-    assert trials.made == ()
+    assert trials.results == ()
     assert trials.torch.error == "no answer within 0 s"
 
 
@@ -155,13 +155,13 @@ def test_a_runs_own_token_files_open_its_hub_and_its_engine(
         urls = {"env.rollout_server_url": hub.url, "train.engine_url": engine_url}
         settings = urls | {f"{name}.token_file": file for name, file in files.items()}
         save_run(with_values(write_run(tmp_path), settings), tmp_path / "config.json")
-        found = by_name(examine_live(Patient(tmp_path), {}))
+        found = by_name(check_live(DoctorTarget(tmp_path), {}))
         assert {found[name].verdict for name in ("hub", "batches", "engine", "POST /generate")} == {"ok"}
         assert Stranger.keys_seen == {f"Bearer {role_token('engine-token-of-a-test-0123', 'environment')}"}
-        given = by_name(examine_live(Patient(tmp_path, hub_url=hub.url), {}))
+        given = by_name(check_live(DoctorTarget(tmp_path, hub_url=hub.url), {}))
         assert given["hub"].verdict == "problem", "an address that was given gets no token of the run"
         files["hub"].chmod(0o644)
-        assert by_name(examine_live(Patient(tmp_path), {}))["tokens"].remedy == f"chmod 600 {files['hub']}"
+        assert by_name(check_live(DoctorTarget(tmp_path), {}))["tokens"].remedy == f"chmod 600 {files['hub']}"
 
 
 def test_nobody_at_an_address_is_told_with_the_command_that_starts_one() -> None:

@@ -1,0 +1,204 @@
+"""Run `treadle doctor`: collect the findings about this machine or a live run, and print them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.text import Text
+
+from treadle.config.engine_choice import has_vllm
+from treadle.config.load import load_run
+from treadle.config.schema import RunConfig
+from treadle.doctor import host, software, survey
+from treadle.doctor.live import NUM_LINES, check_engine, check_hub, check_logs
+from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_sharing, try_sharing
+from treadle.engines.vllm.installation import Installation, find_vllm
+from treadle.envs.checking.findings import Finding, problems, show
+from treadle.errors import ConfigError, MissingExtra
+from treadle.launch.folder import check_is_run, how_to_go_on, is_going
+from treadle.launch.history import reader_of
+from treadle.launch.machine import SHARED_MEMORY, count_cores
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
+from treadle.launch.process import tail_of
+from treadle.launch.report import load_summary
+from treadle.net.probe import ServerProbe
+from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
+from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
+from treadle.net.urls import shown_url
+from treadle.processor import processor_flags
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
+
+Report = Callable[[str], None]
+TOKENS = ("HF_TOKEN", "WANDB_API_KEY", HUB_TOKEN, ENGINE_TOKEN)
+
+
+@dataclass(frozen=True)
+class DoctorTarget:
+    """What to check: a live system if a run folder or an address is given, else this machine."""
+
+    run_folder: Path | None = None
+    hub_url: str = ""
+    engine_url: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        return bool(self.run_folder or self.hub_url or self.engine_url)
+
+
+def diagnose(
+    config: RunConfig, target: DoctorTarget, *, is_json: bool, verbose: bool = False, console: Console | None = None
+) -> int:
+    """Print the findings. Exit code 1: there is a problem. `config`: the run that is to start on this machine."""
+    with progress_line(Console(stderr=True, quiet=is_json)) as report:
+        findings = (
+            check_live(target, os.environ, report) if target.is_live else check_machine(config, os.environ, report)
+        )
+    if is_json:
+        print(json.dumps(as_json(findings), indent=2))
+    else:
+        show(findings, console or Console(), verbose=verbose)
+    return 1 if problems(findings) else 0
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {"ok": not problems(findings), "checks": [asdict(finding) for finding in findings]}
+
+
+@contextmanager
+def progress_line(console: Console) -> Iterator[Report]:
+    """Show the current check on one line, which is removed at the end; nothing without a terminal."""
+    with console.status("", spinner="line") as status:
+        yield lambda what: status.update(Text(what))
+
+
+def check_machine(config: RunConfig, env: Mapping[str, str], report: Report = lambda _: None) -> list[Finding]:
+    memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else survey.nearest_existing(config.output)
+    with ThreadPoolExecutor() as pool:  # loading torch in two processes takes longest
+        testing = pool.submit(try_sharing, memory_folder)
+        report(f"looking for the model {config.model}")
+        model, cache = survey.survey_model(config.model)
+        report("listing the installed packages")
+        packages = survey.list_packages(sys.executable)
+        report("two processes load torch and share weights, as engine and trainer do")
+        sharing = testing.result()
+    report("asking the GPU's driver")
+    driver = survey.survey_driver(sharing.driver_cuda)
+    has_gpu = bool(sharing.torch.gpus)
+    facts = HostFacts(env, survey.is_wsl(), survey.is_container())
+    tokens = survey.token_sizes(env, TOKENS)
+    report("looking for vLLM, at the disks and at the ports")
+    return [
+        software.check_python(sys.version_info[:3]),
+        *software.check_packages(packages),
+        software.check_gpu(sharing.torch, driver),
+        software.check_driver(sharing.torch, driver),
+        *_check_vllm(config, has_gpu=has_gpu),
+        host.check_start_method(env, has_gpu=has_gpu),
+        host.check_allocator(env, has_gpu=has_gpu),
+        check_memory_sharing(sharing, str(memory_folder)),
+        check_cuda_sharing(sharing, facts),
+        *_check_hardware(config, cache, has_gpu=has_gpu),
+        host.check_threads(env, count_cores()),
+        host.check_bytecode(env),
+        host.check_model(model, env, has_hub_token=bool(tokens["HF_TOKEN"])),
+        host.check_tokens(tokens, MIN_TOKEN_CHARS),
+    ]
+
+
+def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Finding]:
+    memory = psutil.virtual_memory()
+    output, cache = survey.nearest_existing(config.output), survey.nearest_existing(cache)
+    clock, trouble = survey.survey_clock(output)
+    wished = wished_addresses(config)
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+    return [
+        host.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
+        host.check_memory(memory.available, memory.total),
+        host.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
+        host.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
+        host.check_shared_memory(str(SHARED_MEMORY), shared),
+        host.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), config.hub.max_connections),
+        *host.check_ports({n: port for n, (_, port) in wished.items()}, survey.owners_of_ports(wished)),
+        host.check_clock(clock),
+    ]
+
+
+def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Finding]:
+    engine = config.engine
+    is_wanted = engine.engine == "vllm" or bool(engine.vllm_python and has_vllm(engine))
+    vllm: Installation | None = None
+    trouble = ""
+    try:
+        vllm = find_vllm(engine.vllm_python)
+    except MissingExtra as error:
+        trouble = error.message
+    findings = [software.check_vllm(vllm, trouble, is_wanted=is_wanted, has_gpu=has_gpu)]
+    if vllm is not None:
+        findings.append(software.check_vllm_fit(survey.list_packages(vllm.python), vllm))
+    return findings
+
+
+def check_live(target: DoctorTarget, env: Mapping[str, str], report: Report = lambda _: None) -> list[Finding]:
+    findings: list[Finding] = []
+    hub_url, engine_url = target.hub_url, target.engine_url
+    hub_token, engine_token = env.get(HUB_TOKEN, ""), env.get(ENGINE_TOKEN, "")
+    if target.run_folder is not None:
+        folder = target.run_folder.expanduser().resolve()
+        check_is_run(folder)
+        config = load_run(folder / CONFIG_FILE)
+        findings.append(check_is_going(folder, config))
+        if is_going(folder):
+            # The tokens of the run are sent to its own servers, not to an address that the user gave.
+            if not hub_url:
+                hub_url = config.environments[0].rollout_server_url
+                hub_token = _token_of_run(config.hub.token_file, "observer", hub_token, findings)
+            if not engine_url:
+                engine_url = config.train.engine_url
+                engine_token = _token_of_run(config.engine.token_file, "environment", engine_token, findings)
+        report(f"reading the logs of {folder.name}")
+        logs = sorted((folder / LOG_FOLDER).glob("*.log"))
+        findings += check_logs({log.stem: tail_of(log, num_lines=NUM_LINES) for log in logs})
+    if hub_url:
+        report(f"asking the hub at {shown_url(hub_url)}")
+        findings += check_hub(ServerProbe("hub", hub_url, hub_token, HUB_TOKEN))
+    if engine_url:
+        engine_url = engine_url.rstrip("/").removesuffix("/v1")  # as the clients of the engine do
+        report(f"asking the engine at {shown_url(engine_url)}")
+        findings += check_engine(ServerProbe("engine", engine_url, engine_token, ENGINE_TOKEN))
+    return findings
+
+
+def _token_of_run(file: Path | None, role: ClientRole, given: str, findings: list[Finding]) -> str:
+    try:
+        return client_token(file, role, given)
+    except ConfigError as error:
+        findings.append(Finding("tokens", "problem", error.message, error.fix))
+        return given
+
+
+def check_is_going(folder: Path, config: RunConfig) -> Finding:
+    if is_going(folder):
+        return Finding("run", "ok", f"{folder.name} is going on")
+    summary = load_summary(folder)
+    if summary is not None and summary.last_words:
+        remedy = f"fix that; {how_to_go_on(config, folder, reader_of(config, folder).read().last_step)}"
+        return Finding("run", "problem", f"{folder.name} was ended by: {summary.last_words.splitlines()[0]}", remedy)
+    if summary is not None and (summary.alarms or summary.findings):
+        return Finding(
+            "run",
+            "warning",
+            f"{folder.name} is not going on; its last warning: {[*summary.alarms, *summary.findings][-1]}",
+        )
+    return Finding("run", "ok", f"{folder.name} is not going on: only its logs can be asked")
