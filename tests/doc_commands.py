@@ -33,8 +33,8 @@ from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.errors import Problems
 from treadle.guides import GUIDES
-from treadle.launch.attachment import one_address
-from treadle.launch.settings import check_one_trainer, settle_environments, with_environments
+from treadle.launch.attachment import merge_addresses
+from treadle.launch.preflight import check_one_trainer, settle_environments, with_environments
 
 # What starts something, by the name under which the command line finds it.
 _STARTS = (
@@ -174,7 +174,7 @@ def _checks_of_run(config: Any, **_: object) -> int:
     problems = Problems()
     config = settle_environments(with_environments(config, given), problems)
     problems.raise_all()
-    config = one_address(config, explicit)
+    config = merge_addresses(config, explicit)
     config.check_together()
     check_one_trainer(config)
     return 0

@@ -22,6 +22,7 @@ from treadle.config import RunConfig
 from treadle.config.load import dotted_keys, load_run
 from treadle.errors import ConfigError, ModelError, UserError, require
 from treadle.log import show_warnings
+from treadle.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from treadle.envs.base import Environment
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 SOURCE = "treadle.train()"
-_IN_PROCESS_OF_RUN = "TREADLE_PARENT_PID"  # set by the launcher in the processes that it starts
 _MOST_REQUESTS = 16  # at once, of one `generate`
 
 
@@ -65,7 +65,7 @@ def train(
 
     run = treadle.train("Qwen/Qwen3-0.6B", rewards=[is_short], data=rows, steps=100)
     """
-    if _IN_PROCESS_OF_RUN in os.environ:
+    if PARENT_VARIABLE in os.environ:
         raise ConfigError(
             "treadle.train() was called while a process of a run imported this file",
             fix='put the call under: if __name__ == "__main__":',
@@ -285,7 +285,7 @@ class Chat:
     def __init__(self, model_path: Path, *, temperature: float, max_tokens: int) -> None:
         require("train", "torch", "transformers")
         from treadle.envs.tokens import ChatTokenizer
-        from treadle.launch.chat import Partner, open_client, running_engine
+        from treadle.launch.chat import ChatSession, open_client, running_engine
         from treadle.launch.supervisor import Stopped
 
         self.messages: list[dict[str, str]] = []
@@ -294,7 +294,7 @@ class Chat:
             http = opened.enter_context(open_client(opened.enter_context(running_engine(model_path))))
         except Stopped:
             raise KeyboardInterrupt from None
-        self._partner = Partner(http, tokenizer, temperature, max_tokens)
+        self._partner = ChatSession(http, tokenizer, temperature, max_tokens)
         self.close = weakref.finalize(self, opened.close)
 
     def __enter__(self) -> Chat:

@@ -300,22 +300,22 @@ def test_a_finished_run_can_be_looked_at_talked_to_and_resumed(folder: Path) -> 
 # Makes every run of the page short. Those without rewards end where their processes would start.
 SHORT_TRAIN = """
 from treadle import api
-from treadle.launch.job import Life
+from treadle.launch.job import RunSession
 
 FEWER = {
     "model": "./my-model", "batch_size": 8, "group_size": 4, "num_eval": 4, "reward_workers": 1, "max_token_length": 8,
     "engine": {"dtype": "float32", "max_num_seqs": 16}, "train": {}, "plain": True, "steps": 1,
 }
-train, resume, live, runs = api.train, api.Run.resume, Life.live, []
+train, resume, run_session, runs = api.train, api.Run.resume, RunSession.run, []
 
 def train_shortly(*_, **given):
-    Life.live = live if "rewards" in given else lambda life, **_: setattr(life, "_is_complete", True)
+    RunSession.run = run_session if "rewards" in given else lambda session, **_: setattr(session, "_is_complete", True)
     run = train(**{**given, **FEWER})
     runs.extend([run] if "rewards" in given else [])
     return runs[-1]
 
 def resume_shortly(run, **_):
-    Life.live = live
+    RunSession.run = run_session
     return resume(run, steps=2)
 
 api.train, api.Run.resume = train_shortly, resume_shortly

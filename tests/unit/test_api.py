@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.written_run import write_run
 
 import treadle
 from bench.page_history import GROUP_SIZE
 from bench.page_history import write_run as write_groups
 from tests.tiny_model import write_tiny_model
-from tests.unit.launch.written_run import write_run
 from treadle.config.env import EnvConfig
 from treadle.config.load import dotted_keys, save_run
 from treadle.envs import Environment, Item
@@ -23,7 +23,7 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.rewards import LengthReward, registry
 from treadle.errors import ConfigError
 from treadle.launch.inputs import Inputs
-from treadle.launch.job import Life
+from treadle.launch.job import RunSession
 
 ROWS = [{"prompt": f"What is {a} + 1?", "answer": a + 1, "level": a % 3} for a in range(20)]
 BONUS = 0.5
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def started(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, where every run is complete at the moment that its processes would start."""
-    monkeypatch.setattr(Life, "live", lambda life, **_: setattr(life, "_is_complete", True))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: setattr(session, "_is_complete", True))
     monkeypatch.setattr("treadle.launch.job.prepare_model", str)
     monkeypatch.chdir(tmp_path)
     return model
@@ -196,7 +196,7 @@ def test_a_process_of_a_run_that_imports_the_script_starts_no_run(monkeypatch: p
 
 
 def test_a_stopped_run_says_how_to_go_on(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Life, "live", lambda *_, **__: None)
+    monkeypatch.setattr(RunSession, "run", lambda *_, **__: None)
     with pytest.raises(KeyboardInterrupt, match=r'continue with: treadle.load\("runs/\S+-arithmetic\S*"\).resume\(\)'):
         treadle.train(started)
     assert not treadle.load().is_complete

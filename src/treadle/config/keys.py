@@ -17,7 +17,7 @@ PROMPT_ROOM = 1024  # tokens before a completion
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
-    """The dotted keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}; "envs.1.task"."""
+    """The keys that the user gave: `--hub.port 8100 --steps 9` -> {"hub.port", "steps"}; "envs.1.task"."""
     keys: set[str] = set()
     for name in config.model_fields_set:
         value = getattr(config, name)
@@ -29,7 +29,7 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 
 
 def keys_in(config: RunConfig, overrides: Iterable[str]) -> frozenset[str]:
-    """The settings that flags change: "env.seed" is that of each environment."""
+    """The settings that flags change: "env.seed" stands for the seed of each environment."""
     spread = [config.keys_of_envs(key[4:]) if key.startswith("env.") else [key] for key in overrides]
     return frozenset(key for keys in spread for key in keys)
 
@@ -43,7 +43,7 @@ def value_of(config: RunConfig, dotted: str) -> Any:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A copy with `values` ({"hub.port": 8100}) laid over it, checked again as a whole."""
+    """A copy with `values` ({"hub.port": 8100}) replaced, validated as a whole."""
     merged = config.model_dump()
     for dotted, value in values.items():
         set_value(merged, dotted, value)
@@ -51,7 +51,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
-    """`--steps` and `--train.steps` are the same number; two different ones are a mistake."""
+    """`--steps` and `--train.steps` are the same setting; two different values are an error."""
     if "train.steps" not in explicit or config.train.steps == config.steps:
         return config.steps
     if "steps" in explicit:
@@ -60,7 +60,7 @@ def choose_steps(config: RunConfig, explicit: frozenset[str]) -> int:
 
 
 def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
-    """For engine and trainer alike: what the user gave for one of them, else room for a prompt and a completion."""
+    """Maximum sequence length of engine and trainer: as the user gave it for one, else a prompt and a completion."""
     given = {"engine.max_model_len": config.engine.max_model_len, "train.seq_len": config.train.seq_len}
     asked = [value for key, value in given.items() if key in explicit]
     completion = max(env.max_token_length for env in config.environments)
@@ -69,7 +69,7 @@ def longest_sequence(config: RunConfig, explicit: frozenset[str]) -> int:
 
 
 def fitting_group_size(group_size: int, batch_size: int) -> int:
-    """The group size, or, where a batch is smaller, the batch size: a batch takes whole groups.
+    """The group size, or the batch size if that is smaller: a batch consists of whole groups.
 
     >>> fitting_group_size(8, 4), fitting_group_size(8, 64)
     (4, 8)
@@ -78,7 +78,7 @@ def fitting_group_size(group_size: int, batch_size: int) -> int:
 
 
 def with_fitting_groups(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
-    """Make groups no larger than a batch, unless the user chose their size."""
+    """A copy with groups no larger than a batch, unless the user chose their size."""
     keys = [key for key in config.keys_of_envs("group_size") if key not in explicit]
     sequences = config.train.sequences_per_step
     return with_values(config, {key: fitting_group_size(value_of(config, key), sequences) for key in keys})

@@ -27,12 +27,12 @@ from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_s
 from treadle.engines.vllm.installation import Installation, find_vllm
 from treadle.envs.checking.findings import Finding, problems, show
 from treadle.errors import ConfigError, MissingExtra
-from treadle.launch.folder import check_is_run, how_to_go_on, is_going
+from treadle.launch.folder import check_is_run, is_run_live, resume_advice
 from treadle.launch.history import reader_of
 from treadle.launch.machine import SHARED_MEMORY, count_cores
-from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, wished_addresses
-from treadle.launch.process import tail_of
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
 from treadle.launch.report import load_summary
+from treadle.launch.supervisor import tail_of
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
@@ -121,7 +121,7 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
     memory = psutil.virtual_memory()
     output, cache = survey.nearest_existing(config.output), survey.nearest_existing(cache)
     clock, trouble = survey.survey_clock(output)
-    wished = wished_addresses(config)
+    wished = server_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
         host.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
@@ -158,8 +158,8 @@ def check_live(target: DoctorTarget, env: Mapping[str, str], report: Report = la
         folder = target.run_folder.expanduser().resolve()
         check_is_run(folder)
         config = load_run(folder / CONFIG_FILE)
-        findings.append(check_is_going(folder, config))
-        if is_going(folder):
+        findings.append(check_run(folder, config))
+        if is_run_live(folder):
             # The tokens of the run are sent to its own servers, not to an address that the user gave.
             if not hub_url:
                 hub_url = config.environments[0].rollout_server_url
@@ -188,12 +188,12 @@ def _token_of_run(file: Path | None, role: ClientRole, given: str, findings: lis
         return given
 
 
-def check_is_going(folder: Path, config: RunConfig) -> Finding:
-    if is_going(folder):
+def check_run(folder: Path, config: RunConfig) -> Finding:
+    if is_run_live(folder):
         return Finding("run", "ok", f"{folder.name} is going on")
     summary = load_summary(folder)
     if summary is not None and summary.last_words:
-        remedy = f"fix that; {how_to_go_on(config, folder, reader_of(config, folder).read().last_step)}"
+        remedy = f"fix that; {resume_advice(config, folder, reader_of(config, folder).read().last_step)}"
         return Finding("run", "problem", f"{folder.name} was ended by: {summary.last_words.splitlines()[0]}", remedy)
     if summary is not None and (summary.alarms or summary.findings):
         return Finding(

@@ -20,7 +20,7 @@ from typing import IO, Any
 from treadle.doctor.host import expandable_segments
 from treadle.doctor.software import TorchFacts
 from treadle.envs.checking.findings import Finding
-from treadle.launch.process import describe_exit
+from treadle.launch.supervisor import describe_exit
 
 DEADLINE_S = 60.0
 PROGRAM = "treadle.sync.trial"

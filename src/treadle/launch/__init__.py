@@ -1,4 +1,7 @@
-"""The launcher: plan (pure) -> local supervisor, live view, report. Bodies load when they are called."""
+"""Start and resume runs: plan (pure) -> processes under a supervisor, with a live view -> report.
+
+Modules are imported when they are needed, because `treadle --help` imports this package.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ STOPPED_BY_USER = 130
 
 
 def start(config: RunConfig, *, plain: bool, open_page: bool = False) -> int:
-    """Run a whole job to its end; the exit code: 0 done, 130 stopped by the user."""
+    """Run a job to its end. Exit code 0: done, 130: stopped by the user."""
     from treadle.launch.job import start_run
 
     return 0 if start_run(config, plain=plain, open_page=open_page).is_complete else STOPPED_BY_USER

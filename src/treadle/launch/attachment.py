@@ -1,11 +1,11 @@
 """Attach a run to a hub or an engine that runs already: `treadle run --hub-url URL --engine-url URL`.
 
-one_address     merge the settings that name the hub or the engine into hub_url and engine_url of the run
-attach          wait until both answer; refuse a hub with the queue of another run, and an engine with another model or
-                with the weights of another run
-settle_engine   copy what the engine reports into the engine section of the run; choose how weights reach it. Pure.
+merge_addresses   merge the settings that name the hub or the engine into hub_url and engine_url of the run
+attach            wait until both answer; refuse a hub with the queue of another run, and an engine with another model
+                  or with the weights of another run
+settle_engine     copy what the engine reports into the engine section of the run; choose the weight mode. Pure.
 
-The launcher starts what is missing, and never stops what it did not start.
+The launcher starts missing servers, and never stops servers that it did not start.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import HubStatus
 
-# All settings that name the hub or the engine: those of the run, and those of processes that are started one by one.
+# All settings that name the hub or the engine: of the run, and of processes that are started one by one.
 HUB_KEYS = ("hub_url", "train.atropos_url")  # and rollout_server_url of the environments
 ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
-NOTHING_THERE_S = 10.0  # how long to wait for a server that does not take connections
-# How long to wait for one that does, and is not ready: an engine answers when it has loaded its model.
-NO_ANSWER_S = {"hub": 30.0, "engine": 900.0}
-ASK_EVERY_S = 0.25
-_ANSWER_S = 5.0  # timeout of one request
+NO_CONNECTION_S = 10.0  # timeout if the server does not accept connections
+# Timeout if it does and is not ready: an engine answers when it has loaded its model.
+NOT_READY_S = {"hub": 30.0, "engine": 900.0}
+POLL_S = 0.25
+_REQUEST_S = 5.0  # timeout of one request
 
 T = TypeVar("T", bound=msgspec.Struct)
 Say = Callable[[str], None]
 
 
-def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
-    """Set all settings that name the hub or the engine to the URL that the user gave; `given` are the user's keys.
+def merge_addresses(config: RunConfig, given: frozenset[str]) -> RunConfig:
+    """Set all settings that name the hub or the engine to the URL that the user gave; `given`: keys of the user.
 
-    `--train.atropos-url URL` is `--hub-url URL`: a run whose processes call different hubs would wait for ever.
+    `--train.atropos-url URL` means `--hub-url URL`: a run whose processes call different hubs would wait for ever.
     """
     of_envs = config.keys_of_envs("rollout_server_url")
     hub_url = _one_url(config, given, "hub", (*HUB_KEYS, *of_envs))
@@ -57,7 +57,7 @@ def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
     values: dict[str, Any] = {}
     if hub_url:
         values |= {"hub_url": hub_url, "train.atropos_url": hub_url, **dict.fromkeys(of_envs, hub_url)}
-        if "engine.hub_url" not in given:  # of a resumed run, it may lack the token that is given again now
+        if "engine.hub_url" not in given:  # that of a resumed run may lack the token that is given now
             values["engine.hub_url"] = hub_url
     if engine_url:
         values |= {"engine_url": engine_url, "train.engine_url": engine_url, "openai.base_url": f"{engine_url}/v1"}
@@ -65,7 +65,7 @@ def one_address(config: RunConfig, given: frozenset[str]) -> RunConfig:
 
 
 def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[str, ...]) -> str:
-    """The URL that the user gave for this server; "" if the run starts its own."""
+    """The URL that the user gave for this server; "" if the run starts one."""
     named = {key: url for key in keys if key in given and (url := _url_of(config, key, kind))}
     if not named:
         return str(getattr(config, f"{kind}_url"))
@@ -80,7 +80,7 @@ def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[st
 
 
 def _url_of(config: RunConfig, key: str, kind: str) -> str:
-    if key == "train.vllm_port":  # the section has made a URL of it
+    if key == "train.vllm_port":  # the section has turned it into a URL
         key = "train.engine_url"
     value = value_of(config, key)
     urls = (value,) if isinstance(value, str) else tuple(value)
@@ -115,25 +115,25 @@ def _an(kind: str) -> str:
     return f"an {kind}" if kind == "engine" else f"a {kind}"
 
 
-def without_effect(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
-    """Notes on --hub.* and --engine.* settings that have no effect, because that server runs already."""
+def unused_settings(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
+    """Notes on --hub.* and --engine.* settings without effect, because that server runs already."""
     notes = []
     used = {"hub": ("hub.token_file",), "engine": ("engine.token_file", "engine.model")}
     for kind, url in config.attached_urls.items():
-        idle = sorted(key for key in given if key.startswith(f"{kind}.") and key not in used[kind])
-        if idle:
-            flags = ", ".join(_flag(key) for key in idle)
+        unused = sorted(key for key in given if key.startswith(f"{kind}.") and key not in used[kind])
+        if unused:
+            flags = ", ".join(_flag(key) for key in unused)
             notes.append(f"no effect: {flags}; the {kind} at {shown_url(url)} keeps what it was started with")
     return tuple(notes)
 
 
 @dataclass(frozen=True)
-class Attached:
-    """The settings of a run after its servers were asked.
+class AttachedRun:
+    """The settings of a run, completed with the answers of its servers.
 
     decided    keys whose values the engine reported
     notes      lines for the user
-    was_begun  an earlier trainer of this run is registered at the hub, so an environment could start before the new one
+    was_begun  an earlier trainer of this run is registered at the hub, so an environment would not wait for the new one
     """
 
     config: RunConfig
@@ -144,7 +144,7 @@ class Attached:
 
     @property
     def derived(self) -> frozenset[str]:
-        """Keys to save as derived: settings of servers that this run did not start, and how weights reach them."""
+        """Keys to save as derived: settings of attached servers, and how weights reach them."""
         keys = {
             f"{kind}.{name}" for kind in self.config.attached_urls for name in getattr(self.config, kind).model_dump()
         }
@@ -153,33 +153,33 @@ class Attached:
 
 def attach(
     config: RunConfig, explicit: frozenset[str], tokens: RunTokens, say: Say, last_step: int | None = None
-) -> Attached:
-    """Wait for the servers that run already, and compare them with the run; `last_step` None: it is a new run."""
+) -> AttachedRun:
+    """Wait for the attached servers, and compare them with the run; `last_step` None: a new run."""
     was_begun = False
-    of_hub: tuple[str, ...] = ()
+    hub_notes: tuple[str, ...] = ()
     if config.hub_url:
         token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
-        hub = ServerProbe("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _ANSWER_S)
+        hub = ServerProbe("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _REQUEST_S)
         status = _ask(hub, "/healthz", "/v1/status", HubStatus, say)
         if last_step is None:
             refuse_used_hub(config, status)
         else:
             refuse_emptied_hub(config, status, last_step)
             was_begun = status.started
-        of_hub = (f"hub at {shown_url(config.hub_url)}: it runs already, and this run uses it",)
+        hub_notes = (f"hub at {shown_url(config.hub_url)}: it runs already, and this run uses it",)
     if not config.engine_url:
-        return Attached(config, notes=of_hub, was_begun=was_begun)
+        return AttachedRun(config, notes=hub_notes, was_begun=was_begun)
     token = "" if tokens.engine is None else role_token(tokens.engine, "trainer")
-    engine = ServerProbe("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _ANSWER_S)
+    engine = ServerProbe("engine", config.engine_url, token, ENGINE_TOKEN_VARIABLE, _REQUEST_S)
     info = _ask(engine, "/health", "/bridge/info", BridgeInfo, say)
     if last_step is None:
         refuse_used_engine(config, info)
     config, decided, notes = settle_engine(choose_model(config, info, explicit), info, explicit)
-    return Attached(config, decided, (*of_hub, *notes), info, was_begun)
+    return AttachedRun(config, decided, (*hub_notes, *notes), info, was_begun)
 
 
 def refuse_used_hub(config: RunConfig, status: HubStatus) -> None:
-    """A new run begins with step 1, and a hub hands out the batch that it has recorded for that step."""
+    """A new run begins with step 1, and a used hub would return the batch that it has recorded for that step."""
     if status.started or status.step or status.trained_groups or status.leased_groups:
         raise ConfigError(
             f"the hub at {shown_url(config.hub_url)} has the queue of another run, which is at step {status.step}",
@@ -188,7 +188,7 @@ def refuse_used_hub(config: RunConfig, status: HubStatus) -> None:
 
 
 def refuse_emptied_hub(config: RunConfig, status: HubStatus, last_step: int) -> None:
-    """A run that goes on trains on the batches that its hub has recorded."""
+    """A resumed run trains on the batches that its hub has recorded."""
     if last_step > 0 and not status.accepted_groups:
         raise ConfigError(
             f"this run has taken {last_step} steps, and the hub at {shown_url(config.hub_url)} has no group of it",
@@ -197,8 +197,8 @@ def refuse_emptied_hub(config: RunConfig, status: HubStatus, last_step: int) -> 
 
 
 def _wait_for(server: ServerProbe, path: str, say: Say) -> None:
-    """Until GET `path` answers 200."""
-    begun, is_told = time.monotonic(), False
+    """Wait until GET `path` answers 200."""
+    begun, has_said = time.monotonic(), False
     while True:
         answer = server.ask(path)
         if answer.status == 200:
@@ -207,21 +207,21 @@ def _wait_for(server: ServerProbe, path: str, say: Say) -> None:
         if answer.status and not is_busy:
             raise _refused(server, path, answer)
         waited_s = time.monotonic() - begun
-        if waited_s > (NO_ANSWER_S[server.kind] if is_busy else NOTHING_THERE_S):
+        if waited_s > (NOT_READY_S[server.kind] if is_busy else NO_CONNECTION_S):
             why = answer.trouble or f"it answers {answer.summary}"
             raise ConfigError(
                 f"no {server.kind} is ready at {server.shown} after {waited_s:.0f} s: {why}",
                 fix=f"start it (treadle {server.kind}{_port_flag(server.url)}), correct --{server.kind}-url, or leave "
                 "it out: the run then starts one",
             )
-        if is_busy and not is_told:
-            is_told = True
+        if is_busy and not has_said:
+            has_said = True
             say(f"waiting for the {server.kind} at {server.shown}: it takes connections and is not ready yet")
-        time.sleep(ASK_EVERY_S)
+        time.sleep(POLL_S)
 
 
 def _ask(server: ServerProbe, health_path: str, path: str, kind: type[T], say: Say) -> T:
-    """GET `path`, as soon as the server is ready."""
+    """Wait until the server is ready, then GET `path`."""
     _wait_for(server, health_path, say)
     answer = server.ask(path)
     try:
@@ -250,7 +250,7 @@ def _port_flag(url: str) -> str:
 
 
 def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
-    """For a new run. An engine takes the weights of one run, until it is restarted (engines/api/context.py)."""
+    """For a new run: until it is restarted, an engine takes the weights of one run (engines/surface/publishing.py)."""
     if config.train.weight_bridge_mode == "offline":
         return
     where = f"the engine at {shown_url(config.engine_url)}"
@@ -262,9 +262,9 @@ def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
 
 
 def choose_model(config: RunConfig, info: BridgeInfo, explicit: frozenset[str]) -> RunConfig:
-    """The engine's model, where the user named none; one that is not the engine's is refused."""
+    """The model of the engine if the user named none; another one is refused."""
     served = Path(info.model_name)
-    if LiveFolder(config.train).holds(served):  # this run has restarted the engine from what it trained
+    if LiveFolder(config.train).holds(served):  # this run restarted the engine with its own weights
         return config
     if "model" not in explicit:
         if not served.is_dir():
@@ -284,7 +284,7 @@ def choose_model(config: RunConfig, info: BridgeInfo, explicit: frozenset[str]) 
 def settle_engine(
     config: RunConfig, info: BridgeInfo, explicit: frozenset[str]
 ) -> tuple[RunConfig, frozenset[str], tuple[str, ...]]:
-    """Returns the settings with what the engine reports, the keys whose values it reported, and notes. Pure."""
+    """(settings with what the engine reports, keys whose values it reported, notes). Pure."""
     reported: dict[str, Any] = {
         "engine.engine": info.engine,
         "engine.device": info.device,
@@ -298,9 +298,9 @@ def settle_engine(
     }
     where = shown_url(config.engine_url)
     notes = [f"engine at {where}: {info.engine} {info.engine_version}, {info.dtype} on {info.device}"]
-    chosen, way = _way_of_weights(config, info)
-    if way:
-        notes.append(way)
+    chosen, note = _choose_weight_transfer(config, info)
+    if note:
+        notes.append(note)
     if info.dtype == "float32" and "train.lr" not in explicit:
         chosen["train.lr"] = FLOAT32_LR
         notes[0] += f"; learning rate {FLOAT32_LR:g} for float32"
@@ -309,7 +309,7 @@ def settle_engine(
     return settled, frozenset(reported), tuple(notes)
 
 
-def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
+def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
     """Settings by which new weights reach an engine that this run did not start, and a note for the user."""
     train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
     mode = train.weight_bridge_mode
@@ -342,7 +342,7 @@ def _way_of_weights(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any]
 
 
 def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
-    """For modes that hand over files: refuse a folder outside of the engine's --adapter-root."""
+    """For modes that pass weights in files: refuse a folder outside of the engine's --adapter-root."""
     train = config.train
     if train.weight_bridge_mode in ("shared_vllm", "offline"):
         return

@@ -1,4 +1,4 @@
-"""Talk to a model: an engine on a free port, started for this conversation and stopped with it."""
+"""Talk to a model with an engine that is started for the conversation (`treadle chat`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from typing import Any
 
 import httpx
 
-from treadle.engines.model_folder import is_adapter
 from treadle.envs.tokens import ChatTokenizer
-from treadle.errors import EngineError, ModelError, require
-from treadle.launch.folder import find_result, is_run, result_of
-from treadle.launch.machine import look_at_machine
-from treadle.launch.model import ending_on_sigterm, prepare_model
+from treadle.errors import EngineError, require
+from treadle.launch.machine import ANY_FREE, Listeners, held_ports, port_of, read_machine_facts
+from treadle.launch.model import ending_on_sigterm, find_model
 from treadle.launch.plan import ProcessSpec, child_environment
-from treadle.launch.ports import ANY_FREE, Listeners, held_ports, port_of
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
 
 Message = dict[str, str]
@@ -32,39 +29,15 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     tokenizer = ChatTokenizer.load(folder)
     try:
         with ending_on_sigterm(), running_engine(folder) as url, open_client(url) as http:
-            partner = Partner(http, tokenizer, temperature, max_tokens)
+            chat = ChatSession(http, tokenizer, temperature, max_tokens)
             if message is not None:
-                print(partner.answer([{"role": "user", "content": message}]))
+                print(chat.answer([{"role": "user", "content": message}]))
             else:
                 print(f"talking to {folder}\n/new forgets the conversation, Ctrl-D ends it", flush=True)
-                _converse(partner)
+                _converse(chat)
     except Stopped:
         return 130
     return 0
-
-
-def find_model(model: str | None, runs: Path) -> Path:
-    """The folder to load: a run's result, the folder of a model or an adapter, or what an id is prepared into."""
-    if model is None:
-        return _newest_result(runs)
-    folder = Path(model).expanduser()
-    if not folder.exists() and folder.parent.name == runs.name:
-        raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
-    if is_run(folder):
-        return result_of(folder)
-    if is_adapter(folder):
-        return folder.resolve()
-    return Path(prepare_model(model, "chat"))
-
-
-def _newest_result(runs: Path) -> Path:
-    found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
-    if not found:
-        raise ModelError(
-            f"there is no finished run in {runs}/",
-            fix="name a run, a model folder or an id: treadle chat MODEL",
-        )
-    return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
 
 
 def open_client(url: str) -> httpx.Client:
@@ -79,7 +52,7 @@ def running_engine(model_folder: Path) -> Iterator[str]:
 
 
 def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
-    facts = look_at_machine({name: port_of(listener) for name, listener in listeners.items()})
+    facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
     port = facts.ports["engine"]
     url = f"http://127.0.0.1:{port}"
     handle, log_name = tempfile.mkstemp(prefix="treadle-chat-", suffix=".log")
@@ -93,11 +66,11 @@ def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])
         yield url
-        log_path.unlink(missing_ok=True)  # kept when something went wrong, because the error names it
+        log_path.unlink(missing_ok=True)  # kept after an error, because the message names it
 
 
-class Partner:
-    """Answers a conversation through the engine."""
+class ChatSession:
+    """Sends conversations to the engine."""
 
     def __init__(self, http: httpx.Client, tokenizer: ChatTokenizer, temperature: float, max_tokens: int) -> None:
         self._http = http
@@ -116,24 +89,24 @@ class Partner:
         return str(body["text"][0]).strip()
 
 
-def _converse(partner: Partner) -> None:
+def _converse(chat: ChatSession) -> None:
     messages: list[Message] = []
     while True:
         try:
-            said = input("\n> ").strip()
+            text = input("\n> ").strip()
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if said == "/new":
+        if text == "/new":
             messages = []
-        elif said:
-            messages = _exchange(partner, [*messages, {"role": "user", "content": said}])
+        elif text:
+            messages = _exchange(chat, [*messages, {"role": "user", "content": text}])
 
 
-def _exchange(partner: Partner, messages: list[Message]) -> list[Message]:
-    """One answer; the conversation with it, or as it was before when there is none."""
+def _exchange(chat: ChatSession, messages: list[Message]) -> list[Message]:
+    """The conversation with an answer, or without the question if there is no answer."""
     try:
-        answer = partner.answer(messages)
+        answer = chat.answer(messages)
     except EngineError as error:
         print(f"({error}; /new starts afresh)")
         return messages[:-1]

@@ -1,44 +1,78 @@
-"""Show the page of a run, live or finished, or a start page that lists the runs of a folder (`treadle dash`)."""
+"""Serve the page of a run, live or finished, or a start page that lists the runs of a folder (`treadle dash`).
+
+The start page:
+/                       start.html
+/api/runs               the runs, newest first
+/runs/NAME/dash/        the page of a run, forwarded from the hub of the live run, or from a hub that is started here
+
+Requests for a run are forwarded to its hub on this machine, so that one port is enough, also through an SSH tunnel.
+If the hub is on another machine, the list shows its address.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import re
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash import open_pages
+from treadle.dash.query import Unanswerable, as_json, telling
+from treadle.dash.run_folder import RunFolder, task_of
+from treadle.dash.static import HEADERS, INDEX, StaticFiles
 from treadle.errors import ConfigError
+from treadle.formatting import percent
 from treadle.hub.process import serve
-from treadle.launch.folder import is_going, is_run
+from treadle.launch.folder import is_run, is_run_live
+from treadle.launch.machine import held_ports, port_of
 from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.ports import held_ports, port_of
-from treadle.launch.run_hubs import LOOPBACK, observer_token, recorded_hub
-from treadle.launch.runs_page import open_start_page
+from treadle.launch.report import load_summary
+from treadle.launch.run_hubs import IDLE_S, LOOPBACK, RunHubs, is_on_loopback, observer_token, origin_of, recorded_hub
 from treadle.launch.top import find_run, watch_url
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.listening import HANDED_FD
 from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
-from treadle.net.tokens import HUB_TOKEN_VARIABLE
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.urls import shown_url, url_to, without_token
 
 DEFAULT_PORT = HubConfig().port
-OPEN_WITHIN_S = 10.0  # for the hub to answer, and for a browser to be started
+OPEN_WITHIN_S = 10.0  # time for the hub to answer, and for a browser to start
+START = "start.html"
+MAX_RUNS = 200
+# Routes that the page of a run uses, with or without a token. Other routes of a hub change its state, and the hub would
+# not know that a browser asks, because its headers are not forwarded.
+READABLE = re.compile(r"(?:t/[^/]+/)?(?:dash/(?!.*\.\.).*|v1/(?:status|processes|events))")
+FORWARDED = ("accept", "last-event-id")
+# A browser gets only data from a hub, and code only from here: a hub cannot run code in the pages of other runs.
+FILE = re.compile(r"(?:t/[^/]+/)?dash/(?P<name>[^/]*)")
+DATA_TYPES = ("application/json", "text/event-stream")
 
 
 def show_page(run: Path | None, *, opens: bool) -> int:
-    """Open the page at the hub of a live run. Serve that of a finished run, or of a folder of runs, until Ctrl-C."""
+    """Open the page of a live run at its hub; serve that of a finished run, or of a folder of runs, until Ctrl-C."""
     if run is not None and not (run.expanduser() / CONFIG_FILE).is_file() and _holds_runs(run.expanduser()):
         return _serve_start_page(run.expanduser().resolve(), opens=opens)
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE)
-    if is_going(folder) or config.hub_url:
+    if is_run_live(folder) or config.hub_url:
         return _show_served(config, opens=opens)
     with held_ports({"hub": (LOOPBACK, config.hub.port)}) as listeners:
         listener = listeners["hub"]
@@ -91,3 +125,170 @@ def _open_when_served(page: RunPage) -> None:
     while time.monotonic() < until and not answers_ok(f"{page.watch_url}/healthz"):
         time.sleep(0.1)
     page.open()
+
+
+# ---- start page
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    address: str = ""  # of the hub with its page, "http://gpu7:8000", if that is not forwarded
+    task: str
+    model: str
+    state: str  # "live", "complete", "failed" or "stopped"
+    error: str = ""  # the error that ended it
+    steps_taken: int = 0
+    steps: int | None = None
+    held_out: str = ""  # "1.6 % → 73.0 %"
+    interval: str = ""  # 95 % interval of the last one
+    started_at: float = 0.0  # Unix time
+
+
+class RunList:
+    """The runs of a folder. Cheap to poll: files that did not change are not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, RunFolder] = {}
+
+    def names(self) -> list[str]:
+        """Newest first, by the time in their names."""
+        return [path.name for path in sorted(self.folder.iterdir(), reverse=True) if is_run(path)]
+
+    def rows(self, names: list[str]) -> list[RunRow]:
+        return [self._row(self._known.setdefault(name, RunFolder(self.folder / name))) for name in names]
+
+    def _row(self, run: RunFolder) -> RunRow:
+        config, summary, held_out = run.config(), load_summary(run.path), run.held_out()
+        steps = config.get("steps")
+        with run.metrics.columns() as columns:
+            steps_taken = columns.steps[-1] if columns.steps else 0
+        is_live = is_run_live(run.path)
+        origin = origin_of(str((config.get("train") or {}).get("atropos_url") or ""))
+        is_elsewhere = not is_on_loopback(origin) if is_live else bool(config.get("hub_url"))
+        if is_live:
+            state = "live"
+        elif summary is not None and summary.is_complete:
+            state = "complete"
+        else:
+            state = "failed" if run.last_words() else "stopped"
+        ends = [*held_out[:1], *held_out[1:][-1:]]
+        return RunRow(
+            name=run.name,
+            address=origin if is_elsewhere else "",
+            task=task_of(config),
+            model=str(config.get("model") or ""),
+            state=state,
+            error=run.last_words() if state == "failed" else "",
+            steps_taken=steps_taken,
+            steps=steps if isinstance(steps, int) else None,
+            held_out=" → ".join(percent(one.accuracy) for one in ends),
+            interval=f"{100 * ends[-1].low:.1f} to {100 * ends[-1].high:.1f}" if ends else "",
+            started_at=_started_at(run.path),
+        )
+
+
+@contextlib.contextmanager
+def open_start_page(folder: Path, idle_s: float = IDLE_S) -> Iterator[Starlette]:
+    hubs = RunHubs(idle_s)
+    try:
+        yield StartPage(RunList(folder), hubs).app()
+    finally:
+        hubs.close()
+
+
+class ForwardedData(StreamingResponse):
+    """Status and data from a hub, with the headers of this server; releases the hub when everything is sent."""
+
+    def __init__(self, answer: httpx.Response, media_type: str, opened: contextlib.AsyncExitStack) -> None:
+        headers = HEADERS | {"Cache-Control": "no-store", "Content-Type": media_type}
+        super().__init__(answer.aiter_raw(), answer.status_code, headers)
+        self._opened = opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._opened:
+            await super().__call__(scope, receive, send)
+
+
+class StartPage:
+    def __init__(self, runs: RunList, hubs: RunHubs) -> None:
+        self._runs = runs
+        self._hubs = hubs
+        self._files = StaticFiles()
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(30.0, read=None), trust_env=False)  # events may be rare
+
+    def app(self) -> Starlette:
+        routes = {
+            "/": self.index,
+            "/api/runs": self.list_runs,
+            "/runs/{name}/{path:path}": self.forward,
+            "/{name}": self.file,
+        }
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            watch = asyncio.create_task(self._hubs.watch())
+            async with self._client:
+                yield
+            watch.cancel()
+
+        return Starlette(
+            routes=[Route(path, telling(handler), methods=["GET"]) for path, handler in routes.items()],
+            lifespan=lifespan,
+        )
+
+    async def index(self, request: Request) -> Response:
+        return self._files.answer(request, START)
+
+    async def file(self, request: Request) -> Response:
+        return self._files.answer(request, request.path_params["name"])
+
+    async def list_runs(self, _: Request) -> Response:
+        names = self._runs.names()
+        shown = names[:MAX_RUNS]
+        return as_json(
+            {
+                "folder": str(self._runs.folder),
+                "runs": await asyncio.to_thread(self._runs.rows, shown),
+                "num_left_out": len(names) - len(shown),
+            }
+        )
+
+    async def forward(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._runs.names():  # a name in a request never becomes a path
+            raise Unanswerable(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
+        path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
+        if READABLE.fullmatch(path) is None:
+            raise Unanswerable(404, "only the page of a run is served here")
+        query = f"?{request.url.query}" if request.url.query else ""
+        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                hub = await opened.enter_async_context(self._hubs.use(self._runs.folder / name))
+                # The guard of this server has checked the token of the browser.
+                headers |= bearer_headers(hub.token) | {"accept-encoding": "identity"}
+                asked = self._client.build_request("GET", f"{hub.url}/{path}{query}", headers=headers)
+                answer = await self._client.send(asked, stream=True)
+            except ConfigError as error:
+                raise Unanswerable(404, str(error)) from None
+            except httpx.TransportError as error:
+                raise Unanswerable(502, f"the hub of {name} does not answer: {error!r}") from None
+            opened.push_async_callback(answer.aclose)
+            file = FILE.fullmatch(path)
+            if file is not None and answer.is_success:
+                response = self._files.answer(request, file["name"] or INDEX)
+            else:
+                media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if media_type not in DATA_TYPES:
+                    raise Unanswerable(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
+                response = ForwardedData(answer, media_type, opened.pop_all())
+        return response
+
+
+def _started_at(folder: Path) -> float:
+    """From the time in its name; the settings of a resumed run are newer."""
+    try:
+        return time.mktime(time.strptime(folder.name[:15], "%Y%m%d-%H%M%S"))
+    except ValueError:
+        return (folder / CONFIG_FILE).stat().st_mtime

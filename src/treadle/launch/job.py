@@ -1,4 +1,4 @@
-"""A whole run, from the flags to the report.
+"""Run a job from its settings to the report: start it, or resume it.
 
 check -> prepare the model -> run folder -> plan -> supervise (with a view) -> summary, plot, report
 """
@@ -25,48 +25,47 @@ from treadle.errors import ConfigError, ProcessDied, TreadleError, UserError, is
 from treadle.formatting import counted
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import (
-    Attached,
+    AttachedRun,
     attach,
     check_live_folder,
-    one_address,
-    without_effect,
+    merge_addresses,
+    unused_settings,
 )
+from treadle.launch.folder import save_versions
 from treadle.launch.history import HistoryReader, reader_of
-from treadle.launch.machine import look_at_machine
+from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
 from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
-from treadle.launch.overseer import Overseer
+from treadle.launch.monitor import RunMonitor
 from treadle.launch.page import RunPage
-from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, Plan, RunTokens, build_plan, wished_addresses
-from treadle.launch.ports import Listeners, held_ports, port_of
-from treadle.launch.preflight import checked_resume, checked_start
-from treadle.launch.process import KILLED
-from treadle.launch.report import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
-from treadle.launch.settings import (
+from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, RunPlan, RunTokens, build_plan, server_addresses
+from treadle.launch.preflight import (
     check_one_trainer,
+    checked_resume,
+    checked_start,
     read_tokens,
     run_label,
     settle_paths,
 )
-from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
-from treadle.launch.versions import save_versions
-from treadle.launch.view import RunState, Screen, choose_view, current_phase
+from treadle.launch.report import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
+from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
+from treadle.launch.view import Screen, ViewState, choose_view, current_phase
 from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
 from treadle.train.requirements import check_layers
 
-LAST_ANSWER_S = 10.0  # the hub is idle by then
-# What the numbering of waves and steps hangs on.
-_FIXED_FOR_LIFE = (
+LAST_ANSWER_S = 10.0  # long, because the hub is idle by then and must answer
+# The numbering of waves and steps depends on these.
+_FIXED_SETTINGS = (
     "model", "seed", "output", "env", "env.name", "env.task", "env.group_size", "env.wandb_name", "train.batch_size",
     "train.gradient_accumulation_steps", "hub.database", "hub.fresh",
 )  # fmt: skip
 
 
 def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Summary:
-    """Train to the end; `is_complete` of the summary is False where the user stopped it."""
+    """Train to the end; `is_complete` of the summary is False if the user stopped it."""
     require_secrets(config.model_dump(mode="json"))  # of another run's config.json
-    asked, explicit = config, explicit_keys(config)
+    requested, explicit = config, explicit_keys(config)
     with checked_start(config, explicit, _say) as ready:
         config, listeners = ready
         if "train.save_path" in explicit:
@@ -78,29 +77,29 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Sum
         model_folder = prepare_model(attached.config.model)
         check_layers(attached.config.train, Path(model_folder))
         plan_in = _planner(attached, model_folder, explicit, explicit, tokens, listeners)
-        plan_in(config.output)  # settings that contradict each other are refused before a folder is made
+        plan_in(config.output)  # refuses contradicting settings before a folder is made
         folder = run_folders.create_run_folder(config.output, run_label(config))
         with run_folders.locked(folder):
-            run_folders.save_request(asked, folder)
+            run_folders.save_request(requested, folder)
             return _run(plan_in(folder), explicit, listeners, plain=plain, open_page=open_page)
 
 
 def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> Summary:
-    """As `start_run`, from where the run in `run_folder` ended."""
+    """Like `start_run`, from the last checkpoint of the run in `run_folder`."""
     folder = run_folder.expanduser().resolve()
     run_folders.check_is_run(folder)
     for key in overrides:
-        if re.sub(r"^envs\.\d+\.", "env.", key) in _FIXED_FOR_LIFE:
+        if re.sub(r"^envs\.\d+\.", "env.", key) in _FIXED_SETTINGS:
             raise ConfigError(f"a run keeps its {key}; --resume cannot change it", fix="start a new run")
     steps = overrides.get("steps", overrides.get("train.steps"))
     if steps is not None:
         overrides = {"steps": steps, "train.steps": steps, **overrides}
     with run_folders.locked(folder):
-        # --hub.fresh was for the start of the run: now the queue holds its batches.
+        # --hub.fresh applies to the start of a run: now the queue has its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})
         given = keys_in(config, overrides)
-        config = one_address(config, given)
-        _check_same_place_of_queue(config, folder)
+        config = merge_addresses(config, given)
+        _check_same_queue(config, folder)
         config.check_together()
         check_one_trainer(config)
         config = settle_paths(config)
@@ -118,26 +117,26 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
         config = checked_resume(config)
         explicit = run_folders.requested_keys(folder) | given
         prepared = Path(config.engine.model)
-        with held_ports(wished_addresses(config), explicit) as listeners:
+        with held_ports(server_addresses(config), explicit) as listeners:
             tokens = read_tokens(config)
             last_step = reader_of(config, folder).read().last_step
             attached = attach(config, explicit | {"model"}, tokens, _say, last_step)  # it keeps its model
             model_folder = str(prepared) if prepared.is_dir() else prepare_model(config.model)
             plan = _planner(attached, model_folder, explicit, given, tokens, listeners)(folder)
             run_folders.check_queue_exists(plan.config, folder, last_step)
-            _say_what_is_repeated(plan.config, last_step)
+            _say_repeated_steps(plan.config, last_step)
             return _run(plan, explicit, listeners, plain=plain, open_page=open_page)
 
 
-def _check_same_place_of_queue(config: RunConfig, folder: Path) -> None:
-    """A hub may move to another address, but a run cannot switch between its own hub and one that runs already."""
+def _check_same_queue(config: RunConfig, folder: Path) -> None:
+    """A hub may move to another address, but a run cannot switch between its own hub and an attached one."""
     before = load_run(folder / CONFIG_FILE).hub_url
     if bool(before) != bool(config.hub_url):
         where = f"at the hub {shown_url(before)}" if before else "in a hub of its own"
         raise ConfigError(f"the queue of this run is {where}; --resume cannot change that", fix="start a new run")
 
 
-def _say_what_is_repeated(config: RunConfig, last_step: int) -> None:
+def _say_repeated_steps(config: RunConfig, last_step: int) -> None:
     """Steps after the last checkpoint are trained again, on the batches that were recorded for them."""
     saved = run_folders.newest_checkpoint(config.train.save_path)
     if saved < last_step:
@@ -146,17 +145,17 @@ def _say_what_is_repeated(config: RunConfig, last_step: int) -> None:
 
 
 def _planner(
-    attached: Attached,
+    attached: AttachedRun,
     model_folder: str,
     explicit: frozenset[str],
     given: frozenset[str],
     tokens: RunTokens,
     listeners: Listeners,
-) -> Callable[[Path], Plan]:
-    """Returns a function that plans the run in a folder; `given` are the keys of this command line."""
-    facts = look_at_machine({name: port_of(listener) for name, listener in listeners.items()})
+) -> Callable[[Path], RunPlan]:
+    """A function that plans the run in a folder; `given`: keys of this command line."""
+    facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
 
-    def plan_in(folder: Path) -> Plan:
+    def plan_in(folder: Path) -> RunPlan:
         plan = build_plan(
             attached.config,
             facts,
@@ -165,20 +164,20 @@ def _planner(
             is_model_local=is_local(attached.config.model),
             explicit=explicit | attached.decided,
             tokens=tokens,
-            notes=(*attached.notes, *without_effect(attached.config, given)),
+            notes=(*attached.notes, *unused_settings(attached.config, given)),
         )
         if attached.engine is not None:
             check_live_folder(plan.config, attached.engine)
         config = attached.config
-        settled = {*config.keys_of_envs("pace"), *config.keys_of_envs("group_size")}  # by settings.py
+        settled = {*config.keys_of_envs("pace"), *config.keys_of_envs("group_size")}  # by preflight.py
         chosen = (attached.derived | settled) - explicit
         return replace(plan, is_env_last=attached.was_begun, derived=plan.derived | chosen)
 
     return plan_in
 
 
-def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> Summary:
-    """Needs the folder's lock."""
+def _run(plan: RunPlan, explicit: frozenset[str], listeners: Listeners, *, plain: bool, open_page: bool) -> Summary:
+    """The caller holds the lock of the folder."""
     folder = plan.run_folder
     run_folders.remove_stale_weights(folder)
     history = reader_of(plan.config, folder)
@@ -192,26 +191,26 @@ def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: b
     for note in plan.notes:
         _say(note)
     earlier = load_summary(folder)
-    life = Life(plan, history, listeners)
+    session = RunSession(plan, history, listeners)
     try:
-        life.live(plain=plain, on_served=page.open if open_page else None)
+        session.run(plain=plain, on_served=page.open if open_page else None)
     except TreadleError as error:
-        life.last_words = str(error)
-        if is_out_of_memory(life.last_words):
-            show_what_fits(plan.config, Console(stderr=True), of_host=KILLED in life.last_words)
+        session.last_words = str(error)
+        if is_out_of_memory(session.last_words):
+            show_what_fits(plan.config, Console(stderr=True), of_host=KILLED in session.last_words)
         if history.read().last_step > 0:
-            way = run_folders.how_to_go_on(plan.config, folder, history.read().last_step)
-            sys.stderr.write(f"what was done is kept; {way}\n")
+            advice = run_folders.resume_advice(plan.config, folder, history.read().last_step)
+            sys.stderr.write(f"what was done is kept; {advice}\n")
         raise
     finally:
         if plan.config.engine.weights_file is not None and "engine.weights_file" not in explicit:
             run_folders.remove_weights(plan.config.engine.weights_file)
         if not folder.is_dir():
             raise UserError(f"the run's folder was deleted while the run went on: {folder}", fix="start a new run")
-        summary = summarize(plan.config, folder, history.read(), life.outcome().after(earlier))
+        summary = summarize(plan.config, folder, history.read(), session.outcome().after(earlier))
         save_summary(summary, folder)
     if not summary.is_complete:
-        _say(f"stopped; {run_folders.how_to_go_on(plan.config, folder, history.read().last_step)}")
+        _say(f"stopped; {run_folders.resume_advice(plan.config, folder, history.read().last_step)}")
         return summary
     problem = draw_plot(history.read(), summary)
     print_report(summary, Console())
@@ -220,22 +219,22 @@ def _run(plan: Plan, explicit: frozenset[str], listeners: Listeners, *, plain: b
     return summary
 
 
-class Life:
-    """One stretch of a run: from start or resume until it is complete, stopped or broken."""
+class RunSession:
+    """One session of a run: from start or resume until it is complete, stopped or failed."""
 
-    def __init__(self, plan: Plan, history: HistoryReader, listeners: Listeners = MappingProxyType({})) -> None:
+    def __init__(self, plan: RunPlan, history: HistoryReader, listeners: Listeners = MappingProxyType({})) -> None:
         self._plan = plan
         self._history = history
         self._begun = time.monotonic()
         self._is_complete = False
-        self.last_words = ""  # the error that ended it
-        self._next_question = 0.0
+        self.last_words = ""  # the error that ended the session
+        self._next_queue_poll = 0.0
         self._are_servers_started = False
         self._are_all_started = False
         self._stop = StopRequest()
         self._supervisor = Supervisor(self._stop, on_tick=self._tick, listeners=listeners, on_wait=_say)
         self._memory = MemorySampler(lambda: self._supervisor.pids)
-        self._overseer = Overseer(
+        self._monitor = RunMonitor(
             plan.watch_url,
             lambda: self._supervisor.pids,
             plan.run_folder / LOG_FOLDER,
@@ -243,10 +242,10 @@ class Life:
         )
         self._screen: Screen | None = None
 
-    def live(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
-        """`on_served` is called once, when hub and engine answer."""
-        state = RunState(self._plan.config, self._plan.run_folder.name, phase=_starting(self._plan))
-        # The trainer waits for the engine by itself and loads its libraries meanwhile.
+    def run(self, *, plain: bool, on_served: Callable[[], None] | None = None) -> None:
+        """`on_served` is called once, when hub and engine are ready."""
+        state = ViewState(self._plan.config, self._plan.run_folder.name, phase=_start_phase(self._plan))
+        # The trainer loads its libraries while it waits for the engine.
         first = [spec for spec in self._plan.processes if spec.serves or spec.name == "trainer"]
         rest = [spec for spec in self._plan.processes if spec not in first]
         with self._stop.listening(), self._supervisor, self._memory:
@@ -268,13 +267,13 @@ class Life:
                 _say("stopping: the trainer saves a checkpoint first; Ctrl-C again kills everything at once")
 
     def _has_published(self) -> bool:
-        """Whether this run's trainer has reported a published version to the hub; it registers before that."""
+        """Whether the trainer of this session has reported a published version to the hub; it registers before that."""
         own = self._supervisor.pids.get("trainer")
-        reports = [standing.report for standing in self._overseer.sight.standings]
+        reports = [standing.report for standing in self._monitor.status.standings]
         return any(report.pid == own and report.policy_version is not None for report in reports)
 
     def _check_hub(self) -> None:
-        """A run whose queue was deleted meanwhile has failed: its groups are lost, and it cannot be resumed."""
+        """A run whose queue was deleted has failed: its groups are lost, and it cannot be resumed."""
         if answers_ok(f"{self._plan.hub_url}/healthz", timeout_s=LAST_ANSWER_S):
             return
         if self._plan.config.hub_url:
@@ -291,31 +290,31 @@ class Life:
             time.monotonic() - self._begun,
             self._memory.peak_bytes,
             dict(self._memory.peak_by_process),
-            self._overseer.sight.alarms,
-            self._overseer.sight.findings,
+            self._monitor.status.alarms,
+            self._monitor.status.findings,
             self.last_words,
         )
 
     def _tick(self) -> None:
-        seen = self._history.read()
-        self._overseer.look((seen.last_step, len(seen.measured)), is_starting=not self._are_servers_started)
+        history = self._history.read()
+        self._monitor.poll((history.last_step, len(history.measured)), is_starting=not self._are_servers_started)
         if self._screen is not None:
             self._screen.tick()
 
-    def _refresh(self, state: RunState) -> None:
+    def _refresh(self, state: ViewState) -> None:
         state.history = self._history.read()
         state.memory_bytes = self._memory.now_bytes
-        state.sight = self._overseer.sight
+        state.status = self._monitor.status
         if not self._are_all_started:
             return
         state.phase = current_phase(state.history, self._plan.config)
-        if time.monotonic() >= self._next_question:
-            self._next_question = time.monotonic() + 1.0
+        if time.monotonic() >= self._next_queue_poll:
+            self._next_queue_poll = time.monotonic() + 1.0
             answer = get_json(f"{self._plan.watch_url}/status")
             state.num_queued = None if answer is None else int(answer.get("queue_size", 0))
 
 
-def _starting(plan: Plan) -> str:
+def _start_phase(plan: RunPlan) -> str:
     """ "starting hub and engine", or the servers that this run starts."""
     servers = [spec.name for spec in plan.processes if spec.serves]
     return f"starting {' and '.join(servers) or 'the trainer'}"

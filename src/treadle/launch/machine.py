@@ -1,4 +1,8 @@
-"""What the plan must know about this machine, gathered in one place so that the plan itself stays pure."""
+"""Read facts about this machine for the plan, and reserve the ports of a run.
+
+Ports are bound before anything else happens and the sockets are passed to the servers: a port that was only checked can
+belong to another program a moment later, and the run would talk to that one.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,38 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from treadle.config.engine_choice import may_use_gpu
+from treadle.errors import PortInUse
+from treadle.net.listening import take_port
 from treadle.processor import fast_dtype
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (we want memory, not a temporary file)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - memory, not a temporary file
 _SHARED_MEMORY_MIN_BYTES = 1e9
 _CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+ANY_FREE = 0  # a port that the system chooses
+Listeners = Mapping[str, socket.socket]
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """`ports`: those that are held for the servers of the run, by name."""
+    """`ports`: reserved for the servers of the run, by name."""
 
     num_cores: int
     has_shared_memory: bool
     has_gpu: bool = False
-    has_bf16: bool = True  # whether the processor multiplies bf16 numbers by itself
+    has_bf16: bool = True  # whether the processor has bf16 instructions
     ports: Mapping[str, int] = field(default_factory=dict)
     launcher_pid: int = 0
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def look_at_machine(ports: Mapping[str, int]) -> MachineFacts:
+def read_machine_facts(ports: Mapping[str, int]) -> MachineFacts:
     return MachineFacts(
         num_cores=count_cores(),
         has_shared_memory=_has_shared_memory(),
@@ -45,14 +54,14 @@ def look_at_machine(ports: Mapping[str, int]) -> MachineFacts:
 
 
 def _has_shared_memory() -> bool:
-    """Some containers have a tiny one: writing beyond its size would end the engine without a word."""
+    """False if it is very small, as in some containers: writing beyond its size kills the engine without a message."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return False
     return shutil.disk_usage(SHARED_MEMORY).free >= _SHARED_MEMORY_MIN_BYTES
 
 
 def count_cores() -> int:
-    """The cores this process may use: its affinity, and the quota of its container where there is one."""
+    """Cores that this process may use: its affinity, limited by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CGROUP_QUOTA.read_text().split()
@@ -63,7 +72,7 @@ def count_cores() -> int:
 
 def is_port_busy(host: str, port: int) -> bool:
     with socket.socket(_family(host)) as probe:
-        # As servers do: a connection that is merely closing down does not make a port busy.
+        # As servers do: a connection in TIME_WAIT does not make a port busy.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -74,3 +83,49 @@ def is_port_busy(host: str, port: int) -> bool:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+# ---- ports
+
+
+@contextmanager
+def held_ports(wanted: Mapping[str, tuple[str, int]], explicit: frozenset[str] = frozenset()) -> Iterator[Listeners]:
+    """Listening sockets by name, for {"hub": ("127.0.0.1", 8000)}, until the block ends or a child process takes them.
+
+    A busy default port is replaced by a free one; a busy port of the user ("hub.port" in `explicit`) is an error.
+    """
+    chosen = {name: address for name, address in wanted.items() if f"{name}.port" in explicit}
+    _refuse_shared_port(chosen)
+    in_order = {**chosen, **wanted}  # chosen ports first, so that no default takes one of them
+    with ExitStack() as stack:
+        taken = {
+            name: stack.enter_context(_hold(name, host, port, is_chosen=name in chosen))
+            for name, (host, port) in in_order.items()
+        }
+        yield {name: taken[name] for name in wanted}
+
+
+def _refuse_shared_port(chosen: Mapping[str, tuple[str, int]]) -> None:
+    """Hosts are not compared, because one host may have several names."""
+    owners: dict[int, str] = {}
+    for name, (_, port) in chosen.items():
+        other = owners.setdefault(port, name)
+        if other != name and port != ANY_FREE:
+            raise PortInUse(
+                f"--{other}.port and --{name}.port are both {port}: two servers cannot share a port",
+                fix=f"choose another --{name}.port",
+            )
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def _hold(name: str, host: str, port: int, *, is_chosen: bool) -> socket.socket:
+    try:
+        return take_port(host, port)
+    except PortInUse:
+        if is_chosen:
+            message = f"port {port}, asked for by --{name}.port, is in use"
+            raise PortInUse(message, fix=f"choose another --{name}.port") from None
+        return take_port(host, ANY_FREE)

@@ -1,4 +1,4 @@
-"""`treadle matrix`: run the weight modes one after another on the same task and seed, and compare them.
+"""Run the weight modes one after another on the same task and seed, and compare them (`treadle matrix`).
 
 settings -> for each mode: an ordinary `treadle run` in FOLDER/<mode> -> row -> FOLDER/matrix.{txt,json,png,html}
 
@@ -42,15 +42,15 @@ from treadle.launch.matrix_table import (
     verdict,
 )
 from treadle.launch.plan import CONFIG_FILE
+from treadle.launch.preflight import check_one_model, run_label, settle_environments, settle_paths
 from treadle.launch.report import load_summary
 from treadle.launch.report_page import PAGE_FILE, gather, render
-from treadle.launch.settings import check_one_model, run_label, settle_environments, settle_paths
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 
 MATRIX_FILE = "matrix.json"
 # The settings of the trainer that define a mode, with their defaults.
-_WAY = MappingProxyType(
+_MODE_SETTINGS = MappingProxyType(
     {"weight_bridge_mode": "shared_vllm", "single_copy": False, "use_shared_memory": False, "broadcast_by": "auto"}
 )
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
@@ -93,17 +93,17 @@ def parse_modes(text: str) -> tuple[str, ...]:
 
 
 def load_settings(file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """The settings that all modes share. A file may name a mode, as it does for `treadle run`; flags may not."""
-    named = [key for key in _WAY if f"train.{key}" in flags]
+    """Settings that all modes share. A file may name a mode, as for `treadle run`; flags may not."""
+    named = [key for key in _MODE_SETTINGS if f"train.{key}" in flags]
     if named:
         flag = "--train." + named[0].replace("_", "-")
         raise ConfigError(f"{flag} chooses one mode, and a matrix compares several", fix="give --modes")
-    way = {f"train.{key}": value for key, value in _WAY.items()}
-    return load_run(file, {**flags, **way}, with_derived=False)
+    defaults = {f"train.{key}": value for key, value in _MODE_SETTINGS.items()}
+    return load_run(file, {**flags, **defaults}, with_derived=False)
 
 
 def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int:
-    """Run every mode; the exit code: 0 all passed that can run here, 1 some failed, 130 stopped by the user."""
+    """Run every mode. Exit code 0: all passed that can run here, 1: some failed, 130: stopped by the user."""
     check_settings(config, modes)
     check_trainer(config.train, os.environ)
     config = with_settled_paths(config)  # also of ~/runs
@@ -114,8 +114,8 @@ def start_matrix(config: RunConfig, modes: Sequence[str], *, plain: bool) -> int
 
 
 def resume_matrix(matrix_folder: Path, given: RunConfig, modes: Sequence[str] | None, *, plain: bool) -> int:
-    """Run the modes that have not finished. `given` and `modes` are the flags given now: they may repeat those of the
-    start and give its secrets again, and change nothing."""
+    """Run the modes that have not finished. `given` and `modes`: flags of this command, which may repeat those of the
+    start and give its secrets again, but change nothing."""
     folder = matrix_folder.expanduser().resolve()
     saved = _load(folder)
     given, begun = with_settled_paths(given), load_run(folder / run_folders.REQUEST_FILE)
@@ -134,7 +134,7 @@ def resume_matrix(matrix_folder: Path, given: RunConfig, modes: Sequence[str] | 
 
 
 def check_settings(config: RunConfig, modes: Sequence[str]) -> None:
-    """Refuse what no mode could run with, before a folder is made."""
+    """Refuse settings with which no mode can run, before a folder is made."""
     explicit = explicit_keys(config)
     named = [key for key in _OF_ONE_RUN if keys_in(config, [key]) & explicit]
     if named:
@@ -166,7 +166,7 @@ def refusal(config: RunConfig, mode: str) -> ConfigError | None:
 
 
 def with_settled_paths(config: RunConfig) -> RunConfig:
-    """The same settings, and no more, with absolute paths: a matrix can be resumed from another folder."""
+    """The given settings with absolute paths, so that a matrix can be resumed from another folder."""
     settled, values = settle_paths(config), config.model_dump(exclude_unset=True)
     for key in explicit_keys(config):
         set_value(values, key, value_of(settled, key))
@@ -174,7 +174,7 @@ def with_settled_paths(config: RunConfig) -> RunConfig:
 
 
 def refuse_other_settings(given: RunConfig, begun: RunConfig) -> None:
-    """The runs of a matrix are compared: they keep the settings that it was started with."""
+    """All runs of a matrix have the settings with which it was started, because they are compared."""
     for key in sorted(explicit_keys(given)):
         now, then = value_of(given, key), value_of(begun, key)
         if now != then and NOT_STORED not in str(then):
@@ -188,7 +188,7 @@ def refuse_other_settings(given: RunConfig, begun: RunConfig) -> None:
 
 def settings_of(config: RunConfig, mode: str, folder: Path) -> RunConfig:
     """The settings of one mode's run, in a folder of its own."""
-    own = {"output": folder / mode, "train": {**_WAY, **MODES[mode]}}
+    own = {"output": folder / mode, "train": {**_MODE_SETTINGS, **MODES[mode]}}
     return parse(RunConfig, _merged(config.model_dump(exclude_unset=True), own), source=f"mode {mode}")
 
 
@@ -218,10 +218,10 @@ class _Runner:
         self._machine = describe_machine()
 
     def run(self, errors: Mapping[str, str]) -> int:
-        """`errors`: what ended the modes that failed before."""
-        rows = {mode: self._look(mode, errors.get(mode, "")) for mode in self._modes}
+        """`errors`: of modes that failed before, by mode."""
+        rows = {mode: self._row_of(mode, errors.get(mode, "")) for mode in self._modes}
         _say(f"matrix folder: {self._folder}")
-        with contextlib.suppress(MissingExtra):  # each run plots its reward: the first one's memory includes it too
+        with contextlib.suppress(MissingExtra):  # imported now, so that the measured memory of all modes includes it
             load_pyplot()
         for number, mode in enumerate(self._modes, start=1):
             self._save(rows)
@@ -231,7 +231,7 @@ class _Runner:
                 continue
             _say(f"{heading} {program()} run {flags_of(mode)} ...")
             code, error = self._run_mode(mode)
-            rows[mode] = self._look(mode, error)
+            rows[mode] = self._row_of(mode, error)
             if code == STOPPED_BY_USER:
                 break
             if rows[mode].result == "failed":
@@ -251,7 +251,7 @@ class _Runner:
         return 0 if "failed" not in results and "passed" in results else 1
 
     def _run_mode(self, mode: str) -> tuple[int, str]:
-        """(exit code, error) of its run; a run that was interrupted goes on."""
+        """(exit code, error) of its run; an interrupted run is resumed."""
         run = self._run_folder(mode)
         try:
             if run is not None:
@@ -260,14 +260,14 @@ class _Runner:
             return start(settings_of(self._config, mode, self._folder), plain=self._plain), ""
         except TreadleError as error:
             return error.exit_code, str(error)
-        except OSError as error:  # such as a full disk or a busy port: the next mode may still run
+        except OSError as error:  # such as a full disk or a busy port; the next mode may run
             user_error = as_user_error(error) or as_path_error(error)
             if user_error is None:
                 raise
             return user_error.exit_code, str(user_error)
 
-    def _look(self, mode: str, error: str) -> Row:
-        """The row of a mode as its folder is now; `error` is what ended it."""
+    def _row_of(self, mode: str, error: str) -> Row:
+        """The row of a mode from its folder; `error`: why its run failed."""
         flags = flags_of(mode)
         refused = refusal(self._config, mode)
         reason = obstacle(mode, self._num_gpus) if refused is None else one_sentence(refused.message)
@@ -279,12 +279,12 @@ class _Runner:
         return Row(mode, "failed" if error else "not run", one_sentence(error), flags)
 
     def _run_folder(self, mode: str) -> Path | None:
-        """The newest run of a mode that has begun."""
+        """The newest run of a mode, if it has begun."""
         begun = sorted(path.parent for path in (self._folder / mode).glob(f"*/{CONFIG_FILE}"))
         return begun[-1] if begun else None
 
     def _save(self, rows: Mapping[str, Row]) -> Matrix:
-        """Write the table: what was measured is kept, however the matrix ends."""
+        """Write the table after every mode, so that results are kept if the matrix is interrupted."""
         config = self._config
         matrix = Matrix(
             name=self._folder.name,
@@ -302,7 +302,7 @@ class _Runner:
         return matrix
 
     def _write_pictures(self, matrix: Matrix) -> str:
-        """The plot, the page and the report of each run; what to tell the user when the plot could not be drawn."""
+        """Write plot, page and the report of each run. Returns why the plot could not be drawn, or ""."""
         picture, problem = self._folder / "matrix.png", ""
         try:
             if any(row.figures for row in matrix.rows):
@@ -356,7 +356,7 @@ def _is_complete(run: Path | None) -> bool:
 
 
 def _merged(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `over` replaced, section by section."""
+    """`values` updated with `over`, section by section."""
     merged = dict(values)
     for key, value in over.items():
         inner = merged.get(key)

@@ -16,8 +16,8 @@ from jinja2 import Environment, StrictUndefined
 
 from treadle.formatting import counted, one_line
 from treadle.launch.history import History, Step, is_number
-from treadle.launch.process import last_words
 from treadle.launch.report_page import Facts
+from treadle.launch.supervisor import last_words
 from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]

@@ -15,13 +15,13 @@ EXACT_GROWTH = 1.02
 
 
 class MemorySampler:
-    """Sample once a second, in a thread of its own, and keep the peaks.
+    """Samples once a second in a thread, and keeps the peaks.
 
-    `pids` gives the children by name, each the leader of its session: {"engine": 4711}. What they have started counts
-    as theirs, and so does what runs in their session.
+    `pids` returns the children by name, each the leader of its session: {"engine": 4711}. Their descendants and the
+    processes of their session are counted as theirs.
 
-    The exact figure (proportional set size: a page that two processes share counts half for each) takes the kernel
-    60 ms with 4 GB, so it is read every 20 s and when resident memory has grown by 2 %. In between it is scaled.
+    Proportional set size (a page that two processes share counts half for each) takes the kernel 60 ms with 4 GB, so
+    it is read every 20 s and when resident memory has grown by 2 %. In between it is scaled with resident memory.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class MemorySampler:
         self._interval_s = interval_s
         self._measure = measure or proportional_bytes
         self._exact_s = -EXACT_EVERY_S
-        self._exact_resident = 0  # the most at any exact sample
-        self._exact_share = 1.0  # proportional to resident memory, at the last one
+        self._exact_resident = 0  # maximum of all exact samples
+        self._exact_share = 1.0  # proportional / resident memory of the last one
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_over, name="memory", daemon=True)
 
@@ -69,17 +69,17 @@ class MemorySampler:
             self.peak_by_process[name] = max(self.peak_by_process.get(name, 0), size)
 
     def _processes(self) -> list[tuple[psutil.Process, str]]:
-        """All processes of the run, each with the name of the child that it belongs to."""
+        """All processes of the run, each with the name of its child."""
         names = {pid: name for name, pid in self._pids().items()}
         launcher = psutil.Process()
         found = []
-        for process in [launcher, *launcher.children(recursive=True)]:  # whoever started another comes before it
+        for process in [launcher, *launcher.children(recursive=True)]:  # parents come before their children
             try:
                 pid = process.pid
                 names[pid] = names.get(pid) or names.get(process.ppid()) or names.get(os.getsid(pid), "launcher")
                 found.append((process, names[pid]))
             except (psutil.Error, ProcessLookupError):
-                continue  # it ended between the listing and the look
+                continue  # it ended after it was listed
         return found
 
     def _sample_until_over(self) -> None:
@@ -87,7 +87,7 @@ class MemorySampler:
             try:
                 self.sample()
             except (psutil.Error, OSError):
-                continue  # a figure for the report is no reason to end a run
+                continue  # a failed measurement must not end a run
 
 
 def _size(process: psutil.Process, measure: Measure) -> int:

@@ -1,4 +1,4 @@
-"""What a run needs before its first process: the model on this disk."""
+"""Find or prepare the folder of a model: fetched and converted, or the result of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from treadle.config import DEFAULT_MODEL
+from treadle.engines.model_folder import is_adapter
 from treadle.errors import ModelError
+from treadle.launch.folder import find_result, is_run, result_of
 
 
 def is_local(model: str) -> bool:
@@ -20,11 +22,11 @@ def is_local(model: str) -> bool:
 
 
 def prepare_model(model: str, verb: str = "run") -> str:
-    """The folder of a model, fetched and converted where needed. Progress goes to the terminal, and errors, which name
-    the flags of `verb`.
+    """The folder of a model, fetched and converted if needed. Progress goes to the terminal, and errors with the flags
+    of `verb`.
 
-    A process of its own does it, because it needs torch and the launcher must stay small. When it fails it
-    has already said why, so this ends with its exit code and says nothing more.
+    This runs in a process of its own, because it needs torch and the launcher must stay small. If it fails it has
+    printed the reason, so the launcher ends with the same exit code.
     """
     typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
     with ending_on_sigterm():
@@ -42,11 +44,35 @@ def prepare_model(model: str, verb: str = "run") -> str:
     return lines[-1].strip()
 
 
+def find_model(model: str | None, runs: Path) -> Path:
+    """The folder to load: the result of a run, a folder with a model or an adapter, or the prepared model of an id."""
+    if model is None:
+        return _newest_result(runs)
+    folder = Path(model).expanduser()
+    if not folder.exists() and folder.parent.name == runs.name:
+        raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
+    if is_run(folder):
+        return result_of(folder)
+    if is_adapter(folder):
+        return folder.resolve()
+    return Path(prepare_model(model, "chat"))
+
+
+def _newest_result(runs: Path) -> Path:
+    found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
+    if not found:
+        raise ModelError(
+            f"there is no finished run in {runs}/",
+            fix="name a run, a model folder or an id: treadle chat MODEL",
+        )
+    return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
+
+
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """`kill` ends the launcher through an exception, so that the process it waits for is ended too."""
+    """Turn SIGTERM into SystemExit, so that the process that the launcher waits for is ended too."""
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
 

@@ -1,4 +1,4 @@
-"""The live panel. Pure: one frozen picture of the run in, something that rich can print out."""
+"""Draw the live panel. Pure: Snapshot of a run -> rich renderable."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.text import Text
 from treadle.config.schema import RunConfig
 from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
 from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.launch.overseer import Sight
+from treadle.launch.monitor import RunStatus
 from treadle.track.health_log import HealthLine
 from treadle.watch.telling import SILENT_AFTER_S, is_long, shortened, tell_work, wait_to_show
 from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
 NUM_ALARMS_SHOWN = 2
-NUM_STEPS_SHOWN = 20  # the trainer repeats a warning that still applies within this many steps
+NUM_STEPS_SHOWN = 20  # within these the trainer repeats a warning that still applies
 
 
 @dataclass(frozen=True)
-class Picture:
+class Snapshot:
     config: RunConfig
     run_name: str
     history: History
@@ -32,12 +32,12 @@ class Picture:
     num_queued: int | None
     memory_bytes: int
     elapsed_s: float
-    sight: Sight
+    status: RunStatus
     how_to_leave: str
 
 
-def draw(picture: Picture) -> RenderableType:
-    history = picture.history
+def draw(snapshot: Snapshot) -> RenderableType:
+    history = snapshot.history
     figures = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
         figures.add_column(justify="right", style="dim", no_wrap=True)
@@ -45,15 +45,15 @@ def draw(picture: Picture) -> RenderableType:
     figures.add_row(
         "reward", _number(history.last("reward"), "{:.3f}"),
         "accuracy", _accuracy(history.last("rollout/accuracy")),
-        "generated tokens/s", _number(_generated_tok_s(picture), "{:,.0f}"),
+        "generated tokens/s", _number(_generated_tok_s(snapshot), "{:,.0f}"),
     )  # fmt: skip
     figures.add_row(
-        "queue", _UNKNOWN if picture.num_queued is None else f"{picture.num_queued} groups",
+        "queue", _UNKNOWN if snapshot.num_queued is None else f"{snapshot.num_queued} groups",
         "staleness", _number(history.last("sample/staleness_mean"), "{:.1f}"),
         "trained tokens/s", _number(history.last(TOKENS_PER_SECOND["trained"]), "{:,.0f}"),
     )  # fmt: skip
-    figures.add_row("memory", gigabytes(picture.memory_bytes) if picture.memory_bytes else _UNKNOWN)
-    lines: list[RenderableType] = [_progress(picture), *_work(picture.sight), Text(), figures, _seconds(history)]
+    figures.add_row("memory", gigabytes(snapshot.memory_bytes) if snapshot.memory_bytes else _UNKNOWN)
+    lines: list[RenderableType] = [_progress(snapshot), *_work(snapshot.status), Text(), figures, _seconds(history)]
     rewards = history.values("reward")
     if rewards:
         ends = f"  {rewards[0]:.3f} → {rewards[-1]:.3f}"
@@ -64,42 +64,42 @@ def draw(picture: Picture) -> RenderableType:
         if evaluations:
             lines.append(Text.assemble((f"  {label:<17}", "dim"), _accuracies(evaluations)))
     lines += [Text(f"! {line}", style="yellow") for line in recent_health(history)]
-    if picture.sight.standings:
-        lines += [Text(), _processes(picture.sight.standings)]
-    lines += [Text(f"! {finding}", style="yellow") for finding in picture.sight.findings[-NUM_ALARMS_SHOWN:]]
-    lines += [Text(f"! {alarm}", style="red") for alarm in picture.sight.alarms[-NUM_ALARMS_SHOWN:]]
-    # Where room is short, the end of a title is cut off.
-    about = f"  {picture.config.task_name}  {model_name(picture.config.model)}"
-    name = Text.assemble((picture.run_name, "bold"), about)
-    return Panel(Group(*lines), title=name, title_align="left", subtitle=picture.how_to_leave, subtitle_align="right")
+    if snapshot.status.standings:
+        lines += [Text(), _processes(snapshot.status.standings)]
+    lines += [Text(f"! {finding}", style="yellow") for finding in snapshot.status.findings[-NUM_ALARMS_SHOWN:]]
+    lines += [Text(f"! {alarm}", style="red") for alarm in snapshot.status.alarms[-NUM_ALARMS_SHOWN:]]
+    # rich cuts the end of a long title.
+    about = f"  {snapshot.config.task_name}  {model_name(snapshot.config.model)}"
+    name = Text.assemble((snapshot.run_name, "bold"), about)
+    return Panel(Group(*lines), title=name, title_align="left", subtitle=snapshot.how_to_leave, subtitle_align="right")
 
 
 def time_left_s(history: History, num_steps: int) -> float | None:
-    """From the mean of the last ten steps, because steps become faster as answers become shorter."""
+    """From the mean of the last ten steps: steps become faster when completions become shorter."""
     recent = history.values("perf/step_s")[-10:]
     return sum(recent) / len(recent) * max(0, num_steps - history.last_step) if recent else None
 
 
 def recent_health(history: History) -> list[HealthLine]:
-    """The last two things said; what was said long ago and not again since is over or of no weight."""
+    """The last two health lines; older ones that were not repeated no longer apply."""
     oldest = history.last_step - NUM_STEPS_SHOWN
     return [line for line in history.health if line.step is None or line.step > oldest][-2:]
 
 
-def _progress(picture: Picture) -> RenderableType:
-    num_steps, done = picture.config.steps, picture.history.last_step
-    left = time_left_s(picture.history, num_steps)
+def _progress(snapshot: Snapshot) -> RenderableType:
+    num_steps, done = snapshot.config.steps, snapshot.history.last_step
+    left = time_left_s(snapshot.history, num_steps)
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    times = duration(picture.elapsed_s) + (f", {duration(left)} left" if left is not None and done < num_steps else "")
+    times = duration(snapshot.elapsed_s) + (f", {duration(left)} left" if left is not None and done < num_steps else "")
     row.add_row(f"step {done}/{num_steps}", ProgressBar(total=num_steps, completed=done), times)
-    return Group(Text(picture.phase, style="cyan"), row)
+    return Group(Text(snapshot.phase, style="cyan"), row)
 
 
 def _seconds(history: History) -> Text:
-    """Where the last step's time went; a group is generated beside it, and may take longer than a step."""
+    """Seconds of the last step by part; groups are generated in parallel, and may take longer than a step."""
     parts = [
         f"{word} {value:.1f}" for word, keys in SECONDS_PER_STEP.items() if (value := history.last(*keys)) is not None
     ]
@@ -108,14 +108,14 @@ def _seconds(history: History) -> Text:
     return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
 
 
-def _generated_tok_s(picture: Picture) -> float | None:
-    """As the engine counts it now; where it does not report, that of the last step."""
-    now = picture.sight.generated_tok_s
-    return picture.history.last(TOKENS_PER_SECOND["generated"]) if now is None else now
+def _generated_tok_s(snapshot: Snapshot) -> float | None:
+    """The present rate of the engine; that of the last step if it does not report."""
+    now = snapshot.status.generated_tok_s
+    return snapshot.history.last(TOKENS_PER_SECOND["generated"]) if now is None else now
 
 
 def _accuracies(evaluations: tuple[Evaluation, ...]) -> str:
-    """Of the first evaluation and the last two."""
+    """Accuracy of the first evaluation and the last two."""
     shown = [evaluations[0], *evaluations[1:][-2:]]
     return "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
 
@@ -129,10 +129,10 @@ def _held_out(evaluations: tuple[Evaluation, ...]) -> list[RenderableType]:
     ]
 
 
-def _work(sight: Sight) -> list[RenderableType]:
-    """A bar for each long piece of work."""
+def _work(status: RunStatus) -> list[RenderableType]:
+    """A progress bar for each long task of a process."""
     rows: list[RenderableType] = []
-    for standing in sight.standings:
+    for standing in status.standings:
         work = standing.report.work
         if work is not None:
             row = Table.grid(padding=(0, 2), expand=True)

@@ -1,9 +1,9 @@
-"""RunConfig and machine facts -> what to start, with which settings. Pure: it reads and writes nothing.
+"""Plan a run: RunConfig + machine facts -> complete settings and the processes to start. Pure.
 
-first    hub, engine        serve until they are stopped; not started where the run is attached to one that runs already
-         trainer            loads its libraries meanwhile, and waits for both by itself
-then     env                when hub and engine answer; the run is complete when trainer and env are done. Of several
-                            environments each is a process: env-gsm8k, env-arithmetic
+first    hub, engine        serve until they are stopped; not started if the run is attached to one that runs already
+         trainer            loads its libraries meanwhile, and waits for both
+then     env                when hub and engine are ready; the run is complete when trainer and env have ended. Several
+                            environments are one process each: env-gsm8k, env-arithmetic
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, ClientRole, role_token
 from treadle.net.urls import is_loopback_host, url_to, without_token
+from treadle.parent import PARENT_VARIABLE
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
-# Idle worker threads must sleep: on few cores a spinning thread steals its neighbour's time.
+# Idle worker threads must sleep: with few cores, spinning threads slow down other processes.
 _CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "0",
@@ -38,7 +39,7 @@ _CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# The role of each process at the hub and at the engine: it gets only the token of this role.
+# The role of each process at hub and engine; it gets only the token of this role.
 _HUB_ROLES: Mapping[str, ClientRole] = {"engine": "engine", "env": "environment", "trainer": "trainer"}
 _ENGINE_ROLES: Mapping[str, ClientRole] = {"hub": "observer", "env": "environment", "trainer": "trainer"}
 _TOKEN_VARIABLES = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)
@@ -46,14 +47,14 @@ _TOKEN_VARIABLES = (HUB_TOKEN_VARIABLE, HUB_ADMIN_TOKEN_VARIABLE, ENGINE_TOKEN_V
 
 @dataclass(frozen=True)
 class RunTokens:
-    """The tokens that hub and engine ask for; None: they ask for none."""
+    """The tokens that hub and engine require; None: no token."""
 
     hub: str | None = field(default=None, repr=False)
     hub_admin: str | None = field(default=None, repr=False)
     engine: str | None = field(default=None, repr=False)
 
     def variables_of(self, kind: str) -> dict[str, str]:
-        """The environment variables of a process, which other users cannot read, unlike its command line."""
+        """As environment variables of a process, because other users can read its command line."""
         admin = self.hub_admin if kind == "hub" else None
         hub = _token_for(self.hub, _HUB_ROLES.get(kind))
         engine = _token_for(self.engine, _ENGINE_ROLES.get(kind))
@@ -62,7 +63,7 @@ class RunTokens:
 
 
 def _token_for(secret: str | None, role: ClientRole | None) -> str | None:
-    """The server itself has no role: it gets the secret, from which the tokens of the roles are derived."""
+    """The server itself has no role: it gets the secret from which the tokens of roles are derived."""
     return secret if secret is None or role is None else role_token(secret, role)
 
 
@@ -71,35 +72,35 @@ NO_TOKENS = RunTokens()
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: how to start it, and how to know that it is ready (`ready_url` answers 200)."""
+    """How to start a process, and when it is ready: `ready_url` answers 200."""
 
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(repr=False)  # tokens are in it
+    env: Mapping[str, str] = field(repr=False)  # contains tokens
     log_path: Path
     ready_url: str | None = None
     ready_timeout_s: float = 120.0
 
     @property
     def serves(self) -> bool:
-        """A process that serves runs until it is stopped; any end of its own is too early."""
+        """A server runs until it is stopped; if it ends by itself, that is an error."""
         return self.ready_url is not None
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     config: RunConfig
     run_folder: Path
     processes: tuple[ProcessSpec, ...]  # in the order in which they start
     hub_url: str
-    notes: tuple[str, ...] = ()  # what was chosen for this machine, and why
-    observer_token: str = field(default="", repr=False)  # of the hub, where it asks for one
-    is_env_last: bool = False  # the environment must not begin before the trainer has published
-    derived: frozenset[str] = frozenset()  # keys whose values hold for this one run: no settings for another
+    notes: tuple[str, ...] = ()  # choices for this machine, with reasons
+    observer_token: str = field(default="", repr=False)  # of the hub, if it requires one
+    is_env_last: bool = False  # start the environment only after the trainer has published
+    derived: frozenset[str] = frozenset()  # keys whose values hold for this run only
 
     @property
     def watch_url(self) -> str:
-        """The hub as the launcher and its page call it."""
+        """URL of the hub with the observer token, for the launcher and the page."""
         return f"{without_token(self.hub_url)}/t/{self.observer_token}" if self.observer_token else self.hub_url
 
 
@@ -113,14 +114,14 @@ def build_plan(
     explicit: frozenset[str] | None = None,
     tokens: RunTokens = NO_TOKENS,
     notes: tuple[str, ...] = (),
-) -> Plan:
-    """Settle every setting that the user left open; `explicit` names the others, as in {"hub.port"}."""
+) -> RunPlan:
+    """Complete every setting that the user did not give; `explicit`: keys that the user gave, such as {"hub.port"}."""
     explicit = explicit_keys(config) if explicit is None else explicit
     by_processor, why = choose_by_processor(config, facts, explicit)
     notes = (*notes, *why)
     config = with_values(config, by_processor)
     ports = facts.ports
-    # In waves the trainer publishes only when what is to be sampled before has been; a stream does not wait.
+    # In waves the trainer publishes only after all samples of earlier versions have arrived; a stream does not wait.
     in_waves = [env.max_age for env in config.environments if env.pace != "stream"]
     leased_ahead = max(in_waves, default=0)
     if "train.max_age" in explicit and config.train.max_age != leased_ahead:
@@ -153,7 +154,7 @@ def build_plan(
         "train.atropos_url": hub_url,
         **dict.fromkeys(config.keys_of_envs("rollout_server_url"), hub_url),
         "train.engine_url": engine_url,
-        "train.vllm_port": None,  # engine_url says it
+        "train.vllm_port": None,  # engine_url replaces it
         "openai.base_url": f"{engine_url}/v1",
         "engine.model": model_folder,
         "train.model": model_folder,
@@ -161,7 +162,7 @@ def build_plan(
         "steps": choose_steps(config, explicit),
         "train.steps": choose_steps(config, explicit),
     }
-    # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
+    # Not derived: `steps`, and ports that the user gave. All other values follow from other settings.
     of_this_run = (derived.keys() - explicit) | (settled.keys() - (explicit & {"hub.port", "engine.port"}) - {"steps"})
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     resolved.check_mix()
@@ -169,11 +170,11 @@ def build_plan(
     observer_token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
     if config.train.unused_name:
         notes = (*notes, as_flags_of("run", config.train.unused_name, "train"))
-    return Plan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
+    return RunPlan(resolved, run_folder, specs, hub_url, notes, observer_token, derived=frozenset(of_this_run))
 
 
 def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[str]) -> dict[str, Any]:
-    """The settings of each environment that follow from the run."""
+    """Settings of each environment that follow from the run."""
     values: dict[str, Any] = {
         **dict.fromkeys(config.keys_of_envs("seed"), config.seed),
         **dict.fromkeys(config.keys_of_envs("state_dir"), run_folder / "env"),
@@ -192,10 +193,10 @@ def _of_environments(config: RunConfig, run_folder: Path, explicit: frozenset[st
 
 
 def shares_of(config: RunConfig, explicit: frozenset[str]) -> list[float]:
-    """The share of a batch that waits for each of several environments: the minimum that the user gave, else the whole
-    groups in its share by weight, and together no more than the given minimums leave.
+    """The share of each batch that is reserved for each of several environments: the minimum that the user gave, else
+    its share by weight of what the given minimums leave, in whole groups.
 
-    What is left of a batch is filled by weight with what is there. Weights 0.7 and 0.3, groups of 4, batches of 16:
+    The rest of a batch is filled by weight with available groups. Weights 0.7 and 0.3, groups of 4, batches of 16:
     [0.5, 0.25].
     """
     batch, total = config.train.sequences_per_step, sum(env.inference_weight for env in config.envs)
@@ -216,7 +217,7 @@ def shares_of(config: RunConfig, explicit: frozenset[str]) -> list[float]:
 def choose_by_processor(
     config: RunConfig, facts: MachineFacts, explicit: frozenset[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Settings that suit an engine without a GPU, or both without one; and a sentence about each."""
+    """Settings for an engine on a CPU, or engine and trainer on CPUs, with a note on each."""
 
     def is_cpu(device: str) -> bool:
         return device == "cpu" or (device == "auto" and not facts.has_gpu)
@@ -228,7 +229,7 @@ def choose_by_processor(
         if "train.lr" not in explicit:
             notes[-1] += f"; learning rate {FLOAT32_LR:g} for it"
             values["train.lr"] = FLOAT32_LR
-    # Side by side each would have half of the cores, wait for the other in between, and learn from older samples.
+    # In parallel each would have half of the cores, wait for the other, and train on older samples.
     is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.engine_url).hostname or "")
     are_both_here = is_cpu(config.engine.device) and is_cpu(config.train.device) and not is_elsewhere
     left_open = [key for key in config.keys_of_envs("max_age") if key not in explicit]
@@ -241,23 +242,23 @@ def choose_by_processor(
 def engine_of_mode(
     train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
 ) -> dict[str, Any]:
-    """What the way that weights take asks of the engine: memory to share, or a place for adapters."""
+    """Engine settings that the weight mode requires: shared memory, or LoRA."""
     by_memory = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
     shares = by_memory or train.single_copy
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     saved = train.save_path if "train.save_path" in explicit else run_folder
-    settings["engine.adapter_root"] = train.live_path or saved  # only what this run's trainer saves
+    settings["engine.adapter_root"] = train.live_path or saved  # loads only what the trainer of this run saves
     if train.weight_bridge_mode in LORA_MODES:
-        # No larger than it must be: the smaller the rank, the more versions vLLM serves side by side.
+        # The exact rank: the smaller it is, the more versions vLLM can serve at once.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
         settings["engine.quantization"] = train.base_quantization
     return settings
 
 
-def wished_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Where the servers that the run starts are to listen."""
-    wished = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
-    return {server: address for server, address in wished.items() if server not in config.attached_urls}
+def server_addresses(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """Host and port of each server that the run starts."""
+    addresses = {"hub": (config.hub.host, config.hub.port), "engine": (config.engine.host, config.engine.port)}
+    return {server: address for server, address in addresses.items() if server not in config.attached_urls}
 
 
 def _processes(
@@ -305,13 +306,13 @@ def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) ->
         **_CHILD_ENVIRONMENT,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "TREADLE_PARENT_PID": str(facts.launcher_pid),
+        PARENT_VARIABLE: str(facts.launcher_pid),
         **({"HF_HUB_OFFLINE": "1"} if is_offline else {}),
     }
 
 
 def _weights_file(run_folder: Path, facts: MachineFacts) -> Path:
-    """In memory where there is a file system for it; the launcher's pid keeps two lives of a run apart."""
+    """In shared memory if possible; the pid of the launcher separates sessions of a run."""
     if facts.has_shared_memory:
         return SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
     return run_folder / "engine.weights"

@@ -1,54 +1,55 @@
-"""Run every check that a run can fail on before its first process starts and before its folder is made.
+"""Complete and check the settings of a run before its folder is made and its first process starts.
 
-Checks are independent where they can be: all problems are reported at once, each with its remedy. What needs
-a download or a running server (the model's files, an attached hub or engine) is checked afterwards, by launch/job.py.
+Checks are independent where possible: all problems are reported at once, each with its fix. What needs a download or a
+running server (model files, an attached hub or engine) is checked afterwards, in job.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.engine_choice import has_vllm
-from treadle.config.keys import choose_steps, with_fitting_groups
+from treadle.config.env import EnvConfig, folder_of, labels_of
+from treadle.config.keys import choose_steps, value_of, with_fitting_groups, with_values
+from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.installation import find_vllm
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.errors import Problems
-from treadle.launch.attachment import one_address
+from treadle.envs.serving.pace import choose_pace
+from treadle.errors import ConfigError, Problems
+from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
-from treadle.launch.plan import wished_addresses
-from treadle.launch.ports import Listeners, held_ports
-from treadle.launch.settings import (
-    check_one_model,
-    check_one_trainer,
-    settle_environments,
-    settle_paths,
-    with_environments,
-)
-from treadle.store.file import refuse_locked
-from treadle.sync.model_folders import find_model
+from treadle.launch.machine import Listeners, held_ports
+from treadle.launch.plan import RunTokens, server_addresses
+from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
+from treadle.net.urls import shown_url
+from treadle.store.file import real_path, refuse_locked
+from treadle.sync.model_identity import find_model
 from treadle.train.requirements import check_trainer
+from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 
+LONGEST_LABEL = 80  # characters of a folder's name
 Say = Callable[[str], None]
 
 
 @contextmanager
 def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iterator[tuple[RunConfig, Listeners]]:
-    """The settings of a new run, completed, and its addresses, which are held until the block ends."""
+    """The completed settings of a new run, and its ports, which are reserved until the block ends."""
     problems = Problems()
     with problems.collected():
         config.check_mix()
     config = settle_environments(config, problems)
     has_environment = problems.is_empty
     with problems.collected():
-        config = one_address(config, explicit)
-    if has_environment:  # else these would compare defaults that are not its own
+        config = merge_addresses(config, explicit)
+    if has_environment:  # else the defaults of the environment are unknown
         with problems.collected():
             config = with_fitting_groups(config, explicit)
             config.check_together()
@@ -63,21 +64,21 @@ def checked_start(config: RunConfig, explicit: frozenset[str], say: Say) -> Iter
     with problems.collected():
         _check_engine(config)
     with problems.collected():
-        check_trainer(config.train, os.environ, _sound_model(config, problems))
+        check_trainer(config.train, os.environ, _local_model(config, problems))
     with problems.collected():
         warning = check_disk_space(config.output)
         if warning:
             say(f"warning: {warning}")
     with ExitStack() as held:
         listeners: Listeners = {}
-        with problems.collected():  # a busy port is cheap to notice, and must not cost the user a download first
-            listeners = held.enter_context(held_ports(wished_addresses(config), explicit))
+        with problems.collected():  # before a model is downloaded
+            listeners = held.enter_context(held_ports(server_addresses(config), explicit))
         problems.raise_all()
         yield config, listeners
 
 
 def checked_resume(config: RunConfig) -> RunConfig:
-    """The settings of a run that goes on, with its environment's own."""
+    """The settings of a resumed run, with the defaults of its environment."""
     problems = Problems()
     environments = list(config.environments)
     for place, env in enumerate(environments):
@@ -98,21 +99,127 @@ def checked_resume(config: RunConfig) -> RunConfig:
     return config
 
 
-def _sound_model(config: RunConfig, problems: Problems) -> Path | None:
-    """The model's folder, where it is on this machine already and can be used."""
+def _local_model(config: RunConfig, problems: Problems) -> Path | None:
+    """The folder of the model, if it is on this machine already and usable."""
     folder = None
-    if not config.engine_url and config.model != DEFAULT_MODEL:  # the engine names it; it is made on the first run
+    if (
+        not config.engine_url and config.model != DEFAULT_MODEL
+    ):  # an attached engine decides; the built-in one is made on the first run
         with problems.collected():
             found = find_model(config.model)
-            if found is not None and found == Path(config.model).expanduser():  # one in the cache may not be whole yet
+            if found is not None and found == Path(config.model).expanduser():  # one in the cache may be incomplete
                 check_model_folder(found)
             folder = found
     return folder
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Refuse a missing vLLM if the user asked for it; `auto` chooses it only if it was found."""
+    """Refuse a missing vLLM if the user chose it; `auto` uses it only if it is installed."""
     engine = config.engine
     is_asked_for = engine.engine == "vllm" or bool(engine.vllm_python and has_vllm(engine))
     if is_asked_for and not config.engine_url:
         find_vllm(engine.vllm_python)
+
+
+def settle_environment(config: EnvConfig) -> EnvConfig:
+    """Refuse an environment, task or data that does not exist; choose the pace of the run."""
+    environment = load_environment(config)
+    if environment.waits_for_agents:
+        raise ConfigError(
+            f"the environment '{config.own_name}' has no command, so nothing in this run would start its agents",
+            fix="""--env.args '{"command": "python examples/agent.py"}'; for agents that are started """
+            "elsewhere, start the processes one by one: treadle hub, treadle engine, treadle train, and "
+            f"treadle env {config.own_name} serve",
+        )
+    prepare_task(environment)
+    return environment.config.model_copy(update={"pace": choose_pace(environment.config, environment)})
+
+
+def with_environments(config: RunConfig, environments: Sequence[EnvConfig]) -> RunConfig:
+    """A copy with these environments; their number does not change."""
+    changed = {"envs": tuple(environments)} if config.envs else {"env": environments[0]}
+    return config.model_copy(update=changed)
+
+
+def settle_environments(config: RunConfig, problems: Problems) -> RunConfig:
+    """Settle each environment; errors are added to `problems`. Several environments share batches, so they stream."""
+    settled = list(config.environments)
+    for place, env in enumerate(settled):
+        with problems.collected():
+            settled[place] = settle_environment(env.model_copy(update={"pace": "stream"}) if config.envs else env)
+    return with_environments(config, settled)
+
+
+def settle_paths(config: RunConfig) -> RunConfig:
+    """Make the paths of files and folders absolute: a run can be resumed from another folder."""
+    real_path(config.hub.database)  # refuses names such as :memory:
+    config = with_absolute_paths(config)
+    names = {key: value_of(config, key) for name in ("data", "eval_data") for key in config.keys_of_envs(name)}
+    names |= {key: name for key in config.keys_of_envs("name") if ".py" in (name := value_of(config, key))}
+    if "/" in config.engine.vllm_python:
+        names["engine.vllm_python"] = config.engine.vllm_python
+    if config.model != DEFAULT_MODEL:
+        names["model"] = config.model
+    rewards = {key: tuple(map(_absolute_reward, value_of(config, key))) for key in config.keys_of_envs("rewards")}
+    return with_values(config, {key: _absolute(name) for key, name in names.items()} | rewards)
+
+
+def _absolute_reward(reward: str | dict[str, Any]) -> str | dict[str, Any]:
+    """With the absolute path of its file: "my.py:f", or {"type": "my.py:f"}."""
+    if isinstance(reward, str):
+        return _absolute(reward)
+    return {**reward, "type": _absolute(reward["type"])} if isinstance(reward.get("type"), str) else reward
+
+
+def _absolute(value: str) -> str:
+    """The absolute path of a file or folder, also of "my_env.py:name"; any other name unchanged."""
+    path, colon, name = value.partition(".py:")
+    file = Path(path + ".py" if colon else value).expanduser()
+    if not value or not file.exists():
+        return value
+    return str(file.absolute()) + (f":{name}" if colon else "")
+
+
+def check_one_trainer(config: RunConfig) -> None:
+    if config.train.world_size > 1:
+        raise ConfigError(
+            f"treadle run starts one trainer process, and train.world_size is {config.train.world_size}",
+            fix="leave --train.world-size out; treadle plan --train-gpus N prints the commands that start several",
+        )
+
+
+def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
+    """All sections must name the same model: a run trains the model that it samples from."""
+    named = {
+        "engine.model": config.engine.model,
+        "train.model": config.train.model,
+        "openai.model_name": config.openai.model_name,
+    }
+    for key, model in named.items():
+        if key in explicit and model != config.model:
+            raise ConfigError(f"{key} is '{model}', but the run's model is '{config.model}'", fix=f"--model {model}")
+
+
+def run_label(config: RunConfig) -> str:
+    """ "arithmetic-addition", "gsm8k", "my_env", "gsm8k+my_env": the last part of a run folder's name."""
+    if config.envs:
+        joined = "+".join(map(folder_of, labels_of(config.envs)))
+        return joined if len(joined) <= LONGEST_LABEL else f"{len(config.envs)}-environments"
+    return "-".join(part for part in (config.env.own_name, config.env.task) if part).replace("/", "-")
+
+
+def read_tokens(config: RunConfig) -> RunTokens:
+    """The tokens of hub and engine for the processes that call them. Missing token files are created."""
+    hub, engine, env = config.hub, config.engine, os.environ
+    for kind, url in config.attached_urls.items():
+        file = {"hub": hub.token_file, "engine": engine.token_file}[kind]
+        if file is not None and not file.exists():
+            raise ConfigError(
+                f"there is no token file {file}, and the {kind} at {shown_url(url)} runs already",
+                fix=f"name the file that it was started with: --{kind}.token-file FILE",
+            )
+    return RunTokens(
+        hub=read_secret("hub", hub.token_file, "--hub.token-file", env, HUB_TOKEN_VARIABLE),
+        hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
+        engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
+    )

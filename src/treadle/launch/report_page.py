@@ -26,12 +26,11 @@ from treadle.dash.run_folder import HeldOut
 from treadle.dash.words import TRAINING_STEPS, sampling_note
 from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
 from treadle.launch.charts import Chart, draw
-from treadle.launch.folder import REQUEST_FILE, check_is_run, requested_keys
+from treadle.launch.folder import REQUEST_FILE, check_is_run, load_versions, requested_keys
 from treadle.launch.history import TOKENS_PER_SECOND, Evaluation, History, reader_of
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
 from treadle.launch.report import Outcome, Summary, choose_examples, load_summary, summarize
 from treadle.launch.report_charts import charts_of
-from treadle.launch.versions import load_versions
 
 PAGE_FILE = "report.html"
 _TEMPLATE = Path(__file__).with_name("report_page.html")

@@ -1,4 +1,4 @@
-"""Find the hub that has the page of a run; for a run that is over, start one for as long as its page is open."""
+"""Find the hub that serves the page of a run; for a finished run, start one while its page is open."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.query import Unanswerable
 from treadle.errors import ConfigError
 from treadle.formatting import near, program
-from treadle.launch.folder import is_going
+from treadle.launch.folder import is_run_live
+from treadle.launch.machine import port_of
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.ports import port_of
 from treadle.net.listening import HANDED_FD, take_port
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.net.urls import is_loopback_host, url_to
 
 LOOPBACK = "127.0.0.1"
-MAX_HUBS = 4  # that are open for runs that are over; the one that was used last the longest ago gives way
-IDLE_S = 30.0  # without a request and without an open page, after which the hub of a run that is over is ended
-WATCH_S = 0.5  # a run that is resumed needs longer until its hub opens the queue
-END_S = 2.0  # for a hub to end before it is killed; it has nothing to save
+MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended
+IDLE_S = 30.0  # without a request or an open page, after which the hub of a finished run is ended
+WATCH_S = 0.5  # shorter than the time in which a resumed run opens its queue
+END_S = 2.0  # time to end before it is killed; it has nothing to save
 
 
 def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
-    """The settings of a hub that serves the recorded groups of a run, on this machine only."""
+    """Settings of a hub that serves the recorded groups of a run, on loopback only."""
     moved = folder / config.hub.database.name
     database = moved if moved.is_file() else config.hub.database
     if not database.is_file():
@@ -49,18 +49,18 @@ def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:
 
 @dataclass
 class RunHub:
-    """Where the requests for a run are forwarded to."""
+    """The server to which requests for a run are forwarded."""
 
     url: str
-    token: str  # sent to it, "" for none
+    token: str  # "" for none
 
 
 @dataclass
 class ChildHub(RunHub):
-    """The hub of a run that is over, started here."""
+    """The hub of a finished run, started here."""
 
     process: subprocess.Popen[bytes]
-    num_requests: int = 0  # that are being answered; an open page always has one, its events
+    num_requests: int = 0  # in progress; an open page always has one, the event stream
     used_at: float = field(default_factory=time.monotonic)
     is_ending: bool = False
 
@@ -69,19 +69,19 @@ class ChildHub(RunHub):
 
 
 class RunHubs:
-    """Finds the hub of each run; for a run that is over, starts `treadle dash RUN` as a child process.
+    """Finds the hub of each run; for a finished run, starts `treadle dash RUN` as a child process.
 
-    A child locks the queue of its run, so it is ended when the run is resumed, or when no page of it is open.
+    A child locks the queue of its run, so it is ended when the run is resumed, or when no page of the run is open.
     """
 
     def __init__(self, idle_s: float = IDLE_S) -> None:
         self._idle_s = idle_s
         self._children: dict[Path, ChildHub] = {}
-        self._changing = asyncio.Lock()  # held while a child is started or ended
+        self._changing = asyncio.Lock()  # while a child is started or ended
 
     @contextlib.asynccontextmanager
     async def use(self, folder: Path) -> AsyncIterator[RunHub]:
-        """The hub of the run, which is not ended for lack of use meanwhile."""
+        """The hub of the run, which is not ended as idle meanwhile."""
         hub = await self._hub_of(folder)
         if not isinstance(hub, ChildHub):
             yield hub
@@ -94,13 +94,13 @@ class RunHubs:
             hub.used_at = time.monotonic()
 
     async def watch(self) -> None:
-        """End the children whose run was resumed or that nobody uses, until cancelled."""
+        """Until cancelled, end children that are idle or whose run was resumed."""
         while True:
             await asyncio.sleep(WATCH_S)
             async with self._changing:
                 for folder, child in list(self._children.items()):
                     is_idle = not child.num_requests and time.monotonic() - child.used_at > self._idle_s
-                    if is_idle or not child.is_running() or is_going(folder):
+                    if is_idle or not child.is_running() or is_run_live(folder):
                         await self._end(folder)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class RunHubs:
             _end_process(child.process)
 
     async def _hub_of(self, folder: Path) -> RunHub:
-        if is_going(folder):
+        if is_run_live(folder):
             return _live_hub(folder, await asyncio.to_thread(load_run, folder / CONFIG_FILE))
         known = self._children.get(folder)
         if known is not None and known.is_running():
@@ -125,7 +125,7 @@ class RunHubs:
         config = await asyncio.to_thread(load_run, folder / CONFIG_FILE)
         if config.hub_url:
             raise _not_forwarded(config)
-        recorded_hub(folder, config, config.hub.port)  # raises where the child could not serve it
+        recorded_hub(folder, config, config.hub.port)  # raises if the child could not serve it
         await self._end(folder)
         while len(self._children) >= MAX_HUBS:
             unused = [place for place, child in self._children.items() if not child.num_requests]
@@ -146,14 +146,14 @@ class RunHubs:
 
 
 def _start_child(folder: Path) -> ChildHub:
-    with contextlib.closing(take_port(LOOPBACK, 0)) as listener:  # requests wait there until the child answers
+    with contextlib.closing(take_port(LOOPBACK, 0)) as listener:  # requests wait in its backlog until the child answers
         os.set_inheritable(listener.fileno(), True)
         process = subprocess.Popen(
             [sys.executable, "-m", "treadle", "dash", str(folder), "--no-open"],
             env=os.environ | {HANDED_FD: str(listener.fileno())},
             pass_fds=[listener.fileno()],
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which ends its children
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends its children
         )
         return ChildHub(url_to(LOOPBACK, port_of(listener)), observer_token(), process)
 
@@ -170,8 +170,8 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 def _live_hub(folder: Path, config: RunConfig) -> RunHub:
     """The hub of a run that is live on this machine.
 
-    The folder of a run may come from elsewhere or belong to another user, and its config.json names any address. So
-    requests are forwarded to this machine only, and the token goes only where this user's own launcher wrote the file.
+    A run folder may be copied from elsewhere or belong to another user, and its config.json may name any address. So
+    requests are forwarded to loopback only, and the token is sent only if this user owns the file.
     """
     origin = origin_of(config.train.atropos_url)
     if not is_on_loopback(origin):
@@ -187,7 +187,7 @@ def _not_forwarded(config: RunConfig) -> Unanswerable:
 
 
 def origin_of(url: str) -> str:
-    """`http://HOST:PORT` without path, token or user, as httpx understands it; "" for what is not an HTTP URL."""
+    """`http://HOST:PORT` without path, token or user, as httpx parses it; "" if it is not an HTTP URL."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
@@ -200,6 +200,6 @@ def is_on_loopback(origin: str) -> bool:
 
 
 def observer_token() -> str:
-    """For reading only, from the token in the environment; "" where there is none."""
+    """A read-only token, derived from the token in the environment; "" without one."""
     secret = os.environ.get(HUB_TOKEN_VARIABLE, "").strip()
     return role_token(secret, "observer") if secret else ""

@@ -2,41 +2,168 @@
 
 start some -> wait until ready -> start the rest -> watch ----> complete ----> stop
                      |                               |                          ^
-                     +-- one dies: its last words ---+-- Ctrl-C ----------------+
+                     +-- one dies: end of its log ---+-- Ctrl-C ----------------+
 """
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from treadle.clock import awake_s
+from treadle.errors import ProcessDied, TreadleError, UserError
+from treadle.launch.machine import Listeners
 from treadle.launch.plan import ProcessSpec
-from treadle.launch.ports import Listeners
-from treadle.launch.process import ChildProcess
+from treadle.net.listening import HANDED_FD
+from treadle.net.probe import answers_ok
 
-# Who is waited for in which order, and for how many seconds. The trainer has by far the longest, because it saves a
-# checkpoint, and a large one takes its time on a slow disk; whoever is left then is killed.
+# Order of waiting for the end of processes, and seconds for each; what is left then is killed. The trainer has the
+# most, because it saves a checkpoint, and a large one takes long on a slow disk.
 STOP_ORDER = (("trainer", 300.0), ("env", 1.0), ("engine", 1.0), ("hub", 0.6))
 _OTHERS_S = 1.0
 SAY_EVERY_S = 15.0
 _POLL_S = 0.1
 _READY_POLL_S = 0.25
+NUM_TAIL_LINES = 20
+KILLED = ", perhaps out of memory"  # said of a process that ended by SIGKILL
+_USER_ERROR_CODE = 2
+_READY_ANSWER_S = 0.5  # short, because the launcher waits for it: the port is open before the server answers
+_OWN_ERROR = re.compile(r"^treadle[\w -]*: (?P<message>.+)$")
+_REMEDY = "  -> "
+# Stack dumps of faulthandler and watch/stacks.py are no error messages.
+_STACK_LINE = re.compile(r'(  File ".*", line \d+ in |(Current thread|Thread) 0x[0-9a-f]+ |\d+ tasks? at )')
+
+
+class ChildProcess:
+    """A child in a session of its own: Ctrl-C in the terminal reaches only the launcher, which stops them in order."""
+
+    def __init__(self, spec: ProcessSpec, listener: socket.socket | None = None) -> None:
+        """`listener` is passed to the child and closed here, so that its port is free when the child ends."""
+        self.spec = spec
+        handed = {} if listener is None else {HANDED_FD: listener.fileno()}
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = spec.log_path.stat().st_size if spec.log_path.exists() else 0
+        with spec.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                spec.argv,
+                env={**spec.env, **{name: str(number) for name, number in handed.items()}},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(handed.values()),
+            )
+        if listener is not None:
+            listener.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs. When it has ended, the rest of its process group is killed."""
+        if self._process.returncode is None and self._process.poll() is not None:
+            self._signal_group(signal.SIGKILL)
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it alone; it stops its own children."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it and its process group."""
+        if self.poll() is None:
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+
+    def is_ready(self) -> bool:
+        return self.spec.ready_url is None or answers_ok(self.spec.ready_url, timeout_s=_READY_ANSWER_S)
+
+    def exit_error(self, why: str = "") -> TreadleError:
+        """Why it ended: its own message for an error of the user, else the end of its log."""
+        code = self.poll()
+        tail = self.tail()
+        if code == _USER_ERROR_CODE and not why:
+            message, fix = last_words(tail)
+            return UserError(message or f"{self.spec.name} refused its settings", fix=fix)
+        quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing)"
+        return ProcessDied(
+            f"{self.spec.name} {why or 'died'} ({describe_exit(code)}); the end of its log:\n{quoted}",
+            fix=f"the whole log is {self.spec.log_path}",
+        )
+
+    def tail(self) -> list[str]:
+        """The last lines of its log since it was started."""
+        return tail_of(self.spec.log_path, start=self._log_start)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return  # the group is empty, or not of this user
+
+
+def tail_of(path: Path, *, start: int = 0, num_lines: int = NUM_TAIL_LINES) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - 64 * 1024))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return [line for line in lines if not _STACK_LINE.match(line)][-num_lines:]
+
+
+def last_words(lines: list[str]) -> tuple[str, str]:
+    """(message, fix) of the last error in a log.
+
+    >>> last_words(["loading", "treadle: no model 'smol'", "  -> check --model"])
+    ("no model 'smol'", 'check --model')
+    """
+    for number in range(len(lines) - 1, -1, -1):
+        found = _OWN_ERROR.match(lines[number])
+        if found is None:
+            continue
+        message, fix = [found["message"]], ""
+        for line in lines[number + 1 :]:
+            if line.startswith(_REMEDY):
+                fix = line.removeprefix(_REMEDY)
+                break
+            message.append(line)
+        return "\n".join(message), fix
+    return (lines[-1], "") if lines else ("", "")
+
+
+def describe_exit(code: int | None) -> str:
+    if code is None:
+        return "still running"
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = KILLED if -code == signal.SIGKILL else ""
+    return f"exit code {code}, ended by {name}{hint}"
 
 
 class StopRequest:
-    """Counts Ctrl-C and SIGTERM. Only a number changes in the handler, so it can interrupt anything."""
+    """Counts SIGINT, SIGTERM and SIGHUP. The handler only changes a number, so it is safe at any time."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # only that one may have handlers
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             yield
             return
         kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +179,7 @@ class StopRequest:
 
 
 class Stopped(Exception):
-    """Not an error: the user asked to stop. The children are still running."""
+    """The user asked to stop; the children are still running. Not an error."""
 
 
 class Supervisor:
@@ -75,7 +202,7 @@ class Supervisor:
         on_wait: Callable[[str], None] = lambda _: None,
         say_every_s: float = SAY_EVERY_S,
     ) -> None:
-        """`listeners`: held for the servers among the children, by their names; handed over at their start."""
+        """`listeners`: sockets of servers among the children, by name; passed to them when they start."""
         self._stop = stop
         self._on_tick = on_tick
         self._stop_order = stop_order
@@ -93,10 +220,12 @@ class Supervisor:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        return {name: child.pid for name, child in dict(self._children).items()}  # a copy: threads may ask
+        return {
+            name: child.pid for name, child in dict(self._children).items()
+        }  # a copy, because other threads read it
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start these together and return when each of them is ready."""
+        """Start these together, and return when all are ready."""
         begun = awake_s()
         waiting = []
         for spec in specs:
@@ -110,39 +239,39 @@ class Supervisor:
                 next_look = awake_s() + _READY_POLL_S
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:
-                raise late[0].death(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
+                raise late[0].exit_error(f"was not ready after {late[0].spec.ready_timeout_s:.0f} s")
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Return when `is_over`, or when a process has ended well; raise when one ends badly or too early."""
+        """Return when `is_over` or when a worker has ended with exit code 0; raise if a process fails or ends early."""
         while not is_over() and not self._tick():
             pass
 
     def watch(self, is_trained: Callable[[], bool] = lambda: True) -> None:
-        """Return when every worker has ended well; raise when any process ends badly or too early.
+        """Return when every worker has ended with exit code 0; raise if a process fails or ends too early.
 
-        `is_trained` says whether the trainer has taken all its steps; an exit code 0 alone does not.
+        `is_trained` says whether the trainer has taken all its steps; exit code 0 does not prove that.
         """
         first_end: float | None = None
         while True:
             ended = self._tick()
             workers = [child for child in self._children.values() if not child.spec.serves]
             if any(child.spec.name == "trainer" for child in ended) and not is_trained():
-                raise self._children["trainer"].death("ended before its last step")
+                raise self._children["trainer"].exit_error("ended before its last step")
             if len(ended) == len(workers):
                 return
             if ended and first_end is None:
                 first_end = awake_s()
-            # The last evaluation may take its time; a trainer without an environment can only wait for ever.
+            # A trainer whose environment has ended would wait for ever; its last steps may take a while.
             starved = ended and all(child.spec.name != "trainer" for child in ended)
             if starved and first_end is not None and awake_s() - first_end > self._grace_s:
-                raise ended[0].death("ended while the trainer still needed it")
+                raise ended[0].exit_error("ended while the trainer still needed it")
 
     def shut_down(self) -> None:
         """Stop everything in order; a further Ctrl-C kills what is left at once."""
         if not self._children:
             return
-        patience = self._stop.count
-        for name in self._children:  # all at once: the trainer saves faster when nobody asks the engine
+        num_requests = self._stop.count
+        for name in self._children:  # together: the trainer saves faster while no environment uses the engine
             if name == "trainer" or name.partition("-")[0] == "env":  # "env", or of several "env-gsm8k"
                 self._children[name].terminate()
         named = [name for name, _ in self._stop_order]
@@ -152,23 +281,23 @@ class Supervisor:
                 child = self._children.get(name)
                 if child is not None:
                     child.terminate()
-                    self._wait_for_end(child, limit_s, patience)
+                    self._wait_for_end(child, limit_s, num_requests)
         finally:
             for child in self._children.values():
                 child.kill()
 
-    def _wait_for_end(self, child: ChildProcess, limit_s: float, patience: int) -> None:
+    def _wait_for_end(self, child: ChildProcess, limit_s: float, num_requests: int) -> None:
         begun = said_at = awake_s()
-        while child.poll() is None and awake_s() - begun < limit_s and self._stop.count == patience:
+        while child.poll() is None and awake_s() - begun < limit_s and self._stop.count == num_requests:
             time.sleep(0.02)
             if awake_s() - said_at > self._say_every_s:
                 said_at = awake_s()
                 self._on_wait(f"waiting for the {child.spec.name} to end, {said_at - begun:.0f} s")
 
     def _tick(self) -> list[ChildProcess]:
-        """Rest for a moment, let the view draw, then look after everybody; those that have ended well.
+        """Sleep, update the view, then poll every process. Returns those that have ended with exit code 0.
 
-        What is found here is what the caller acts on: a second look could find somebody newly dead.
+        Callers use this list instead of polling again, which could find another end.
         """
         time.sleep(_POLL_S)
         self._on_tick()
@@ -177,7 +306,7 @@ class Supervisor:
         ended = [child for child in self._children.values() if child.poll() is not None]
         for child in ended:
             if child.poll() != 0:
-                raise child.death()
+                raise child.exit_error()
             if child.spec.serves:
-                raise child.death("ended before its time")
+                raise child.exit_error("ended before its time")
         return ended

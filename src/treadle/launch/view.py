@@ -14,14 +14,14 @@ from rich.live import Live
 from treadle.config.schema import RunConfig
 from treadle.formatting import duration, percent
 from treadle.launch.history import TOKENS_PER_SECOND, History
-from treadle.launch.overseer import Sight
-from treadle.launch.panel import Picture, draw
+from treadle.launch.monitor import RunStatus
+from treadle.launch.panel import Snapshot, draw
 from treadle.log import get_logger
 
 log = get_logger("launch")
 
 WAITING_LINE_EVERY_S = 15.0
-# The figures of a plain step line.
+# Figures of a plain step line.
 _FIGURES: Mapping[str, Callable[[float], str]] = {
     "reward": "reward {:.3f}".format,
     "rollout/accuracy": lambda share: f"accuracy {percent(share)}",
@@ -34,8 +34,8 @@ _FIGURES: Mapping[str, Callable[[float], str]] = {
 
 
 @dataclass
-class RunState:
-    """Everything a view may show; the launcher keeps it up to date."""
+class ViewState:
+    """Everything that a view shows; the launcher keeps it up to date."""
 
     config: RunConfig
     run_name: str
@@ -43,7 +43,7 @@ class RunState:
     phase: str = "starting hub and engine"
     num_queued: int | None = None
     memory_bytes: int = 0
-    sight: Sight = field(default_factory=Sight)
+    status: RunStatus = field(default_factory=RunStatus)
     begun: float = field(default_factory=time.monotonic)
     how_to_leave: str = "Ctrl-C stops"
     clock: Callable[[], float] = time.monotonic
@@ -52,8 +52,8 @@ class RunState:
     def elapsed_s(self) -> float:
         return self.clock() - self.begun
 
-    def picture(self) -> Picture:
-        return Picture(
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
             self.config,
             self.run_name,
             self.history,
@@ -61,24 +61,24 @@ class RunState:
             self.num_queued,
             self.memory_bytes,
             self.elapsed_s,
-            self.sight,
+            self.status,
             self.how_to_leave,
         )
 
 
 class View(Protocol):
     def open(self) -> None: ...
-    def update(self, state: RunState) -> None: ...
+    def update(self, state: ViewState) -> None: ...
     def close(self) -> None: ...
 
 
 def choose_view(*, plain: bool) -> View:
-    """A live panel needs a terminal that can be drawn on; --plain refuses it."""
+    """A live panel on a terminal, unless --plain is given."""
     return PlainView() if plain or not Console().is_terminal else LiveView()
 
 
 def current_phase(history: History, config: RunConfig) -> str:
-    """What the run is doing, told from what it has written: `measuring held-out accuracy before training`."""
+    """What the run is doing, from its files: `measuring held-out accuracy before training`."""
     evaluates = any(env.num_eval > 0 for env in config.environments)
     if not history.steps:
         is_waiting = evaluates and history.before is None
@@ -89,9 +89,9 @@ def current_phase(history: History, config: RunConfig) -> str:
 
 
 class Screen:
-    """Keeps a view up to date. It must never end a run: its first problem is logged, then it stays silent."""
+    """Updates a view. It must never end a run: the first error is logged, and the view stops."""
 
-    def __init__(self, view: View, state: RunState, refresh: Callable[[RunState], None]) -> None:
+    def __init__(self, view: View, state: ViewState, refresh: Callable[[ViewState], None]) -> None:
         self._view: View | None = view
         self._state = state
         self._refresh = refresh
@@ -116,14 +116,14 @@ class Screen:
         try:
             act(self._view)
         except Exception as error:
-            broken, self._view = self._view, None
+            failed, self._view = self._view, None
             log.warning("view_stopped", error=repr(error))
-            if isinstance(broken, LiveView):
-                broken.restore_terminal()
+            if isinstance(failed, LiveView):
+                failed.restore_terminal()
 
 
 class LiveView:
-    """A panel that is redrawn in place, about three times a second."""
+    """A panel that is redrawn in place about three times a second."""
 
     def __init__(self, console: Console | None = None, *, interval_s: float = 0.3) -> None:
         self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
@@ -133,16 +133,16 @@ class LiveView:
     def open(self) -> None:
         self._live.start()
 
-    def update(self, state: RunState) -> None:
+    def update(self, state: ViewState) -> None:
         if time.monotonic() >= self._next_draw:
-            self._live.update(draw(state.picture()), refresh=True)
+            self._live.update(draw(state.snapshot()), refresh=True)
             self._next_draw = time.monotonic() + self._interval_s
 
     def close(self) -> None:
         self._live.stop()
 
     def restore_terminal(self) -> None:
-        """Give the cursor back, whatever broke."""
+        """Show the cursor again after an error."""
         self._live.console.show_cursor()
 
 
@@ -151,8 +151,8 @@ class PlainView:
 
     step  12/50  reward 0.310  accuracy 28.0 %  ended 97 %  generated 812 tokens/s  trained 412 tokens/s  8.1 s  ...
 
-    After 15 s without a line it prints what is waited for: `evaluating at step 0: 128 of 256, 20 s`. An explanation
-    follows only when a process has a problem or has waited for more than half of its deadline (watch/telling.py).
+    After 15 s without a line it prints what is waited for: `evaluating at step 0: 128 of 256, 20 s`. An explanation is
+    added if a process has a problem or has waited for more than half of its deadline (watch/telling.py).
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -169,9 +169,9 @@ class PlainView:
     def open(self) -> None:
         return
 
-    def update(self, state: RunState) -> None:
+    def update(self, state: ViewState) -> None:
         now_s, history = state.clock(), state.history
-        if self._is_first:  # the past of a resumed run is not printed again
+        if self._is_first:  # earlier lines of a resumed run are not printed again
             self._is_first = False
             self._progress = ("", history.last_step, len(history.measured))
             self._evaluated = {(one.env, one.step) for one in history.measured}
@@ -179,35 +179,35 @@ class PlainView:
         for line in self._new_lines(state):
             self._print(line, now_s)
         progress = (state.phase, history.last_step, len(history.measured))
-        if progress != self._progress:  # the step may be lower: a resumed trainer takes lost steps again
+        if progress != self._progress:  # the step may be lower: a resumed trainer repeats lost steps
             self._progress, self._progress_s = progress, now_s
         if now_s - self._printed_s >= WAITING_LINE_EVERY_S:
-            waiting = f"{state.sight.now or state.phase}, {duration(now_s - self._progress_s)}"
-            self._print("; ".join([waiting, *state.sight.notes]), now_s)
+            waiting = f"{state.status.now or state.phase}, {duration(now_s - self._progress_s)}"
+            self._print("; ".join([waiting, *state.status.notes]), now_s)
 
     def close(self) -> None:
         return
 
-    def _new_lines(self, state: RunState) -> Iterator[str]:
-        history, sight = state.history, state.sight
+    def _new_lines(self, state: ViewState) -> Iterator[str]:
+        history, status = state.history, state.status
         last_phase, last_step, _ = self._progress
         for evaluation in history.measured:
             if (evaluation.env, evaluation.step) in self._evaluated:
                 continue
             self._evaluated.add((evaluation.env, evaluation.step))
-            whose = f" of {evaluation.env}" if evaluation.env else ""
+            name = f" of {evaluation.env}" if evaluation.env else ""
             interval = f"{percent(evaluation.low)} to {percent(evaluation.high)}"
             mean = "" if evaluation.mean_score is None else f", mean score {evaluation.mean_score:.3f}"
             shown = f"{percent(evaluation.accuracy)} ({interval}){mean}"
-            yield f"held-out accuracy{whose} at step {evaluation.step}: {shown}"
+            yield f"held-out accuracy{name} at step {evaluation.step}: {shown}"
         for number, step in enumerate(history.steps, start=1):
             if int(step["step"]) > last_step:
                 yield _step_line(History(history.steps[:number]), state.config.steps)
         yield from (f"health: {line}" for line in history.health[self._num_health_lines :])
-        yield from (f"watchdog: {alarm}" for alarm in sight.alarms[self._num_alarms :])
-        yield from (f"health: {finding}" for finding in sight.findings[self._num_findings :])
+        yield from (f"watchdog: {alarm}" for alarm in status.alarms[self._num_alarms :])
+        yield from (f"health: {finding}" for finding in status.findings[self._num_findings :])
         self._num_health_lines = len(history.health)
-        self._num_alarms, self._num_findings = len(sight.alarms), len(sight.findings)
+        self._num_alarms, self._num_findings = len(status.alarms), len(status.findings)
         if state.phase != last_phase:
             yield f"{state.phase}..."
 
@@ -217,7 +217,7 @@ class PlainView:
 
 
 def _step_line(history: History, num_steps: int) -> str:
-    """The line of the last step in `history`; a figure that was not measured is left out."""
+    """The line of the last step in `history`, without figures that were not measured."""
     figures = [words(value) for key, words in _FIGURES.items() if (value := history.last(key)) is not None]
     parts = [f"step {history.last_step:>3}/{num_steps}", *figures]
     pace = history.mean("perf/step_s")

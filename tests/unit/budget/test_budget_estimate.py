@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -248,10 +246,3 @@ def test_cards_are_found_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         card_bytes("h10")
     assert "did you mean 'h100'?" in caught.value.fix
-
-
-def test_examples_in_docstrings() -> None:
-    for name in ("estimate", "hardware", "job", "shapes"):
-        results = doctest.testmod(importlib.import_module(f"treadle.budget.{name}"))
-        assert results.attempted > 0
-        assert results.failed == 0

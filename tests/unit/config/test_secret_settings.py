@@ -15,10 +15,10 @@ from treadle.config import RunConfig, load_run, save_run
 from treadle.config.keys import explicit_keys
 from treadle.config.secret_settings import NOT_STORED, VARIABLE, require_secrets, secrets_in
 from treadle.errors import ConfigError
-from treadle.launch.attachment import one_address
+from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import requested_keys, save_request
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import Plan, build_plan
+from treadle.launch.plan import RunPlan, build_plan
 
 SECRET = "sk-very-secret"  # noqa: S105 - made up
 WITH_SECRETS = {
@@ -79,15 +79,15 @@ def test_each_process_gets_the_secrets_of_its_own_sections(config: RunConfig, tm
 
     explicit = explicit_keys(config)
 
-    def plan_of(config: RunConfig) -> Plan:
+    def plan_of(config: RunConfig) -> RunPlan:
         return build_plan(config, facts, run_folder=tmp_path, model_folder="/m", is_model_local=True, explicit=explicit)
 
-    def given(plan: Plan) -> dict[str, set[str]]:
+    def given(plan: RunPlan) -> dict[str, set[str]]:
         return {spec.name: set(json.loads(spec.env.get(VARIABLE, "{}"))) for spec in plan.processes}
 
     own_servers = given(plan_of(config))
     assert (own_servers["hub"], own_servers["engine"]) == (set(), {"engine.vllm_args"})
-    plan = plan_of(one_address(config, explicit))
+    plan = plan_of(merge_addresses(config, explicit))
     save_run(plan.config, tmp_path / "config.json")
     assert given(plan) == {
         "env": {"openai.api_key", "openai.base_url", "env.args", "env.rollout_server_url"},

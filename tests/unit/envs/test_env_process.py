@@ -15,7 +15,7 @@ from tests.served_app import listening
 from treadle import envs
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.errors import ConfigError, DiskFull
-from treadle.launch.settings import settle_environment
+from treadle.launch.preflight import settle_environment
 
 
 def add(prompt, request):

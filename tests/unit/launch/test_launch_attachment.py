@@ -25,12 +25,12 @@ from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError, RunStalled
 from treadle.launch import attachment, resume
 from treadle.launch import folder as run_folders
-from treadle.launch.attachment import attach, choose_model, one_address, settle_engine, without_effect
+from treadle.launch.attachment import attach, choose_model, merge_addresses, settle_engine, unused_settings
 from treadle.launch.history import reader_of
-from treadle.launch.job import Life, _starting, start_run
-from treadle.launch.overseer import SILENT_S, Overseer
-from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan, wished_addresses
-from treadle.launch.settings import read_tokens
+from treadle.launch.job import RunSession, _start_phase, start_run
+from treadle.launch.monitor import SILENT_S, RunMonitor
+from treadle.launch.plan import NO_TOKENS, RunPlan, RunTokens, build_plan, server_addresses
+from treadle.launch.preflight import read_tokens
 from treadle.net.tokens import role_token
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import RegisterTrainer
@@ -46,7 +46,7 @@ INFO = BridgeInfo(
 
 def attached(flags: dict[str, object]) -> RunConfig:
     config = load_run(None, flags)
-    return one_address(config, explicit_keys(config))
+    return merge_addresses(config, explicit_keys(config))
 
 
 def settled(flags: dict[str, object], **info: object) -> tuple[RunConfig, tuple[str, ...]]:
@@ -56,9 +56,9 @@ def settled(flags: dict[str, object], **info: object) -> tuple[RunConfig, tuple[
     return run, notes
 
 
-def plan_of(flags: dict[str, object], tokens: RunTokens = NO_TOKENS) -> Plan:
+def plan_of(flags: dict[str, object], tokens: RunTokens = NO_TOKENS) -> RunPlan:
     config = attached(flags)
-    facts = replace(FACTS, ports={name: port for name, (_, port) in wished_addresses(config).items()})
+    facts = replace(FACTS, ports={name: port for name, (_, port) in server_addresses(config).items()})
     return build_plan(
         config, facts, run_folder=RUN, model_folder="/cache/smol", is_model_local=True,
         explicit=explicit_keys(load_run(None, flags)), tokens=tokens,
@@ -76,12 +76,12 @@ def plan_of(flags: dict[str, object], tokens: RunTokens = NO_TOKENS) -> Plan:
 def test_only_what_is_missing_is_started(flags, started) -> None:
     plan = plan_of(flags)
     assert [spec.name for spec in plan.processes] == started
-    assert set(wished_addresses(plan.config)) == {"hub", "engine"} & set(started)
+    assert set(server_addresses(plan.config)) == {"hub", "engine"} & set(started)
     hub, engine = flags.get("hub_url", "http://127.0.0.1:8000"), flags.get("engine_url", "http://127.0.0.1:9001")
     assert plan.hub_url == plan.config.train.atropos_url == plan.config.env.rollout_server_url == hub
     assert plan.config.train.engine_url == engine
     assert plan.config.openai.base_url == (f"{engine}/v1",)
-    assert _starting(plan).endswith(" and ".join(name for name in started if name in ("hub", "engine")) or "trainer")
+    assert _start_phase(plan).endswith(" and ".join(name for name in started if name in ("hub", "engine")) or "trainer")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_addresses_that_cannot_be_right_are_refused(flags, says, fix) -> None:
 def test_settings_of_a_server_that_runs_already_are_named_as_without_effect() -> None:
     flags = {"hub_url": HUB, "hub.port": 8100, "hub.token_file": "t", "engine.dtype": "float32"}
     config = attached(flags)
-    (note,) = without_effect(config, explicit_keys(load_run(None, flags)))
+    (note,) = unused_settings(config, explicit_keys(load_run(None, flags)))
     assert note == f"no effect: --hub.port; the hub at {HUB} keeps what it was started with"
 
 
@@ -158,7 +158,7 @@ def test_a_token_in_the_hubs_address_is_not_stored_and_is_given_again_once(tmp_p
     assert SECRET not in file.read_text()
     with pytest.raises(ConfigError, match="--hub-url"):
         require_secrets(load_run(file).model_dump(mode="json"))
-    resumed = one_address(load_run(file, again), frozenset(again))
+    resumed = merge_addresses(load_run(file, again), frozenset(again))
     require_secrets(resumed.model_dump(mode="json"))
     assert resumed.engine.hub_url == resumed.hub_url == again["hub_url"]
 
@@ -293,7 +293,7 @@ def test_a_hub_that_runs_is_asked_with_its_token_and_refused_when_used(tmp_path:
 
 @pytest.mark.parametrize("kind", ["hub", "engine"])
 def test_an_address_where_nothing_answers_is_an_error_with_its_remedy(kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
+    monkeypatch.setattr(attachment, "NO_CONNECTION_S", 0.3)
     port = free_port()
     with pytest.raises(ConfigError, match=f"no {kind} is ready at http://127.0.0.1:{port}") as refused:
         attach(attached({f"{kind}_url": f"http://127.0.0.1:{port}"}), frozenset(), NO_TOKENS, say_nothing)
@@ -302,14 +302,14 @@ def test_an_address_where_nothing_answers_is_an_error_with_its_remedy(kind: str,
 
 
 def test_an_address_that_is_no_name_of_a_machine_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr(attachment, "NOTHING_THERE_S", 0.3)
+    monkeypatch.setattr(attachment, "NO_CONNECTION_S", 0.3)
     with pytest.raises(ConfigError, match=r"no hub is ready at http://a\.\.b:8300"):
         attach(attached({"hub_url": "http://a..b:8300"}), frozenset(), NO_TOKENS, say_nothing)
 
 
 def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(attachment, "_ANSWER_S", 0.2)
-    monkeypatch.setattr(attachment, "NO_ANSWER_S", {"engine": 0.5})
+    monkeypatch.setattr(attachment, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(attachment, "NOT_READY_S", {"engine": 0.5})
     lines: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as loading:  # takes connections, as a loading engine does
         url = f"http://127.0.0.1:{loading.getsockname()[1]}"
@@ -323,7 +323,7 @@ def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
 
 def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypatch) -> None:
     lives: list[RunConfig] = []
-    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with HubProcess(tmp_path) as hub:
         flags = {"train.atropos_url": hub.url, "steps": 3, "output": tmp_path / "runs"}
@@ -360,7 +360,7 @@ def engine_that_reports(info: BridgeInfo) -> Iterator[str]:
 
 def test_a_run_that_goes_on_keeps_the_learning_rate_that_the_user_gave(tmp_path: Path, monkeypatch) -> None:
     lives: list[RunConfig] = []
-    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     model = str(write_model(tmp_path / "model"))
     with engine_that_reports(msgspec.structs.replace(INFO, model_name=model, dtype="float32")) as url:
@@ -390,8 +390,8 @@ def test_no_environment_begins_before_the_trainer_of_a_run_that_goes_on(tmp_path
         config = attached({"hub_url": hub.url, "engine_url": ENGINE, "steps": 1, "train.metrics_file": metrics})
         trainer = make_spec("trainer", PUBLISHES.format(published=published, url=hub.url, metrics=metrics))
         env = make_spec("env", f"import os, sys; sys.exit(0 if os.path.exists({published!r}) else 3)")
-        plan = Plan(config, tmp_path, (env, trainer), hub.url, is_env_last=True)
-        life = Life(plan, reader_of(config, tmp_path))
+        plan = RunPlan(config, tmp_path, (env, trainer), hub.url, is_env_last=True)
+        life = RunSession(plan, reader_of(config, tmp_path))
         life.live(plain=True)
     assert life.outcome().is_complete
 
@@ -409,9 +409,9 @@ def test_a_trainer_that_never_publishes_is_not_waited_for_without_end(tmp_path: 
     with HubProcess(tmp_path) as hub:
         config = attached({"hub_url": hub.url, "engine_url": ENGINE, "stall_timeout_s": 1.0})
         trainer = make_spec("trainer", NEVER_PUBLISHES.format(url=hub.url))
-        plan = Plan(config, tmp_path, (make_spec("env", ""), trainer), hub.url, is_env_last=True)
+        plan = RunPlan(config, tmp_path, (make_spec("env", ""), trainer), hub.url, is_env_last=True)
         with pytest.raises(RunStalled, match="nothing has moved"):
-            Life(plan, reader_of(config, tmp_path)).live(plain=True)
+            RunSession(plan, reader_of(config, tmp_path)).live(plain=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [("", HUB), (HUB, "")])
@@ -423,15 +423,15 @@ def test_resume_keeps_the_queue_where_it_is(before: str, now: str, tmp_path: Pat
 
 def test_the_queue_of_an_attached_run_is_not_looked_for_in_its_folder(tmp_path: Path) -> None:
     config = plan_of({"hub_url": HUB, "env.state_dir": tmp_path}).config
-    assert "run --resume" in run_folders.how_to_go_on(config, tmp_path, last_step=3)
+    assert "run --resume" in run_folders.resume_advice(config, tmp_path, last_step=3)
     own = plan_of({"env.state_dir": tmp_path}).config
-    assert "the queue of this run is gone" in run_folders.how_to_go_on(own, tmp_path, last_step=3)
+    assert "the queue of this run is gone" in run_folders.resume_advice(own, tmp_path, last_step=3)
 
 
 def test_an_attached_hub_that_is_gone_raises_an_alarm(tmp_path: Path) -> None:
     url, clock = f"http://127.0.0.1:{free_port()}", [0.0]
-    overseer = Overseer(f"{url}/t/{SECRET}", lambda: {"trainer": 2**22}, tmp_path, 0.0, lambda: clock[0])
+    monitor = RunMonitor(f"{url}/t/{SECRET}", lambda: {"trainer": 2**22}, tmp_path, 0.0, lambda: clock[0])
     for clock[0] in (0.0, SILENT_S - 1, SILENT_S + 1, SILENT_S + 3):
-        overseer.look(0)
-    (alarm,) = overseer.sight.alarms
+        monitor.poll(0)
+    (alarm,) = monitor.status.alarms
     assert alarm.startswith(f"the hub at {url} has not answered for 31 s; start it again with its --database")

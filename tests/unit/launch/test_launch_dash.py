@@ -18,9 +18,8 @@ from treadle.config.keys import with_values
 from treadle.config.schema import HubConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
-from treadle.launch.dash import show_page
+from treadle.launch.dash import RunList, show_page
 from treadle.launch.run_hubs import recorded_hub
-from treadle.launch.runs_page import RunList
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.net.probe import answers_ok, get
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token

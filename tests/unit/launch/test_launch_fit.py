@@ -13,7 +13,7 @@ from treadle.budget import command
 from treadle.budget.command import _value_before
 from treadle.config import RunConfig, load_run
 from treadle.launch.folder import newest_run
-from treadle.launch.plan import Plan
+from treadle.launch.plan import RunPlan
 
 BASE = ("run", "--plain", "--output", "runs")
 
@@ -90,7 +90,7 @@ def test_nothing_is_started_when_nothing_fits(machine, started: list[RunConfig],
     assert started == []
 
 
-def test_the_saved_run_has_what_fit_changed(machine, lives: list[Plan], capsys) -> None:  # noqa: F811
+def test_the_saved_run_has_what_fit_changed(machine, lives: list[RunPlan], capsys) -> None:  # noqa: F811
     machine(8)
     assert treadle(*BASE, "--fit", "--model", "model", "--train.device", "cpu", "--engine.device", "cpu") == 130
     changes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit sets")]

@@ -23,17 +23,17 @@ from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
-from treadle.launch.chat import find_model
 from treadle.launch.history import History, reader_of
-from treadle.launch.job import Life, start_run
+from treadle.launch.job import RunSession, start_run
 from treadle.launch.memory import MemorySampler, resident_bytes
-from treadle.launch.plan import Plan
+from treadle.launch.model import find_model
+from treadle.launch.plan import RunPlan
+from treadle.launch.preflight import check_one_model, settle_environment
 from treadle.launch.report import Outcome, save_summary, summarize
-from treadle.launch.settings import check_one_model, settle_environment
 
 
 @pytest.fixture
-def plan(tmp_path: Path, make_spec, server_code) -> Plan:
+def plan(tmp_path: Path, make_spec, server_code) -> RunPlan:
     """Two steps by a trainer that writes metrics, beside an environment that writes evaluations."""
     hub, engine = free_port(), free_port()
     write = "import pathlib; pathlib.Path({!r}).{}"
@@ -50,7 +50,7 @@ def plan(tmp_path: Path, make_spec, server_code) -> Plan:
             "env.data_dir_to_save_evals": tmp_path / "evals",
         },
     )
-    return Plan(
+    return RunPlan(
         config,
         tmp_path,
         (
@@ -63,8 +63,8 @@ def plan(tmp_path: Path, make_spec, server_code) -> Plan:
     )
 
 
-def test_a_run_lives_to_its_end(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    life = Life(plan, reader_of(plan.config, plan.run_folder))
+def test_a_run_lives_to_its_end(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> None:
+    life = RunSession(plan, reader_of(plan.config, plan.run_folder))
     life.live(plain=True)
     assert life.outcome().is_complete
     out = capsys.readouterr().out
@@ -72,19 +72,19 @@ def test_a_run_lives_to_its_end(plan: Plan, capsys: pytest.CaptureFixture[str]) 
     assert "step   2/2" in out
 
 
-def test_a_trainer_that_stops_short_is_no_success(plan: Plan) -> None:
+def test_a_trainer_that_stops_short_is_no_success(plan: RunPlan) -> None:
     (plan.run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    short = Plan(plan.config.model_copy(update={"steps": 9}), plan.run_folder, plan.processes, plan.hub_url)
-    life = Life(short, reader_of(short.config, short.run_folder))
+    short = RunPlan(plan.config.model_copy(update={"steps": 9}), plan.run_folder, plan.processes, plan.hub_url)
+    life = RunSession(short, reader_of(short.config, short.run_folder))
     with pytest.raises(ProcessDied, match="trainer ended before its last step"):
         life.live(plain=True)
     assert not life.outcome().is_complete
 
 
-def test_ctrl_c_ends_a_run_in_order(plan: Plan, make_spec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_run_in_order(plan: RunPlan, make_spec, capsys: pytest.CaptureFixture[str]) -> None:
     patient = make_spec("trainer", "import time; time.sleep(60)")
-    endless = Plan(plan.config, plan.run_folder, (*plan.processes[:3], patient), plan.hub_url)
-    life = Life(endless, reader_of(endless.config, endless.run_folder))
+    endless = RunPlan(plan.config, plan.run_folder, (*plan.processes[:3], patient), plan.hub_url)
+    life = RunSession(endless, reader_of(endless.config, endless.run_folder))
     timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     life.live(plain=True)
@@ -107,10 +107,10 @@ def test_a_run_folder_has_one_launcher_at_a_time(tmp_path: Path) -> None:
 def test_a_deleted_lock_file_lets_no_second_launcher_in(tmp_path: Path) -> None:
     with run_folders.locked(tmp_path):
         (tmp_path / ".lock").unlink()
-        assert run_folders.is_going(tmp_path)
+        assert run_folders.is_run_live(tmp_path)
         with pytest.raises(ConfigError, match="is going on"), run_folders.locked(tmp_path):
             pass
-    assert not run_folders.is_going(tmp_path)
+    assert not run_folders.is_run_live(tmp_path)
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_pat
 
     folder = tmp_path / "model"
     LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16).save_pretrained(folder)
-    monkeypatch.setattr(Life, "live", die)
+    monkeypatch.setattr(RunSession, "run", die)
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(folder))
     with pytest.raises(ProcessDied):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)
@@ -367,7 +367,7 @@ def test_paths_of_a_run_do_not_depend_on_the_folder_it_is_resumed_in(tmp_path, m
     for number, name in enumerate(("rows.jsonl", "test.jsonl")):
         (begun_in / name).write_text(json.dumps({"prompt": f"{number} + 1?", "answer": str(number + 1)}))
     lives: list[RunConfig] = []
-    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(begun_in / "model"))
     monkeypatch.chdir(begun_in)
     start_run(load_run(None, RELATIVE | {"env.name": "jsonl"}), plain=True)
@@ -391,7 +391,7 @@ def test_an_agent_is_started_where_its_command_was_given_also_by_resume(tmp_path
         (folder / "agent").chmod(0o755)
     (begun_in / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in (1, 2)))
     lives: list[RunConfig] = []
-    monkeypatch.setattr(Life, "live", lambda life, **_: lives.append(life._plan.config))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     monkeypatch.chdir(begun_in)
     command = json.dumps({"command": "./agent"})
@@ -412,7 +412,7 @@ def test_an_agent_is_started_where_its_command_was_given_also_by_resume(tmp_path
 
 
 def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(Life, "live", lambda life, **_: shutil.rmtree(life._plan.run_folder))
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: shutil.rmtree(session._plan.run_folder))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="folder was deleted while the run went on"):
         start_run(load_run(None, {"output": tmp_path / "runs"}), plain=True)

@@ -11,7 +11,7 @@ from treadle.config.keys import explicit_keys
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.machine import MachineFacts
-from treadle.launch.plan import NO_TOKENS, Plan, RunTokens, build_plan
+from treadle.launch.plan import NO_TOKENS, RunPlan, RunTokens, build_plan
 from treadle.net.tokens import CLIENT_ROLES, role_token
 
 RUN = Path("/data/runs/20260102-030405-arithmetic-addition")
@@ -25,7 +25,7 @@ FACTS = MachineFacts(
 )
 
 
-def plan_for(flags: dict[str, object] | None = None, tokens: RunTokens = NO_TOKENS, **facts: object) -> Plan:
+def plan_for(flags: dict[str, object] | None = None, tokens: RunTokens = NO_TOKENS, **facts: object) -> RunPlan:
     known = MachineFacts(**{**vars(FACTS), **facts})  # type: ignore[arg-type]
     return build_plan(
         load_run(None, flags or {}), known, run_folder=RUN, model_folder="/cache/smol", is_model_local=True,

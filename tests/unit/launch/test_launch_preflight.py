@@ -17,7 +17,7 @@ from treadle.config import load_run, save_run
 from treadle.errors import ConfigError, MissingExtra, ModelError, PortInUse, SeveralProblems, UserError
 from treadle.launch import resume, start
 from treadle.launch.matrix import load_settings, start_matrix
-from treadle.launch.settings import settle_environment
+from treadle.launch.preflight import settle_environment
 
 
 @pytest.fixture(scope="module")

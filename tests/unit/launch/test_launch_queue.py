@@ -14,7 +14,7 @@ from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.launch import job, resume
 from treadle.launch.history import History, reader_of
-from treadle.launch.plan import Plan
+from treadle.launch.plan import RunPlan
 from treadle.launch.report import Outcome, Summary, summarize
 from treadle.store import Store
 
@@ -55,7 +55,7 @@ def test_after_a_lost_queue_no_resume_is_advised(run_folder: Path, monkeypatch, 
         (run_folder / "hub.sqlite").unlink()
         raise ProcessDied("the hub ended")
 
-    monkeypatch.setattr(job.Life, "live", lose_queue)
+    monkeypatch.setattr(job.RunSession, "run", lose_queue)
     with pytest.raises(ProcessDied):
         resume(run_folder, {}, plain=True)
     said = capsys.readouterr().err
@@ -69,7 +69,7 @@ def test_an_error_that_leaves_the_queue_advises_to_resume(run_folder: Path, monk
     def end(*_: Any, **__: Any) -> None:
         raise ProcessDied("the hub ended")
 
-    monkeypatch.setattr(job.Life, "live", end)
+    monkeypatch.setattr(job.RunSession, "run", end)
     with pytest.raises(ProcessDied):
         resume(run_folder, {}, plain=True)
     assert f"run --resume {run_folder}" in capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_a_resume_never_empties_the_queue(run_folder: Path, monkeypatch: pytest.
     (run_folder / "config.json").write_text(json.dumps(saved))
     resumed: list[RunConfig] = []
 
-    def note(plan: Plan, *_: Any, **__: Any) -> Summary:
+    def note(plan: RunPlan, *_: Any, **__: Any) -> Summary:
         resumed.append(plan.config)
         return summarize(plan.config, run_folder, History(), Outcome(is_complete=True, total_s=1.0))
 
@@ -121,7 +121,7 @@ def test_a_run_whose_hub_is_not_well_at_the_end_has_failed(tmp_path: Path, make_
         f"import pathlib, time\nwhile not pathlib.Path({str(begun)!r}).exists(): time.sleep(0.05)\n"
         f"pathlib.Path({str(metrics)!r}).write_text({json.dumps(step_values(1)) + chr(10)!r})"
     )
-    plan = Plan(
+    plan = RunPlan(
         config,
         tmp_path,
         (
@@ -131,7 +131,7 @@ def test_a_run_whose_hub_is_not_well_at_the_end_has_failed(tmp_path: Path, make_
         ),
         f"http://127.0.0.1:{port}",
     )
-    life = job.Life(plan, reader_of(config, tmp_path))
+    life = job.RunSession(plan, reader_of(config, tmp_path))
     with pytest.raises(ProcessDied, match="the hub cannot answer for its queue"):
         life.live(plain=True)
     assert not life.outcome().is_complete

@@ -13,9 +13,9 @@ from treadle import cli
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError
 from treadle.launch.folder import check_checkpoints, newest_run
-from treadle.launch.job import Life, start_run
-from treadle.launch.plan import Plan
-from treadle.launch.ports import held_ports, port_of
+from treadle.launch.job import RunSession, start_run
+from treadle.launch.machine import held_ports, port_of
+from treadle.launch.plan import RunPlan
 
 DERIVED = (  # what holds for one run only, by section
     ("hub", "database"), ("hub", "run_folder"), ("hub", "port"), ("engine", "port"), ("engine", "hub_url"),
@@ -26,10 +26,10 @@ DERIVED = (  # what holds for one run only, by section
 
 
 @pytest.fixture
-def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """The plans of all runs that are started; their processes are not."""
-    plans: list[Plan] = []
-    monkeypatch.setattr(Life, "live", lambda life, **_: plans.append(life._plan))
+    plans: list[RunPlan] = []
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: plans.append(session._plan))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
     LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "model")
@@ -54,7 +54,7 @@ def files_of(folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_saved_configuration_starts_the_same_run_in_a_new_folder(lives: list[Plan]) -> None:
+def test_a_saved_configuration_starts_the_same_run_in_a_new_folder(lives: list[RunPlan]) -> None:
     first = begin(**{"steps": "7", "train.lr": "1e-3", "env.group_size": 4})
     before = files_of(first)
     assert treadle("run", "--config", str(first / "config.json"), "--steps", "1", "--plain") == 130
@@ -67,7 +67,7 @@ def test_a_saved_configuration_starts_the_same_run_in_a_new_folder(lives: list[P
     assert files_of(first) == before
 
 
-def test_what_a_run_derives_is_not_among_the_settings_it_saves(lives: list[Plan]) -> None:
+def test_what_a_run_derives_is_not_among_the_settings_it_saves(lives: list[RunPlan]) -> None:
     run = begin(**{"train.weight_bridge_mode": "lora_only", "train.seed": 3})
     saved = json.loads((run / "config.json").read_text())
     assert [f"{section}.{key}" for section, key in DERIVED if key in saved[section]] == []
@@ -76,7 +76,7 @@ def test_what_a_run_derives_is_not_among_the_settings_it_saves(lives: list[Plan]
     assert load_run(run / "config.json") == lives[0].config, "its processes and --resume read all of it"
 
 
-def test_an_address_that_a_run_chose_does_not_bind_the_next_one(lives: list[Plan]) -> None:
+def test_an_address_that_a_run_chose_does_not_bind_the_next_one(lives: list[RunPlan]) -> None:
     first = begin()
     with held_ports({"hub": ("127.0.0.1", lives[0].config.hub.port)}) as busy:  # by another run
         assert treadle("run", "--config", str(first / "config.json"), "--plain") == 130
@@ -84,7 +84,7 @@ def test_an_address_that_a_run_chose_does_not_bind_the_next_one(lives: list[Plan
     assert lives[1].config.env.rollout_server_url != lives[0].config.env.rollout_server_url
 
 
-def test_a_chosen_port_is_a_setting_and_stays_one(lives: list[Plan]) -> None:
+def test_a_chosen_port_is_a_setting_and_stays_one(lives: list[RunPlan]) -> None:
     with held_ports({"hub": ("127.0.0.1", 0)}) as free:
         port = port_of(free["hub"])
     first = begin(**{"hub.port": port})
@@ -92,7 +92,7 @@ def test_a_chosen_port_is_a_setting_and_stays_one(lives: list[Plan]) -> None:
     assert lives[1].config.hub.port == port
 
 
-def test_resume_keeps_what_the_run_derived(lives: list[Plan]) -> None:
+def test_resume_keeps_what_the_run_derived(lives: list[RunPlan]) -> None:
     run = begin(steps=7)
     assert treadle("run", "--resume", str(run), "--steps", "9", "--plain") == 130
     assert lives[1].run_folder == run
@@ -102,7 +102,7 @@ def test_resume_keeps_what_the_run_derived(lives: list[Plan]) -> None:
     assert json.loads((run / "config.json").read_text())["steps"] == 9
 
 
-def test_resume_without_a_folder_takes_the_newest_run_of_the_output(lives: list[Plan]) -> None:
+def test_resume_without_a_folder_takes_the_newest_run_of_the_output(lives: list[RunPlan]) -> None:
     begin(output="elsewhere/runs")
     newest = begin(output="elsewhere/runs")
     (newest.parent / "20990101-000000-matrix-arithmetic").mkdir()  # no run: it has no config.json
@@ -117,7 +117,7 @@ def test_resume_without_a_run_says_where_it_looked(tmp_path: Path, monkeypatch, 
     assert f"there is no run in {tmp_path / 'runs'}" in capsys.readouterr().err
 
 
-def test_a_run_does_not_begin_where_all_its_steps_were_trained(lives: list[Plan], tmp_path: Path, capsys) -> None:
+def test_a_run_does_not_begin_where_all_its_steps_were_trained(lives: list[RunPlan], tmp_path: Path, capsys) -> None:
     (tmp_path / "mine" / "adapter_step_5").mkdir(parents=True)
     first = begin(**{"steps": 9, "train.save_path": "mine"})
     assert f"continues from the checkpoint of step 5 in {Path('mine')}" in capsys.readouterr().out

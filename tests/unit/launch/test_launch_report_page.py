@@ -17,11 +17,11 @@ from tests.written_run import evaluation, write_health, write_run
 from treadle.config.load import save_run
 from treadle.config.schema import RunConfig
 from treadle.launch.charts import Chart, Series, draw, ticks
+from treadle.launch.folder import load_versions, save_versions
 from treadle.launch.history import History
 from treadle.launch.report import Outcome, save_summary, summarize
 from treadle.launch.report_charts import charts_of, distinct, points_of, time_of_a_step
 from treadle.launch.report_page import Facts, gather, in_words, render, settings_of
-from treadle.launch.versions import load_versions, save_versions
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 

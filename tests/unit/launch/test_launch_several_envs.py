@@ -18,17 +18,17 @@ from treadle.dash.run_folder import RunFolder
 from treadle.dash.words import result_in_words
 from treadle.launch.history import reader_of
 from treadle.launch.panel import draw
-from treadle.launch.plan import Plan, RunTokens, build_plan, shares_of
+from treadle.launch.plan import RunPlan, RunTokens, build_plan, shares_of
+from treadle.launch.preflight import run_label
 from treadle.launch.report import Outcome, print_report, summarize
 from treadle.launch.report_page import gather, render
-from treadle.launch.settings import run_label
-from treadle.launch.view import PlainView, RunState, current_phase
+from treadle.launch.view import PlainView, ViewState, current_phase
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 
 MIX = {"env": "arithmetic:3,echo:1", "train.batch_size": 16, "env.group_size": 4}
 
 
-def plan_for(flags: dict[str, object]) -> Plan:
+def plan_for(flags: dict[str, object]) -> RunPlan:
     config = load_run(None, flags)
     return build_plan(
         config, FACTS, run_folder=RUN, model_folder="/m", is_model_local=True, explicit=explicit_keys(config),
@@ -58,7 +58,7 @@ def test_a_batch_waits_for_the_whole_groups_of_each_share() -> None:
     assert [env.min_batch_allocation for env in chosen] == [0.1, 0.1]
 
 
-def test_a_saved_run_with_several_environments_starts_again(lives: list[Plan], capsys) -> None:  # noqa: F811
+def test_a_saved_run_with_several_environments_starts_again(lives: list[RunPlan], capsys) -> None:  # noqa: F811
     first = begin(**MIX, **{"env.num_eval": 8})
     assert first.name.endswith("-arithmetic+echo")
     assert treadle("run", "--config", str(first / "config.json"), "--env.num-eval", "4", "--plain") == 130
@@ -78,14 +78,14 @@ def test_a_saved_run_with_several_environments_starts_again(lives: list[Plan], c
 def test_a_minimum_above_a_share_by_weight_survives_a_resume(
     minimum: float,
     shares: list[float],
-    lives: list[Plan],  # noqa: F811
+    lives: list[RunPlan],  # noqa: F811
 ) -> None:
     first = begin(**MIX | {"env": "arithmetic:0.7,echo:0.3", "envs.1.min_batch_allocation": minimum})
     assert treadle("run", "--resume", str(first), "--steps", "30", "--plain") == 130
     assert [[env.min_batch_allocation for env in plan.config.envs] for plan in lives] == [shares, shares]
 
 
-def test_a_resumed_run_asks_one_environment_for_its_secret(lives: list[Plan], capsys) -> None:  # noqa: F811
+def test_a_resumed_run_asks_one_environment_for_its_secret(lives: list[RunPlan], capsys) -> None:  # noqa: F811
     first = begin(**MIX, **{"envs.1.args": '{"api_key": "sk-1"}'})
     resume = ("run", "--plain", "--resume", str(first))
     assert treadle(*resume) == 2
@@ -159,14 +159,14 @@ def test_held_out_accuracy_is_shown_for_each_environment(tmp_path: Path) -> None
     assert "arithmetic                    10.0 % (9.0 to 12.0) -> 90.0 %" in printed.getvalue()
     assert "echo                          30.0 % (29.0 to 32.0) -> 50.0 %" in printed.getvalue()
     lines = StringIO()
-    state = RunState(config, "run")
+    state = ViewState(config, "run")
     view = PlainView(lines)
     view.update(state)
     state.history = history
     view.update(state)
     assert "held-out accuracy of echo at step 50: 50.0 %" in lines.getvalue()
     shown = StringIO()
-    Console(file=shown, width=120).print(draw(state.picture()))
+    Console(file=shown, width=120).print(draw(state.snapshot()))
     assert "arithmetic + echo" in shown.getvalue()
     assert "30.0 % at step 0  →  50.0 % at step 50" in shown.getvalue()
     page = render(gather(tmp_path / "run"))

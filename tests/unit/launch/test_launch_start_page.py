@@ -22,8 +22,8 @@ from treadle.dash.static import HEADERS
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch import run_hubs
+from treadle.launch.dash import RunList, open_start_page
 from treadle.launch.run_hubs import ChildHub, RunHubs, is_on_loopback, origin_of
-from treadle.launch.runs_page import RunList, open_start_page
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.store import Store
 

@@ -15,16 +15,16 @@ from tests.written_run import history_of, write_health, write_run
 from treadle.config import load_run
 from treadle.formatting import counted, duration, one_line, sparkline
 from treadle.launch.history import History, HistoryReader
-from treadle.launch.overseer import Sight
+from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import draw, time_left_s
-from treadle.launch.view import LiveView, PlainView, RunState, Screen, current_phase
+from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase
 from treadle.track.health_log import HealthLine, HealthLog, parse_health
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 
-def state_of(folder: Path, num_steps: int) -> RunState:
+def state_of(folder: Path, num_steps: int) -> ViewState:
     config = write_run(folder, num_steps=num_steps, is_evaluated=False)
-    return RunState(
+    return ViewState(
         config,
         "20260102-030405-arithmetic-addition",
         history=history_of(config, folder),
@@ -38,7 +38,7 @@ def state_of(folder: Path, num_steps: int) -> RunState:
 
 def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state_of(tmp_path, 25).picture()))
+    console.print(draw(state_of(tmp_path, 25).snapshot()))
     text = console.export_text()
     for figure in (
         "20260102-030405-arithmetic-addition",
@@ -71,7 +71,7 @@ def test_the_title_of_the_panel_keeps_the_task_of_a_model_with_a_long_path(tmp_p
     long = "/data/" + "very/" * 30 + "my-model"
     state.config = state.config.model_copy(update={"model": long})
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(state.picture()))
+    console.print(draw(state.snapshot()))
     title = console.export_text().splitlines()[0]
     assert f"{state.run_name}  {state.config.env.task_name}  my-model" in title
 
@@ -82,14 +82,14 @@ def test_the_sparkline_of_the_panel_shows_the_reward(tmp_path: Path) -> None:
     steps = tuple({"step": n, "reward": reward} for n, reward in enumerate((-2.0, -1.0, 5.0), start=1))
     state.history = History(steps)
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(state.picture()))
+    console.print(draw(state.snapshot()))
     assert "reward per step    ▁▂█  -2.000 → 5.000" in console.export_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -> None:
     console = Console(file=io.StringIO(), record=True, width=width)
-    console.print(draw(RunState(load_run(None, {"steps": 50}), "run").picture()))
+    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run").snapshot()))
     text = console.export_text()
     assert "step 0/50" in text
     assert max(map(len, text.splitlines())) <= width
@@ -97,15 +97,15 @@ def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -
 
 def test_a_name_with_brackets_is_no_markup() -> None:
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(RunState(load_run(None, {"model": "my[/x]model"}), "run").picture()))
+    console.print(draw(ViewState(load_run(None, {"model": "my[/x]model"}), "run").snapshot()))
     assert "my[/x]model" in console.export_text()
 
 
 def test_the_panel_shows_generated_tokens_while_nothing_is_trained() -> None:
-    state = RunState(load_run(None, {}), "run", sight=Sight(generated_tok_s=731.0), clock=lambda: 1.0, begun=0.0)
+    state = ViewState(load_run(None, {}), "run", status=RunStatus(generated_tok_s=731.0), clock=lambda: 1.0, begun=0.0)
     state.history = History(steps=({"step": 1, "perf/trained_tok_s_wall_clock": 0.0},))
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.picture()))
+    console.print(draw(state.snapshot()))
     shown = console.export_text()
     assert re.search(r"generated tokens/s +731\b", shown)
     assert re.search(r"trained tokens/s +0\b", shown)
@@ -160,10 +160,10 @@ def test_a_live_view_draws_and_gives_the_terminal_back(tmp_path: Path) -> None:
 
 
 def test_a_broken_view_never_ends_a_run() -> None:
-    def break_down(_state: RunState) -> None:
+    def break_down(_state: ViewState) -> None:
         raise ZeroDivisionError
 
-    state = RunState(load_run(None), "run")
+    state = ViewState(load_run(None), "run")
     with Screen(LiveView(Console(file=io.StringIO())), state, break_down) as screen:
         screen.tick()
         screen.tick()
@@ -172,10 +172,10 @@ def test_a_broken_view_never_ends_a_run() -> None:
 def test_health_is_shown_in_the_panel_while_it_is_recent(tmp_path: Path) -> None:
     config = write_run(tmp_path, num_steps=25, is_evaluated=False)
     write_health(tmp_path, (2, "mean_kl 0.61 [b]"), (12, "mean_ratio 1.31"), (13, "grad_norm 45"), (25, "entropy fell"))
-    state = RunState(config, "run", history=history_of(config, tmp_path))
+    state = ViewState(config, "run", history=history_of(config, tmp_path))
     for width in (100, 40):
         console = Console(file=io.StringIO(), record=True, width=width)
-        console.print(draw(state.picture()))
+        console.print(draw(state.snapshot()))
         text = console.export_text()
         assert "! step 13: grad_norm 45" in text
         assert "! step 25: entropy fell" in text
@@ -265,7 +265,7 @@ def test_a_plain_view_prints_one_short_waiting_line_every_15_s(tmp_path: Path) -
     state, view = state_of(tmp_path, 25), PlainView(out)
     for second in range(100, 147):
         state.clock = lambda second=second: second
-        state.sight = Sight(now="" if second < 120 else f"evaluating at step 0: {second} of 256")
+        state.status = RunStatus(now="" if second < 120 else f"evaluating at step 0: {second} of 256")
         view.update(state)
     assert out.getvalue().splitlines() == [
         "training...",
@@ -278,7 +278,7 @@ def test_a_plain_view_prints_one_short_waiting_line_every_15_s(tmp_path: Path) -
 def test_no_waiting_line_while_steps_are_printed(tmp_path: Path) -> None:
     out = io.StringIO()
     state, view = state_of(tmp_path, 25), PlainView(out)
-    whole, state.sight = state.history, Sight(now="waiting for the batch")
+    whole, state.status = state.history, RunStatus(now="waiting for the batch")
     for number in range(10):
         state.clock = lambda number=number: 10.0 * number
         state.history = History(whole.steps[:number])
@@ -289,7 +289,7 @@ def test_no_waiting_line_while_steps_are_printed(tmp_path: Path) -> None:
 def test_a_waiting_line_goes_on_with_the_explanation_of_a_problem(tmp_path: Path) -> None:
     out = io.StringIO()
     state, view = state_of(tmp_path, 25), PlainView(out)
-    state.sight = Sight(now="waiting for the batch of step 26", notes=("trainer has waited 500 s for the batch",))
+    state.status = RunStatus(now="waiting for the batch of step 26", notes=("trainer has waited 500 s for the batch",))
     for state.clock in (lambda: 100.0, lambda: 115.0):
         view.update(state)
     assert out.getvalue().splitlines()[1:] == [
@@ -300,12 +300,12 @@ def test_a_waiting_line_goes_on_with_the_explanation_of_a_problem(tmp_path: Path
 def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path: Path) -> None:
     out = io.StringIO()
     state, view = state_of(tmp_path, 25), PlainView(out)
-    state.sight = Sight(notes=("env waits",), alarms=("engine is silent",))
+    state.status = RunStatus(notes=("env waits",), alarms=("engine is silent",))
     view.update(state)
     view.update(state)
     assert out.getvalue().count("watchdog: engine is silent") == 1
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.picture()))
+    console.print(draw(state.snapshot()))
     text = console.export_text()
     assert "! engine is silent" in text
 
@@ -316,7 +316,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         return ProcessStanding(report=report, heard_s=heard_s)
 
     state = state_of(tmp_path, 25)
-    state.sight = Sight(
+    state.status = RunStatus(
         standings=(
             standing("engine", state="generating 12, 3 waiting", policy_version=25, memory_bytes=1_500_000_000),
             standing("trainer", waits=[WaitReport(what="the batch of step 26 (3 of 8)", of="env", seconds=42.0)]),
@@ -324,7 +324,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         )
     )
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.picture()))
+    console.print(draw(state.snapshot()))
     text = console.export_text()
     for words in (
         "generating 12, 3 waiting",
@@ -355,9 +355,9 @@ def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float
         is_late=is_late,
     )
     report = ProcessReport(kind="trainer", name="trainer", machine="m", pid=7, waits=[wait])
-    sight = Sight(standings=(ProcessStanding(report=report, heard_s=0.0),))
+    status = RunStatus(standings=(ProcessStanding(report=report, heard_s=0.0),))
     console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
-    console.print(draw(RunState(load_run(None, {"steps": 50}), "run", sight=sight).picture()))
+    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run", status=status).snapshot()))
     text = console.export_text(styles=True)
     assert shown in text
     assert ("\x1b[33mwaits" in text or "\x1b[31mwaits" in text) == shown.startswith("\x1b")

@@ -1,8 +1,8 @@
-"""The whole run, looked at from outside once a second: who waits for whom, who is silent, and whether anything moves.
+"""Monitor a run once a second: which process waits for which, which is silent, and whether anything progresses.
 
 late wait          one line; the waiting and the awaited process write their stacks (watch/watchdog.py, hub/state.py)
-silent process     one line; a signal makes it write its stacks, even when it is stuck inside a library
-nothing moves      the run is stopped, with what everybody waits for
+silent process     one line; a signal makes it write its stacks, even if it is stuck inside a library
+no progress        the run is stopped, with a list of all waits
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from treadle.watch.stacks import SIGNAL
 from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
 from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding
 
-LOOK_EVERY_S = 1.0
-METER_S = 15.0  # window of the token rate: an engine counts tokens only when a completion ends
+POLL_EVERY_S = 1.0
+RATE_WINDOW_S = 15.0  # window of the token rate; long, because an engine counts tokens only when a completion ends
 SILENT_S = 30.0
 STACKS_TAKE_S = 1.0
-MOST_ALARMS = 200
+MAX_ALARMS = 200
 SILENT, PROBLEM = "silent", "problem"
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the overseer found out about the run.
+class RunStatus:
+    """The state of a run, as the monitor sees it.
 
-    now        what is waited for at this moment, in a few words
-    notes      explanations of what is wrong or takes long at this moment; none while every wait is normal
+    now        what is waited for now, in a few words
+    notes      explanations of current problems and long waits; empty while every wait is normal
     alarms     late waits and silent processes, once each
-    findings   what is wrong with the work of a process, once each
+    findings   problems that processes reported about their work, once each
     standings  the processes, as the hub knows them
-    generated_tok_s  tokens that the engines sampled per second, over the last seconds; None: not known yet
+    generated_tok_s  sampled tokens per second of all engines; None: not known yet
     """
 
     now: str = ""
@@ -56,11 +56,11 @@ class Sight:
     generated_tok_s: float | None = None
 
 
-class TokenMeter:
-    """How fast a count of tokens grows.
+class TokenRate:
+    """Tokens per second, from a growing count.
 
-    >>> meter = TokenMeter()
-    >>> meter.rate(0.0, 100), meter.rate(2.0, 500)
+    >>> tokens = TokenRate()
+    >>> tokens.rate(0.0, 100), tokens.rate(2.0, 500)
     (None, 200.0)
     """
 
@@ -68,18 +68,19 @@ class TokenMeter:
         self._seen: deque[tuple[float, float]] = deque()
 
     def rate(self, now_s: float, num_tokens: float) -> float | None:
-        """Tokens per second over the last METER_S; None at the first count, also after an engine restart."""
+        """Over the last RATE_WINDOW_S; None at the first count, also after a restart of the engine."""
         if self._seen and num_tokens < self._seen[-1][1]:
             self._seen.clear()
         self._seen.append((now_s, num_tokens))
-        while len(self._seen) > 2 and self._seen[1][0] <= now_s - METER_S:
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - RATE_WINDOW_S:
             self._seen.popleft()
         first_s, first = self._seen[0]
         return (num_tokens - first) / (now_s - first_s) if now_s > first_s else None
 
 
-class Overseer:
-    """`pids` and `log_folder` are those of the run's processes; `stall_s` 0 never stops a run."""
+class RunMonitor:
+    """`pids` and `log_folder`: of the processes of the run. `stall_s`: seconds without progress after which the run is
+    stopped, 0 for never."""
 
     def __init__(
         self,
@@ -94,48 +95,50 @@ class Overseer:
         self._log_folder = log_folder
         self._stall_s = stall_s
         self._clock = clock
-        self._next_look_s = 0.0
+        self._next_poll_s = 0.0
         self._hub_heard_s = clock()
         self._moved_s = clock()
         self._progress: Hashable = None
         self._raised: set[tuple[str, str]] = set()
-        self._meter = TokenMeter()
-        self.sight = Sight()
+        self._tokens = TokenRate()
+        self.status = RunStatus()
 
-    def look(self, progress: Hashable, *, is_starting: bool = False) -> None:
-        """`progress` is what the launcher itself sees move: steps, evaluations. A start has a time limit of its own
-        for each process, so nothing needs to move during it."""
-        if self._clock() < self._next_look_s:
+    def poll(self, progress: Hashable, *, is_starting: bool = False) -> None:
+        """`progress`: steps and evaluations that the launcher has seen. `is_starting`: no progress is expected, because
+        each process has a time limit for its start."""
+        if self._clock() < self._next_poll_s:
             return
-        self._next_look_s = self._clock() + LOOK_EVERY_S
+        self._next_poll_s = self._clock() + POLL_EVERY_S
         answer = get(f"{self._hub_url}/v1/processes")
         if answer is None:
-            self._look_at_silent("hub", self._clock() - self._hub_heard_s)
+            self._check_silent("hub", self._clock() - self._hub_heard_s)
         else:
             self._hub_heard_s = self._clock()
         standings = [_in_flags_of_run(standing) for standing in _read(answer)]
         notes = tuple(line for standing in standings for line in tell_process(standing, with_fixes=True))
-        # What is over may be told again when it comes back.
+        # An alarm that is over is raised again when it comes back.
         known = {key for standing in standings for key in _troubles(standing)}
         self._raised = {key for key in self._raised if key in known or key[1] == SILENT}
         for standing in standings:
-            self._look_at(standing)
-        self.sight = replace(
-            self.sight,
+            self._check_process(standing)
+        self.status = replace(
+            self.status,
             now=tell_now(standings),
             notes=notes,
             standings=tuple(standings),
             generated_tok_s=self._generated_tok_s(standings),
         )
-        is_known = answer is None or bool(standings)  # who may not read the board sees only a part of what moves
-        is_movement_seen = is_known and not is_starting
-        self._look_for_movement((progress, *_movement(standings)) if is_movement_seen else object(), standings)
+        is_known = answer is None or bool(
+            standings
+        )  # without a token that may read the processes, progress is only partly visible
+        is_comparable = is_known and not is_starting
+        self._check_progress((progress, *_counts(standings)) if is_comparable else object(), standings)
 
     def _generated_tok_s(self, standings: list[ProcessStanding]) -> float | None:
         counts = [c for standing in standings if (c := standing.report.counts.get(GENERATED_TOKENS)) is not None]
-        return self._meter.rate(self._clock(), sum(counts)) if counts else None
+        return self._tokens.rate(self._clock(), sum(counts)) if counts else None
 
-    def _look_at(self, standing: ProcessStanding) -> None:
+    def _check_process(self, standing: ProcessStanding) -> None:
         report = standing.report
         for wait in report.waits:
             if wait.is_late and standing.heard_s <= SILENT_AFTER_S:
@@ -145,11 +148,11 @@ class Overseer:
         if report.problem and (report.name, PROBLEM) not in self._raised:
             self._raised.add((report.name, PROBLEM))
             finding = f"{report.name} {report.problem}; {report.fix}"
-            self.sight = replace(self.sight, findings=(*self.sight.findings, finding)[-MOST_ALARMS:])
+            self.status = replace(self.status, findings=(*self.status.findings, finding)[-MAX_ALARMS:])
         if report.pid in self._pids().values():
-            self._look_at_silent(self._name_of(report.pid, report.kind), standing.heard_s)
+            self._check_silent(self._name_of(report.pid, report.kind), standing.heard_s)
 
-    def _look_at_silent(self, name: str, seconds: float) -> None:
+    def _check_silent(self, name: str, seconds: float) -> None:
         if seconds < SILENT_S:
             self._raised.discard((name, SILENT))
             return
@@ -172,30 +175,30 @@ class Overseer:
     def _alarm(self, key: tuple[str, str], line: str, fix: str) -> None:
         if key not in self._raised:
             self._raised.add(key)
-            alarms = (*self.sight.alarms, f"{line}; {fix}" if fix else line)[-MOST_ALARMS:]
-            self.sight = replace(self.sight, alarms=alarms)
+            alarms = (*self.status.alarms, f"{line}; {fix}" if fix else line)[-MAX_ALARMS:]
+            self.status = replace(self.status, alarms=alarms)
 
-    def _look_for_movement(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
+    def _check_progress(self, progress: Hashable, standings: list[ProcessStanding]) -> None:
         if progress != self._progress:
             self._progress, self._moved_s = progress, self._clock()
-        stood_s = self._clock() - self._moved_s
-        if self._stall_s and stood_s > self._stall_s:
+        stalled_s = self._clock() - self._moved_s
+        if self._stall_s and stalled_s > self._stall_s:
             for pid in self._pids().values():
                 _ask_for_stacks(pid)
             time.sleep(STACKS_TAKE_S)
             long = [(s.report, wait) for s in standings for wait in s.report.waits if wait.seconds >= SHOWN_AFTER_S]
-            told = "; ".join(tell_wait(report, wait) for report, wait in long) or "no process says what it waits for"
+            waits = "; ".join(tell_wait(report, wait) for report, wait in long) or "no process says what it waits for"
             raise RunStalled(
-                f"nothing has moved for {stood_s:.0f} s: {told}",
+                f"nothing has moved for {stalled_s:.0f} s: {waits}",
                 fix=f"the logs in {self._log_folder} say more and have the stacks; --stall-timeout-s gives it longer",
             )
 
     def _name_of(self, pid: int, kind: str) -> str:
-        """The process of a report, by the name that the launcher gave it; its kind, where another started it."""
+        """The name that the launcher gave a process; its kind if this run did not start it."""
         return next((name for name, own in self._pids().items() if own == pid), kind)
 
     def _logs_of(self, name: str) -> list[Path]:
-        """The log of a process; of "env", where there are several environments, those of all."""
+        """The log of a process; for "env" those of all environments."""
         of_kind = [process for process in self._pids() if process.startswith(f"{name}-")] if name else []
         return [self._log_folder / f"{process}.log" for process in of_kind or ([name] if name else [])]
 
@@ -213,14 +216,14 @@ def _ask_for_stacks(pid: int) -> None:
 
 
 def _read(answer: bytes | None) -> list[ProcessStanding]:
-    """None of what is no list of processes: the hub may want a token that we do not have."""
+    """[] if the answer is not a list of processes: the hub may require a token that the launcher does not have."""
     with contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(answer or b"", type=Processes).processes
     return []
 
 
 def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:
-    """A process names its own flags; the user of the run gave those of `treadle run`."""
+    """Replace flags of the process in fixes by those of `treadle run`, which the user gave."""
     report = standing.report
     section = SECTIONS_OF_PROCESS.get(report.kind, ("",))[0]
 
@@ -238,8 +241,8 @@ def _troubles(standing: ProcessStanding) -> list[tuple[str, str]]:
     return [*late, (report.name, PROBLEM)] if report.problem else late
 
 
-def _movement(standings: list[ProcessStanding]) -> list[Hashable]:
-    """What processes count: groups, tokens, versions."""
+def _counts(standings: list[ProcessStanding]) -> list[Hashable]:
+    """Counters that change while a run progresses: groups, tokens, versions."""
     return [
         (s.report.name, s.report.policy_version, s.report.work, *sorted(s.report.counts.items())) for s in standings
     ]

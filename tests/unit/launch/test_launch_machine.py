@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import PortInUse
-from treadle.launch.ports import ANY_FREE, held_ports, port_of
+from treadle.launch.machine import ANY_FREE, held_ports, port_of
 from treadle.launch.supervisor import StopRequest, Supervisor
 from treadle.net.listening import take_port
 from treadle.net.probe import answers_ok
@@ -101,6 +101,6 @@ def test_a_connection_made_before_the_server_is_up_waits_in_line(make_spec) -> N
 
 
 def test_the_launcher_needs_no_web_server_to_hold_a_port(tmp_path: Path) -> None:
-    code = "import sys, treadle.launch.ports; print({'uvicorn', 'starlette', 'uvloop'} & set(sys.modules))"
+    code = "import sys, treadle.launch.machine; print({'uvicorn', 'starlette', 'uvloop'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout.strip() == "set()"
