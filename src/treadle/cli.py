@@ -1,4 +1,4 @@
-"""The command line. Each verb imports what it needs when it is chosen, so that --help answers at once."""
+"""The command line. Each verb imports what it needs when it is called, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import __version__
 from treadle.errors import ConfigError, ProcessDied, TreadleError, as_path_error, as_user_error
+from treadle.parent import PARENT_VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
     from treadle.config import RunConfig
     from treadle.config.flags import FlagParser
 
-PARENT = "TREADLE_PARENT_PID"  # set by the launcher
 _NEWEST = object()  # --resume without a folder
 _CONFIG_HELP = "settings: TOML, YAML, or the config.json of a run; flags win over it"
 ENV_ACTIONS = ("serve", "process", "evaluate", "validate")
@@ -61,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     from treadle.watch.stacks import listen_for_signal
 
     listen_for_signal()
-    _die_with_parent()
+    end_with_parent()
     try:
         sys.exit(_HANDLERS[verb](rest))
     except TreadleError as error:
         sys.exit(_complain(_with_flags_of(verb, error, rest), error.exit_code))
-    except BrokenPipeError:  # who read our output has left, as `head` does
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, RuntimeError) as error:
@@ -79,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_api() -> None:
-    """The command `run-api`, under which Atropos users know the hub. Its --reload was for developers of the server."""
+    """The command `run-api`, the name of the hub in Atropos; --reload is accepted and ignored."""
     words = [word for word in sys.argv[1:] if word != "--reload"]
     if len(words) < len(sys.argv) - 1:
         sys.stderr.write("run-api: --reload has no effect: this hub watches no files\n")
@@ -87,22 +84,17 @@ def run_api() -> None:
 
 
 def _run(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, add_run_flags, given
+    from treadle.config.flags import add_run_flags, given
     from treadle.config.load import load_run
-    from treadle.guides import GUIDES
 
-    parser = FlagParser(prog="treadle run", guide=GUIDES["run"])
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser = _parser("run")
     parser.add_argument(
         "--resume", dest="_resume", nargs="?", const=_NEWEST, type=Path, metavar="RUN",
         help="continue the run in this folder, or without one the newest run in --output",
     )  # fmt: skip
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--open", dest="_open", action="store_true", help="open the run's page in the browser")
-    parser.add_argument(
-        "--fit", dest="_fit", action="store_true",
-        help="apply the first remedy of treadle plan if needed",
-    )  # fmt: skip
+    parser.add_argument("--fit", dest="_fit", action="store_true", help="apply treadle plan's first remedy if needed")
     add_run_flags(parser, words)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
@@ -126,27 +118,22 @@ def _run(words: list[str]) -> int:
 
 
 def _matrix(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, add_run_flags, given
-    from treadle.guides import GUIDES
+    from treadle.config.flags import add_run_flags, given
 
-    parser = FlagParser(prog="treadle matrix", guide=GUIDES["matrix"])
-    parser.add_argument(
-        "--modes", dest="_modes", metavar="NAMES", help="modes to run, separated by commas (default: all)"
-    )
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser = _parser("matrix")
+    parser.add_argument("--modes", dest="_modes", metavar="NAMES", help="comma-separated modes to run (default: all)")
     parser.add_argument("--resume", dest="_resume", type=Path, metavar="FOLDER", help="continue this matrix")
     parser.add_argument("--plain", dest="_plain", action="store_true", help="plain lines instead of the live view")
     add_run_flags(parser, words)
-    parser.add_argument(
-        "--engine", dest="engine.engine", default=argparse.SUPPRESS, metavar="NAME", help="the same as --engine.engine"
-    )
+    engine_help = "the same as --engine.engine"
+    parser.add_argument("--engine", dest="engine.engine", default=argparse.SUPPRESS, metavar="NAME", help=engine_help)
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
     from treadle.launch.folder import REQUEST_FILE
     from treadle.launch.matrix import load_settings, parse_modes, resume_matrix, start_matrix
 
     file = values._config
-    if file is None and values._resume is not None:  # flags such as --envs.1.args need its environments
+    if file is None and values._resume is not None:  # flags such as --envs.1.args need the environments in it
         file = next(iter(values._resume.expanduser().glob(REQUEST_FILE)), None)
     config = load_settings(file, given(values))
     modes = None if values._modes is None else parse_modes(values._modes)
@@ -157,12 +144,10 @@ def _matrix(words: list[str]) -> int:
 
 def _plan(words: list[str]) -> int:
     from treadle.budget.command import add_plan_flags, plan_memory
-    from treadle.config.flags import FlagParser, add_run_flags, given
+    from treadle.config.flags import add_run_flags, given
     from treadle.config.load import load_run
-    from treadle.guides import GUIDES
 
-    parser = FlagParser(prog="treadle plan", guide=GUIDES["plan"])
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser = _parser("plan")
     add_plan_flags(parser)
     add_run_flags(parser, words)
     values = parser.parse_args(words)
@@ -184,7 +169,7 @@ def _engine(words: list[str]) -> int:
     parser = _section_parser("engine")
     values, unknown = parser.parse_known(words)
     run = _load_section("engine", values)
-    if unknown and has_vllm(run.engine):  # vLLM has some hundred flags of its own: it knows which of these are wrong
+    if unknown and has_vllm(run.engine):  # vLLM has some hundred flags, and checks them itself
         further = shlex.join([*shlex.split(run.engine.vllm_args), *unknown])
         run = run.model_copy(update={"engine": run.engine.model_copy(update={"vllm_args": further})})
     else:
@@ -202,8 +187,7 @@ def _train(words: list[str]) -> int:
     from treadle.config.train import WITHOUT_EFFECT
 
     words, notes = drop_without_effect(words, WITHOUT_EFFECT)
-    for note in notes:
-        sys.stderr.write(f"treadle train: {note}\n")
+    sys.stderr.writelines(f"treadle train: {note}\n" for note in notes)
     run = _one_section("train", words)
     from treadle.train import main as train
 
@@ -213,22 +197,19 @@ def _train(words: list[str]) -> int:
 
 def _env(words: list[str]) -> int:
     from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
-    from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
+    from treadle.config.flags import add_flags, drop_without_effect, given
     from treadle.config.load import load_process
-    from treadle.guides import GUIDES
 
     words, notes = drop_without_effect(words, WITHOUT_EFFECT)
-    for note in notes:
-        sys.stderr.write(f"treadle env: {note}\n")
-    parser = FlagParser(prog="treadle env", guide=GUIDES["env"])
+    sys.stderr.writelines(f"treadle env: {note}\n" for note in notes)
+    parser = _parser("env")
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")
     parser.add_argument("_action", metavar="ACTION", nargs="?", choices=ENV_ACTIONS, help=", ".join(ENV_ACTIONS))
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     parser.add_argument("--verbose", dest="_verbose", action="store_true", help="validate: list what is ok too")
     add_flags(parser, EnvConfig, prefix="env.", dotted=True)
     add_flags(parser, ServerConfig, prefix="openai.", dotted=True)
     values, rest = parser.parse_known(words)
-    if values._action is None:  # argparse finds an optional word before the flags only
+    if values._action is None:  # argparse finds an optional positional only before the flags
         values._action, rest = (rest[0], rest[1:]) if rest and rest[0] in ENV_ACTIONS else ("serve", rest)
     parser.refuse(rest)
     flags = {key: value for key, value in given(values).items() if key != "env.name"}
@@ -240,9 +221,7 @@ def _env(words: list[str]) -> int:
 
 
 def _top(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
-
-    parser = FlagParser(prog="treadle top", description=VERBS["top"])
+    parser = _parser("top", VERBS["top"])
     parser.add_argument("run", nargs="?", type=Path, help="its folder; absent: the newest run in ./runs")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--once", action="store_true", help="show one picture and end")
@@ -253,14 +232,9 @@ def _top(words: list[str]) -> int:
 
 
 def _dash(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
-
-    parser = FlagParser(
-        prog="treadle dash", description="Open the page of a run, live or finished, or of a folder of runs."
-    )
-    parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN", help="folder of a run or of runs; absent: the newest run in ./runs"
-    )
+    parser = _parser("dash", "Open the page of a run, live or finished, or of a folder of runs.")
+    run_help = "folder of a run or of runs; absent: the newest run in ./runs"
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=run_help)
     parser.add_argument("--no-open", action="store_true", help="print the address and open no browser")
     values = parser.parse_args(words)
     _log_to_stderr("WARNING")
@@ -270,9 +244,7 @@ def _dash(words: list[str]) -> int:
 
 
 def _chat(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
-
-    parser = FlagParser(prog="treadle chat", description="Talk to a model or to the result of a run.")
+    parser = _parser("chat", "Talk to a model or to the result of a run.")
     parser.add_argument("model", nargs="?", help="a run or model folder, or an id; absent: the newest run in ./runs")
     parser.add_argument("--message", "-m", help="ask this one question and end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token")
@@ -284,17 +256,15 @@ def _chat(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser, add_run_flags, given
+    from treadle.config.flags import add_run_flags, given
     from treadle.config.load import load_run
-    from treadle.guides import GUIDES
 
-    parser = FlagParser(prog="treadle doctor", guide=GUIDES["doctor"])
+    parser = _parser("doctor")
     parser.add_argument("_run", nargs="?", type=Path, metavar="RUN", help="folder of a run: its processes and its logs")
     parser.add_argument("--hub", dest="_hub", default="", metavar="URL", help="a hub that serves now")
     parser.add_argument("--engine", dest="_engine", default="", metavar="URL", help="an engine that serves now")
     parser.add_argument("--json", dest="_json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--verbose", dest="_verbose", action="store_true", help="list what is ok too")
-    parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
     add_run_flags(parser, words)
     values = parser.parse_args(words)
     from treadle.doctor.command import DoctorTarget, diagnose
@@ -305,9 +275,7 @@ def _doctor(words: list[str]) -> int:
 
 
 def _report(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
-
-    parser = FlagParser(prog="treadle report", description="Write what a run achieved into one HTML file.")
+    parser = _parser("report", "Write what a run achieved into one HTML file.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; it need not be finished")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to; absent: report.html in the run's folder")
     values = parser.parse_args(words)
@@ -317,9 +285,7 @@ def _report(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
-
-    parser = FlagParser(prog="treadle export", description="Write what a run has trained, adapters merged in.")
+    parser = _parser("export", "Write what a run has trained, adapters merged in.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run, of an adapter, or of a model")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--merged", type=Path, metavar="DIR", help="new folder for the whole model in safetensors")
@@ -342,14 +308,12 @@ def _export(words: list[str]) -> int:
 
 
 def _token(words: list[str]) -> int:
-    from treadle.config.flags import FlagParser
     from treadle.net.tokens import CLIENT_ROLES, HUB_TOKEN_VARIABLE, read_secret, role_token
 
-    parser = FlagParser(prog="treadle token", description="Print the token of a role, for clients of a hub or engine.")
+    parser = _parser("token", "Print the token of a role, for clients of a hub or engine.")
     parser.add_argument("role", choices=CLIENT_ROLES, help=", ".join(CLIENT_ROLES))
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help=f"token file of the server; absent: ${HUB_TOKEN_VARIABLE}"
-    )
+    file_help = f"token file of the server; absent: ${HUB_TOKEN_VARIABLE}"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=file_help)
     values = parser.parse_args(words)
     if values.token_file is not None and not values.token_file.expanduser().exists():
         return _complain(f"there is no file {values.token_file}: the server makes it when it is started with it")
@@ -373,13 +337,23 @@ def _one_section(name: str, words: list[str]) -> Any:
     return _load_section(name, _section_parser(name).parse_args(words))
 
 
-def _section_parser(name: str) -> FlagParser:
-    from treadle.config.flags import FlagParser, add_flags
-    from treadle.config.schema import RunConfig
+def _parser(verb: str, description: str = "") -> FlagParser:
+    """A parser with this description; without one, with the guide of the verb and --config."""
+    from treadle.config.flags import FlagParser
     from treadle.guides import GUIDES
 
-    parser = FlagParser(prog=f"treadle {name}", guide=GUIDES[name])
+    if description:
+        return FlagParser(prog=f"treadle {verb}", description=description)
+    parser = FlagParser(prog=f"treadle {verb}", guide=GUIDES[verb])
     parser.add_argument("--config", dest="_config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    return parser
+
+
+def _section_parser(name: str) -> FlagParser:
+    from treadle.config.flags import add_flags
+    from treadle.config.schema import RunConfig
+
+    parser = _parser(name)
     add_flags(parser, type(RunConfig.model_fields[name].default), prefix=f"{name}.")
     return parser
 
@@ -414,25 +388,9 @@ def _with_flags_of(verb: str, error: TreadleError, words: list[str]) -> str:
     if isinstance(error, ProcessDied):  # it quotes the end of a log
         return str(error)
     section = verb if verb in VERB_OF_SECTION else ""
-    return as_flags_of("run" if PARENT in os.environ else verb, str(error), section, typed=words)
+    return as_flags_of("run" if PARENT_VARIABLE in os.environ else verb, str(error), section, typed=words)
 
 
 def _complain(message: str, code: int = 2) -> int:
     sys.stderr.write(f"treadle: {message}\n")
     return code
-
-
-def _die_with_parent() -> None:
-    """A process that our launcher started ends when the launcher is gone, even after kill -9: no orphans."""
-    parent = os.environ.get(PARENT)
-    if parent is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
