@@ -259,50 +259,50 @@ def shown_after(
     return console.export_text()
 
 
-def offered(told: str, place: str) -> list[float]:
+def offered(shown: str, place: str) -> list[float]:
     """Gigabytes of what is offered."""
-    return [float(size) for size in re.findall(rf"^ .*\b{place} ([0-9.]+) GB", told, re.MULTILINE)]
+    return [float(size) for size in re.findall(rf"^ .*\b{place} ([0-9.]+) GB", shown, re.MULTILINE)]
 
 
-def total(told: str) -> float:
+def total(shown: str) -> float:
     """Of the first place."""
-    return float(re.findall(r"^total +([0-9.]+) GB", told, re.MULTILINE)[0])
+    return float(re.findall(r"^total +([0-9.]+) GB", shown, re.MULTILINE)[0])
 
 
 H200 = ("H200", 139 * 2**30)
 
 
-def test_after_a_run_that_did_not_fit_its_plan_and_flags_that_fit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = shown_after(monkeypatch, "Qwen3-1.7B", ("H100", 79 * 2**30))
-    assert "does not fit: 19.3 GB too much" in told
-    assert "--train.micro-tokens 8192" in told
-    assert "--train-gpus" not in told  # that is no flag of a run
-    assert "there is room" not in told
+def test_after_a_run_that_did_not_fit_flags_that_fit_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = shown_after(monkeypatch, "Qwen3-1.7B", ("H100", 79 * 2**30))
+    assert "does not fit: 19.3 GB too much" in shown
+    assert "--train.micro-tokens 8192" in shown
+    assert "--train-gpus" not in shown  # that is no flag of a run
+    assert "there is room" not in shown
 
 
 @pytest.mark.parametrize("has_vllm", [False, True])
 @pytest.mark.parametrize(("gpu", "place"), [(None, "host"), (H200, "trainer GPU")])
-def test_after_a_run_whose_plan_fits_flags_that_take_a_quarter_less_are_shown(
+def test_after_a_run_whose_plan_fits_flags_with_a_quarter_less_are_shown(
     monkeypatch: pytest.MonkeyPatch, gpu: tuple[str, int] | None, place: str, has_vllm: bool
 ) -> None:
     monkeypatch.setattr("treadle.budget.command.has_vllm", lambda _: has_vllm and gpu is not None)
-    told = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
-    assert "By this plan there is room" in told
-    sizes = offered(told, place)
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", gpu)
+    assert "By this plan there is room" in shown
+    sizes = offered(shown, place)
     assert len(sizes) > 1
-    assert max(sizes) <= 0.755 * total(told)
-    assert "as it is" not in told
-    assert ("--engine.gpu-memory-utilization" in told) == (has_vllm and gpu is not None)
+    assert max(sizes) <= 0.755 * total(shown)
+    assert "as it is" not in shown
+    assert ("--engine.gpu-memory-utilization" in shown) == (has_vllm and gpu is not None)
 
 
-def test_after_a_process_was_killed_main_memory_is_what_the_flags_take_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = shown_after(monkeypatch, "Qwen3-0.6B", H200, of_host=True, train__optimizer="adamw_cpu")
-    sizes = offered(told, "host")
+def test_after_a_process_was_killed_flags_need_less_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", H200, of_host=True, train__optimizer="adamw_cpu")
+    sizes = offered(shown, "host")
     assert sizes
-    assert max(sizes) <= 0.755 * float(re.findall(r"^total +([0-9.]+) GB", told, re.MULTILINE)[-1])
+    assert max(sizes) <= 0.755 * float(re.findall(r"^total +([0-9.]+) GB", shown, re.MULTILINE)[-1])
 
 
-def test_completions_that_need_more_room_than_the_defaults_are_planned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_longer_than_the_defaults_are_planned_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = (
         total(shown_after(monkeypatch, "Qwen3-0.6B", H200, env__max_token_length=length)) for length in ("512", "8192")
     )
@@ -318,9 +318,9 @@ def test_completions_that_need_more_room_than_the_defaults_are_planned_with_it(m
     ],
 )
 def test_an_engine_on_other_cards_is_planned_there(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
-    told = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
-    assert "engine GPU" in told
-    assert "with the engine" not in told
+    shown = shown_after(monkeypatch, "Qwen3-0.6B", H200, **settings)
+    assert "engine GPU" in shown
+    assert "with the engine" not in shown
 
 
 def test_a_model_of_unknown_shape_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

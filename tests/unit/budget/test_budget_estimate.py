@@ -93,7 +93,7 @@ def test_adapters_take_20_bytes_each_and_leave_the_model_alone() -> None:
 
 
 @pytest.mark.parametrize(("rank", "num_places"), [(16, 16), (24, 8), (64, 4)])
-def test_vllm_keeps_places_for_adapters_on_every_linear_layer_out_of_its_share(rank, num_places) -> None:
+def test_vllm_reserves_adapter_slots_on_every_linear_layer(rank, num_places) -> None:
     job = PlannedJob(LLAMA_8B, mode="lora", lora=True, lora_r=rank, gpu_memory_utilization=0.5)
     widths = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 14_336) * 3
     place, without = trainer_gpu(job), trainer_gpu(replace(job, mode="two-copies", lora=False))
@@ -175,7 +175,7 @@ def test_the_engines_share_of_a_gpu_includes_its_weights() -> None:
     assert starved.find("KV cache") == 2048 * 131_072  # never less than one sequence
 
 
-def test_a_reference_is_a_copy_unless_it_is_offloaded_or_the_base_of_adapters() -> None:
+def test_a_reference_is_a_copy_unless_offloaded_or_with_lora() -> None:
     whole = PlannedJob(LLAMA_8B, has_reference=True)
     assert trainer_gpu(whole).find("reference") == 2 * NUM_8B
     offloaded = estimate(replace(whole, is_reference_offloaded=True), H100)

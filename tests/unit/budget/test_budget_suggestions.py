@@ -38,7 +38,7 @@ def test_8b_on_one_80_gb_card_needs_8_bit_moments_and_checkpointing() -> None:
     )
 
 
-def test_14b_on_one_80_gb_card_needs_the_optimizer_in_host_memory_or_adapters() -> None:
+def test_14b_on_one_80_gb_gpu_needs_the_optimizer_in_host_memory_or_lora() -> None:
     job = PlannedJob(find_shape("Qwen3-14B"))
     assert estimate(job, A100).verdict == "does not fit"
     assert offers(job, A100)[:2] == [
@@ -57,7 +57,7 @@ def test_14b_on_one_80_gb_card_needs_the_optimizer_in_host_memory_or_adapters() 
     assert offers(job, small_host)[0][1].startswith(SHARED_BASE)
 
 
-def test_24b_on_192_gb_needs_host_memory_until_one_copy_of_the_weights_is_enough() -> None:
+def test_24b_on_192_gb_needs_host_memory_unless_weights_are_shared() -> None:
     job = PlannedJob(find_shape("Mistral-Small-24B"))
     machine = Machine("a GPU of 192 GB", 192 * 10**9, None)
     assert estimate(job, machine).verdict == "does not fit"
@@ -73,7 +73,7 @@ def test_24b_on_192_gb_needs_host_memory_until_one_copy_of_the_weights_is_enough
     )
 
 
-def test_72b_fits_no_number_of_80_gb_cards_because_weights_are_whole_on_each() -> None:
+def test_72b_fits_on_no_number_of_80_gb_gpus_with_replicated_weights() -> None:
     job = PlannedJob(find_shape("Qwen2.5-72B"), mode="lora", lora=True, train_gpus=2, engine_gpus=4)
     budget = estimate(job, H100)
     assert [place.verdict for place in budget.pools] == ["does not fit", "fits", "not known"]
@@ -89,7 +89,7 @@ def test_14b_on_six_cards_needs_smaller_moments_and_bf16_gradients() -> None:
     )
 
 
-def test_an_engine_gets_a_card_of_its_own_before_there_are_several_trainers() -> None:
+def test_a_gpu_for_the_engine_is_suggested_before_several_trainers() -> None:
     found = offers(PlannedJob(find_shape("Qwen3-4B"), mode="single-copy"), H100)
     placed = "--engine.device cuda:1 --train.device cuda:0 --train.use-shared-memory true"
     assert [command for _, command in found if placed in command]

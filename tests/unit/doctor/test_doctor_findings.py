@@ -99,7 +99,9 @@ def test_packages_are_compared_with_the_requirements_of_treadle() -> None:
         (TorchFacts(error="OSError: libcudart"), NO_DRIVER, "problem", "libcudart"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_told(torch: TorchFacts, driver: DriverFacts, verdict: str, words: str) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported(
+    torch: TorchFacts, driver: DriverFacts, verdict: str, words: str
+) -> None:
     check = software.check_gpu(torch, driver)
     assert check.verdict == verdict
     assert words in check.found
@@ -171,17 +173,17 @@ def test_a_busy_default_port_is_only_a_warning_and_names_who_has_it() -> None:
 
 
 @pytest.mark.parametrize(("available", "verdict"), [(1e9, "problem"), (5e9, "warning"), (9e9, "ok")])
-def test_little_memory_is_told(available: float, verdict: str) -> None:
+def test_little_memory_is_reported(available: float, verdict: str) -> None:
     assert host.check_memory(available, 16e9).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(1e9, "problem"), (4e9, "warning"), (9e9, "ok")])
-def test_a_full_disk_is_told(free: float, verdict: str) -> None:
+def test_a_full_disk_is_reported(free: float, verdict: str) -> None:
     assert host.check_disk("disk for runs", "/data", free).verdict == verdict
     assert host.check_disk("disk for runs", "/data", free, trouble="Read-only file system").verdict == "problem"
 
 
-def test_the_small_shared_memory_of_a_container_is_told_with_dockers_flag() -> None:
+def test_small_shared_memory_is_reported_with_the_flag_of_docker() -> None:
     assert host.check_shared_memory("/dev/shm", 8e9).verdict == "ok"
     small = host.check_shared_memory("/dev/shm", 64e6)
     assert small.verdict == "warning"
@@ -193,7 +195,7 @@ def test_the_small_shared_memory_of_a_container_is_told_with_dockers_flag() -> N
     ("soft", "hard", "verdict", "remedy"),
     [(65536, 65536, "ok", ""), (256, 4096, "warning", "ulimit -n 4096"), (256, 256, "warning", "raise the hard limit")],
 )
-def test_few_open_files_are_told_with_the_limit_that_can_be_set(
+def test_few_open_files_are_reported_with_the_limit_that_can_be_set(
     soft: int, hard: int, verdict: str, remedy: str
 ) -> None:
     check = host.check_file_limit(soft, hard, max_connections=1000)
@@ -210,7 +212,7 @@ def test_few_open_files_are_told_with_the_limit_that_can_be_set(
         (ClockFacts(1970, 0.0), "problem"),
     ],
 )
-def test_a_wrong_clock_is_told(clock: ClockFacts, verdict: str) -> None:
+def test_a_wrong_clock_is_reported(clock: ClockFacts, verdict: str) -> None:
     assert host.check_clock(clock).verdict == verdict
 
 
@@ -227,14 +229,14 @@ def test_expandable_segments_are_found_in_both_variables(variable: str) -> None:
     assert host.check_allocator({variable: "expandable_segments:False"}, has_gpu=True).verdict == "ok"
 
 
-def test_forked_workers_are_told() -> None:
+def test_forked_workers_are_reported() -> None:
     env = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
     check = host.check_start_method(env, has_gpu=True)
     assert (check.verdict, check.remedy) == ("problem", "export VLLM_WORKER_MULTIPROCESSING_METHOD=spawn")
     assert host.check_start_method({}, has_gpu=True).verdict == "ok"
 
 
-def test_slow_starts_and_spinning_threads_are_told() -> None:
+def test_slow_starts_and_spinning_threads_are_reported() -> None:
     assert host.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
     assert host.check_bytecode({}).verdict == "ok"
     assert host.check_threads({"OMP_WAIT_POLICY": "active"}, 2).verdict == "warning"
@@ -255,7 +257,7 @@ def test_slow_starts_and_spinning_threads_are_told() -> None:
         (LocalModel("a/b", "hub", is_here=True, folder="/cache"), {"HF_HUB_OFFLINE": "1"}, "ok", "whole"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_told(model: LocalModel, env: Any, verdict: str, words: str) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(model: LocalModel, env: Any, verdict: str, words: str) -> None:
     check = host.check_model(model, env, has_hub_token=False)
     assert check.verdict == verdict
     assert words in check.found
@@ -268,7 +270,7 @@ def test_tokens_are_counted_and_never_shown() -> None:
     assert host.check_tokens({"TREADLE_HUB_TOKEN": 5}, 16).verdict == "problem"
 
 
-def test_memory_that_two_processes_cannot_share_is_told() -> None:
+def test_memory_that_two_processes_cannot_share_is_reported() -> None:
     torch = TorchFacts()
     assert check_memory_sharing(SharingTest(torch, (SharingResult("cpu"),)), "/dev/shm").verdict == "ok"
     failed = check_memory_sharing(SharingTest(torch, (SharingResult("cpu", "Bus error"),)), "/dev/shm")
@@ -341,7 +343,7 @@ def test_known_trouble_in_a_log_is_recognised(line: str, remedy: str) -> None:
     assert remedy in check.remedy
 
 
-def test_a_log_without_trouble_is_well_and_trouble_is_told_once() -> None:
+def test_a_log_without_trouble_is_well_and_trouble_is_reported_once() -> None:
     (check,) = check_logs({"hub": ["2026-01-02 INFO hub listening port=8000"], "env": []})
     assert check.verdict == "ok"
     assert len(check_logs({"hub": ["Too many open files"] * 50})) == 1

@@ -56,28 +56,30 @@ def test_processes_that_do_not_answer_are_ended_at_the_deadline(tmp_path: Path) 
     assert trials.torch.error == "no answer within 0 s"
 
 
-def test_a_torch_that_does_not_load_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_does_not_load_is_reported_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = try_sharing(tmp_path).torch.error
-    assert told == "a process ended (exit code 1): ImportError: libcudart.so.13: cannot open shared object file"
+    output = try_sharing(tmp_path).torch.error
+    assert output == "a process ended (exit code 1): ImportError: libcudart.so.13: cannot open shared object file"
 
 
 def test_json_is_one_object_and_nothing_else() -> None:
     done = doctor("--json", PYTORCH_ALLOC_CONF="", TREADLE_HUB_TOKEN="a-secret-that-is-long-enough")
-    told = json.loads(done.stdout)
-    assert set(told) == {"ok", "checks"}
-    assert done.returncode == (0 if told["ok"] else 1)
-    assert all(set(check) == {"name", "verdict", "found", "remedy"} for check in told["checks"])
-    names = [check["name"] for check in told["checks"]]
+    output = json.loads(done.stdout)
+    assert set(output) == {"ok", "checks"}
+    assert done.returncode == (0 if output["ok"] else 1)
+    assert all(set(check) == {"name", "verdict", "found", "remedy"} for check in output["checks"])
+    names = [check["name"] for check in output["checks"]]
     assert len(names) == len(set(names))
     assert {"Python", "torch", "vLLM", "weights in shared memory", "open files", "clock", "tokens"} <= set(names)
     assert "TREADLE_HUB_TOKEN set" in done.stdout
     assert "a-secret" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("words", "is_told"), [((), True), (("--json",), False)])
-def test_a_terminal_shows_what_is_being_tried_and_nothing_else_does(words: tuple[str, ...], is_told: bool) -> None:
+@pytest.mark.parametrize(("words", "is_reported"), [((), True), (("--json",), False)])
+def test_a_terminal_shows_what_is_being_tried_and_nothing_else_does(words: tuple[str, ...], is_reported: bool) -> None:
     command = [sys.executable, "-m", "treadle", "doctor", "--hub", "http://127.0.0.1:1", *words]
     ours, theirs = os.openpty()
     try:
@@ -89,16 +91,16 @@ def test_a_terminal_shows_what_is_being_tried_and_nothing_else_does(words: tuple
         with contextlib.suppress(OSError):  # how a terminal tells that nobody is at its other end
             while part := terminal.read(4096):
                 said += part
-    assert (b"asking the hub at http://127.0.0.1:1" in said) == is_told
+    assert (b"asking the hub at http://127.0.0.1:1" in said) == is_reported
     assert "asking the hub" not in done.stdout
     assert doctor("--hub", "http://127.0.0.1:1", *words).stderr == ""
 
 
 def test_a_problem_is_the_exit_code_and_has_its_remedy(tmp_path: Path) -> None:
     done = doctor("--json", "--model", str(tmp_path / "nothing"), TREADLE_ENGINE_TOKEN="short")
-    told = json.loads(done.stdout)
-    bad = {check["name"]: check for check in told["checks"] if check["verdict"] == "problem"}
-    assert (done.returncode, told["ok"]) == (1, False)
+    output = json.loads(done.stdout)
+    bad = {check["name"]: check for check in output["checks"] if check["verdict"] == "problem"}
+    assert (done.returncode, output["ok"]) == (1, False)
     assert bad[f"model {tmp_path / 'nothing'}"]["remedy"] == "check --model"
     assert "shorter than 16 characters" in bad["tokens"]["found"]
 
@@ -164,7 +166,7 @@ def test_a_runs_own_token_files_open_its_hub_and_its_engine(
         assert by_name(check_live(DoctorTarget(tmp_path), {}))["tokens"].remedy == f"chmod 600 {files['hub']}"
 
 
-def test_nobody_at_an_address_is_told_with_the_command_that_starts_one() -> None:
+def test_nobody_at_an_address_is_reported_with_the_command_that_starts_one() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -205,7 +207,7 @@ def stranger() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
     server.server_close()
 
 
-def test_404_on_generate_is_told_with_the_wrong_base_url(stranger: tuple[str, dict[str, tuple[int, Any]]]) -> None:
+def test_404_on_generate_is_reported_with_the_wrong_base_url(stranger: tuple[str, dict[str, tuple[int, Any]]]) -> None:
     url, answers = stranger
     answers["/health"] = (200, {"status": "ok", "policy_version": 3})
     alive, generate = check_engine(ServerProbe("engine", url))
@@ -238,8 +240,8 @@ def test_the_logs_of_a_run_that_ended_are_read(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "engine.log").write_text("loading\ntorch.OutOfMemoryError: CUDA out of memory.\n")
     done = doctor("--json", str(tmp_path))
-    told = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    output = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 1
-    assert "is not going on" in told["run"]["found"]
-    assert told["log of the engine"]["found"].startswith("the GPU's memory is full")
+    assert "is not going on" in output["run"]["found"]
+    assert output["log of the engine"]["found"].startswith("the GPU's memory is full")
     assert doctor(str(tmp_path / "logs")).returncode == 2

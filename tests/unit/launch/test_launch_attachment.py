@@ -132,7 +132,7 @@ def test_addresses_that_cannot_be_right_are_refused(flags, says, fix) -> None:
     assert fix in refused.value.fix
 
 
-def test_settings_of_a_server_that_runs_already_are_named_as_without_effect() -> None:
+def test_settings_of_an_attached_server_are_named_as_without_effect() -> None:
     flags = {"hub_url": HUB, "hub.port": 8100, "hub.token_file": "t", "engine.dtype": "float32"}
     config = attached(flags)
     (note,) = unused_settings(config, explicit_keys(load_run(None, flags)))
@@ -322,8 +322,8 @@ def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
 
 
 def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypatch) -> None:
-    lives: list[RunConfig] = []
-    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
+    started_runs: list[RunConfig] = []
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: started_runs.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with HubProcess(tmp_path) as hub:
         flags = {"train.atropos_url": hub.url, "steps": 3, "output": tmp_path / "runs"}
@@ -331,7 +331,7 @@ def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypa
         (run,) = (tmp_path / "runs").iterdir()
         assert run_folders.requested_keys(run) == set(flags)
         resume(run, {}, plain=True)
-        assert [config.hub_url for config in lives] == [hub.url] * 2
+        assert [config.hub_url for config in started_runs] == [hub.url] * 2
     assert not (run / "hub.sqlite").exists()
 
 
@@ -359,8 +359,8 @@ def engine_that_reports(info: BridgeInfo) -> Iterator[str]:
 
 
 def test_a_run_that_goes_on_keeps_the_learning_rate_that_the_user_gave(tmp_path: Path, monkeypatch) -> None:
-    lives: list[RunConfig] = []
-    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
+    started_runs: list[RunConfig] = []
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: started_runs.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     model = str(write_model(tmp_path / "model"))
     with engine_that_reports(msgspec.structs.replace(INFO, model_name=model, dtype="float32")) as url:
@@ -369,7 +369,7 @@ def test_a_run_that_goes_on_keeps_the_learning_rate_that_the_user_gave(tmp_path:
         (run,) = (tmp_path / "runs").iterdir()
         resume(run, {}, plain=True)
         resume(run, {"train.lr": 2e-6}, plain=True)
-    assert [config.train.lr for config in lives] == [1e-6, 1e-6, 2e-6]
+    assert [config.train.lr for config in started_runs] == [1e-6, 1e-6, 2e-6]
 
 
 PUBLISHES = """

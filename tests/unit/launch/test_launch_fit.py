@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_launch_replay import lives, treadle  # noqa: F401
+from test_launch_replay import started_runs, treadle  # noqa: F401
 
 from treadle import processor
 from treadle.budget import command
@@ -90,7 +90,7 @@ def test_nothing_is_started_when_nothing_fits(machine, started: list[RunConfig],
     assert started == []
 
 
-def test_the_saved_run_has_what_fit_changed(machine, lives: list[RunPlan], capsys) -> None:  # noqa: F811
+def test_the_saved_run_has_what_fit_changed(machine, started_runs: list[RunPlan], capsys) -> None:  # noqa: F811
     machine(8)
     assert treadle(*BASE, "--fit", "--model", "model", "--train.device", "cpu", "--engine.device", "cpu") == 130
     changes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--fit sets")]

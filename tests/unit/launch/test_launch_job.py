@@ -63,7 +63,7 @@ def plan(tmp_path: Path, make_spec, server_code) -> RunPlan:
     )
 
 
-def test_a_run_lives_to_its_end(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_runs_to_its_end(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> None:
     life = RunSession(plan, reader_of(plan.config, plan.run_folder))
     life.live(plain=True)
     assert life.outcome().is_complete
@@ -122,7 +122,7 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "not" / "yet" / "there"
     for free, says in ((1e9, None), (3e9, "only 3.00 GB are free"), (9e9, "")):
         monkeypatch.setattr(run_folders.shutil, "disk_usage", lambda _, free=free: Usage(1e10, 0, free))
@@ -243,7 +243,7 @@ def test_memory_counts_the_launcher_and_each_child_by_name(make_spec) -> None:
     assert sampler.peak_bytes >= sampler.peak_by_process["trainer"] + sampler.peak_by_process["launcher"]
 
 
-def test_memory_of_what_a_child_starts_in_a_session_of_its_own_is_the_childs(make_spec) -> None:
+def test_memory_of_a_grandchild_in_another_session_counts_for_the_child(make_spec) -> None:
     """As vLLM's server is, which the engine process starts."""
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOARD!r}], start_new_session=True)"
     assert memory_while_full(make_spec("engine", starts)).peak_by_process["engine"] > 80_000_000
@@ -278,7 +278,7 @@ NO_MEMORY = (
 
 
 @pytest.mark.parametrize("words", NO_MEMORY)
-def test_a_run_that_ends_for_want_of_memory_shows_what_takes_less(words, tmp_path, monkeypatch, capsys) -> None:
+def test_a_run_that_runs_out_of_memory_shows_what_takes_less(words, tmp_path, monkeypatch, capsys) -> None:
     def die(*_: object, **__: object) -> None:
         raise ProcessDied(f"the trainer ended: {words}", fix="less")
 
@@ -366,20 +366,20 @@ def test_paths_of_a_run_do_not_depend_on_the_folder_it_is_resumed_in(tmp_path, m
     resumed_in.mkdir()
     for number, name in enumerate(("rows.jsonl", "test.jsonl")):
         (begun_in / name).write_text(json.dumps({"prompt": f"{number} + 1?", "answer": str(number + 1)}))
-    lives: list[RunConfig] = []
-    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
+    started_runs: list[RunConfig] = []
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: started_runs.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(begun_in / "model"))
     monkeypatch.chdir(begun_in)
     start_run(load_run(None, RELATIVE | {"env.name": "jsonl"}), plain=True)
     (run,) = (begun_in / "runs").iterdir()
     monkeypatch.chdir(resumed_in)
     resume(run, {}, plain=True)
-    for config in lives:
+    for config in started_runs:
         saved = config.model_dump(mode="json")
         for key, path in RELATIVE.items():
             section, _, name = key.rpartition(".")
             assert (saved[section] if section else saved)[name] == str(begun_in / path), key
-    assert len(lives) == 2
+    assert len(started_runs) == 2
     assert list(resumed_in.iterdir()) == []
 
 
@@ -390,8 +390,8 @@ def test_an_agent_is_started_where_its_command_was_given_also_by_resume(tmp_path
         (folder / "agent").write_text("#!/bin/sh\n")
         (folder / "agent").chmod(0o755)
     (begun_in / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in (1, 2)))
-    lives: list[RunConfig] = []
-    monkeypatch.setattr(RunSession, "run", lambda session, **_: lives.append(session._plan.config))
+    started_runs: list[RunConfig] = []
+    monkeypatch.setattr(RunSession, "run", lambda session, **_: started_runs.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     monkeypatch.chdir(begun_in)
     command = json.dumps({"command": "./agent"})
@@ -408,7 +408,7 @@ def test_an_agent_is_started_where_its_command_was_given_also_by_resume(tmp_path
     monkeypatch.chdir(tmp_path)
     resume(run, {}, plain=True)
     given_in = [begun_in, begun_in, resumed_in, resumed_in]
-    assert [config.env.args["working_dir"] for config in lives] == [str(folder) for folder in given_in]
+    assert [config.env.args["working_dir"] for config in started_runs] == [str(folder) for folder in given_in]
 
 
 def test_a_folder_deleted_while_its_run_goes_on_is_a_user_error(tmp_path, monkeypatch) -> None:

@@ -61,7 +61,7 @@ def test_a_busy_port_that_the_user_chose_is_an_error_that_names_it() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_one_port_chosen_for_two_servers_is_told_by_both_flags() -> None:
+def test_one_port_chosen_for_two_servers_is_reported_by_both_flags() -> None:
     with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as held:
         port = port_of(held["hub"])
     wished = {"hub": (LOOPBACK, port), "engine": (LOOPBACK, port)}
@@ -79,7 +79,7 @@ def test_a_default_port_gives_way_to_one_that_is_chosen_for_another() -> None:
         assert port_of(taken["engine"]) == port != port_of(taken["hub"])
 
 
-def test_a_child_serves_on_the_socket_it_was_handed_and_the_port_is_free_when_it_has_ended(make_spec) -> None:
+def test_a_child_serves_on_the_reserved_socket_and_frees_it_at_its_end(make_spec) -> None:
     with held_ports({"hub": (LOOPBACK, ANY_FREE)}) as listeners:
         port = port_of(listeners["hub"])
         url = f"http://{LOOPBACK}:{port}/healthz"

@@ -121,8 +121,8 @@ def test_a_late_wait_is_an_alarm_once_with_the_logs_that_have_the_stacks(hub: Hu
         hub.report(waits=[WaitReport(what="version 9", seconds=seconds, of="engine", is_late=True, fix="see its log")])
         monitor.poll(0)
         clock.now_s += 1
-    told = "trainer has waited 300 s for version 9; stacks are in runs/x/logs/trainer.log and runs/x/logs/engine.log"
-    assert monitor.status.alarms == (f"{told}; see its log",)
+    found = "trainer has waited 300 s for version 9; stacks are in runs/x/logs/trainer.log and runs/x/logs/engine.log"
+    assert monitor.status.alarms == (f"{found}; see its log",)
 
 
 def test_each_of_several_environments_is_known_by_its_own_log(hub: HubDouble) -> None:
@@ -172,7 +172,7 @@ def test_a_hub_that_does_not_answer_writes_its_stacks_once(tmp_path: Path) -> No
     assert log.read_text().count("most recent call first") == 1
 
 
-def test_a_run_in_which_nothing_moves_is_stopped_with_what_everybody_waits_for(hub: HubDouble) -> None:
+def test_a_run_without_progress_is_stopped_with_a_list_of_waits(hub: HubDouble) -> None:
     clock = FakeClock()
     monitor = monitor_of(hub.url, clock, stall_s=100.0)
     hub.report(waits=[BATCH], counts={"steps": 2.0})
@@ -212,7 +212,7 @@ def test_zero_never_stops_a_run(hub: HubDouble) -> None:
         monitor.poll(0)
 
 
-def test_a_hub_that_wants_a_token_is_there_and_what_cannot_be_seen_does_not_stop_a_run(hub: HubDouble) -> None:
+def test_a_hub_that_requires_a_token_does_not_stop_the_run(hub: HubDouble) -> None:
     clock = FakeClock()
     monitor = monitor_of(hub.url, clock, {"hub": 1}, stall_s=100.0)
     hub.status = 401
@@ -221,7 +221,7 @@ def test_a_hub_that_wants_a_token_is_there_and_what_cannot_be_seen_does_not_stop
     assert monitor.status.alarms == ()
 
 
-def test_a_hang_that_comes_back_is_told_again(hub: HubDouble) -> None:
+def test_a_hang_that_comes_back_is_reported_again(hub: HubDouble) -> None:
     clock = FakeClock()
     monitor = monitor_of(hub.url, clock)
     late = WaitReport(what="version 9", seconds=300.0, of="engine", is_late=True)

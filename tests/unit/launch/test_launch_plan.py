@@ -141,11 +141,11 @@ def test_float32_learns_at_a_rate_of_its_own(flags, facts, lr) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_bf16", "has_gpu", "is_told"), [(False, False, True), (True, False, False), (False, True, False)]
+    ("has_bf16", "has_gpu", "is_reported"), [(False, False, True), (True, False, False), (False, True, False)]
 )
-def test_why_the_numbers_are_float32_is_told(has_bf16: bool, has_gpu: bool, is_told: bool) -> None:
+def test_why_the_numbers_are_float32_is_reported(has_bf16: bool, has_gpu: bool, is_reported: bool) -> None:
     plan = plan_for(has_bf16=has_bf16, has_gpu=has_gpu)
-    assert any("float32" in note for note in plan.notes) is is_told
+    assert any("float32" in note for note in plan.notes) is is_reported
 
 
 def test_explicit_settings_are_kept() -> None:
@@ -165,7 +165,7 @@ def test_free_default_ports_are_taken_and_urls_follow() -> None:
     assert plan.config.openai.base_url == ("http://127.0.0.1:9001/v1",)
 
 
-def test_the_ports_that_are_held_are_the_ones_that_everybody_is_told() -> None:
+def test_all_processes_use_the_reserved_ports() -> None:
     plan = plan_for(ports={"hub": 51001, "engine": 9001})
     assert (plan.config.hub.port, plan.config.engine.port) == (51001, 9001)
     assert plan.config.train.atropos_url == plan.hub_url == "http://127.0.0.1:51001"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from test_launch_plan import FACTS, RUN
-from test_launch_replay import begin, lives, treadle  # noqa: F401
+from test_launch_replay import begin, started_runs, treadle  # noqa: F401
 
 from tests.written_run import evaluation, step_values
 from treadle.config import RunConfig, load_run
@@ -58,12 +58,12 @@ def test_a_batch_waits_for_the_whole_groups_of_each_share() -> None:
     assert [env.min_batch_allocation for env in chosen] == [0.1, 0.1]
 
 
-def test_a_saved_run_with_several_environments_starts_again(lives: list[RunPlan], capsys) -> None:  # noqa: F811
+def test_a_saved_run_with_several_environments_starts_again(started_runs: list[RunPlan], capsys) -> None:  # noqa: F811
     first = begin(**MIX, **{"env.num_eval": 8})
     assert first.name.endswith("-arithmetic+echo")
     assert treadle("run", "--config", str(first / "config.json"), "--env.num-eval", "4", "--plain") == 130
     assert treadle("run", "--resume", str(first), "--steps", "30", "--plain") == 130
-    old, new, resumed = (plan.config for plan in lives)
+    old, new, resumed = (plan.config for plan in started_runs)
     assert [(env.name, env.pace, env.inference_weight, env.num_eval) for env in new.envs] == [
         ("arithmetic", "stream", 3.0, 4), ("echo", "stream", 1.0, 4),
     ]  # fmt: skip
@@ -78,21 +78,21 @@ def test_a_saved_run_with_several_environments_starts_again(lives: list[RunPlan]
 def test_a_minimum_above_a_share_by_weight_survives_a_resume(
     minimum: float,
     shares: list[float],
-    lives: list[RunPlan],  # noqa: F811
+    started_runs: list[RunPlan],  # noqa: F811
 ) -> None:
     first = begin(**MIX | {"env": "arithmetic:0.7,echo:0.3", "envs.1.min_batch_allocation": minimum})
     assert treadle("run", "--resume", str(first), "--steps", "30", "--plain") == 130
-    assert [[env.min_batch_allocation for env in plan.config.envs] for plan in lives] == [shares, shares]
+    assert [[env.min_batch_allocation for env in plan.config.envs] for plan in started_runs] == [shares, shares]
 
 
-def test_a_resumed_run_asks_one_environment_for_its_secret(lives: list[RunPlan], capsys) -> None:  # noqa: F811
+def test_a_resumed_run_asks_one_environment_for_its_secret(started_runs: list[RunPlan], capsys) -> None:  # noqa: F811
     first = begin(**MIX, **{"envs.1.args": '{"api_key": "sk-1"}'})
     resume = ("run", "--plain", "--resume", str(first))
     assert treadle(*resume) == 2
     assert "give --envs.1.args again" in capsys.readouterr().err
     assert treadle(*resume, "--envs.1.args", '{"api_key": "sk-2"}') == 130
     assert treadle("run", "--plain", "--output", "runs", "--envs.1.args", '{"api_key": "sk-3"}', "--resume") == 130
-    assert [[env.args for env in plan.config.envs] for plan in lives] == [
+    assert [[env.args for env in plan.config.envs] for plan in started_runs] == [
         [{}, {"api_key": key}] for key in ("sk-1", "sk-2", "sk-3")
     ]
     assert treadle(*resume, "--envs.1.task", "x") == 2

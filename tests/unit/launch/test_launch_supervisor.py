@@ -100,7 +100,7 @@ def test_a_users_mistake_in_a_child_becomes_the_launchers_own_sentence(make_spec
     assert (caught.value.message, caught.value.fix) == ("there is no model smol", "check --model")
 
 
-def test_an_earlier_life_does_not_speak_in_the_tail(make_spec) -> None:
+def test_the_tail_has_no_lines_of_an_earlier_start(make_spec) -> None:
     spec = make_spec("env", "import sys; print('second life'); sys.exit(1)")
     spec.log_path.parent.mkdir(parents=True)
     spec.log_path.write_text("first life\n")
@@ -176,7 +176,7 @@ def test_whoever_does_not_listen_is_killed_in_time(make_spec) -> None:
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_only_a_trainer_that_saves_may_keep_a_stop_waiting_and_that_is_told(make_spec, tmp_path: Path) -> None:
+def test_a_stop_waits_only_for_a_trainer_that_saves_and_says_so(make_spec, tmp_path: Path) -> None:
     from treadle.launch.supervisor import STOP_ORDER
 
     limits = dict(STOP_ORDER)

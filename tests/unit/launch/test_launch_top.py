@@ -124,7 +124,7 @@ def test_a_run_that_is_over_is_shown_as_it_ended_with_how_to_go_on(tmp_path: Pat
     assert f"run --resume {tmp_path}" in shown
 
 
-def test_without_a_terminal_it_speaks_in_plain_lines_and_ends_when_the_hub_is_gone(tmp_path: Path) -> None:
+def test_without_a_terminal_top_prints_plain_lines_until_the_hub_is_gone(tmp_path: Path) -> None:
     write_run_of(f"http://127.0.0.1:{free_port()}", tmp_path)
     assert top(str(tmp_path)).splitlines()[0] == "stopped..."
 

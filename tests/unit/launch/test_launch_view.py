@@ -137,7 +137,7 @@ def test_a_resumed_run_does_not_tell_its_past_again(tmp_path: Path) -> None:
     assert out.getvalue() == "training...\n"
 
 
-def test_steps_that_are_taken_again_are_told_again(tmp_path: Path) -> None:
+def test_steps_that_are_taken_again_are_reported_again(tmp_path: Path) -> None:
     state = state_of(tmp_path, 3)
     whole = state.history
     out = io.StringIO()
@@ -184,7 +184,7 @@ def test_health_is_shown_in_the_panel_while_it_is_recent(tmp_path: Path) -> None
         assert max(map(len, text.splitlines())) <= width
 
 
-def test_health_is_told_once_in_plain_lines(tmp_path: Path) -> None:
+def test_health_is_reported_once_in_plain_lines(tmp_path: Path) -> None:
     state = state_of(tmp_path, 2)
     out = io.StringIO()
     view = PlainView(out)
@@ -226,7 +226,7 @@ def test_health_events_of_the_real_logger_are_understood(tmp_path: Path) -> None
     assert parse_health(done.stderr.rstrip("\n")) == HealthLine(7, message)
 
 
-def test_phases_are_told_from_what_was_written(tmp_path: Path) -> None:
+def test_phases_are_reported_from_what_was_written(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     whole = history_of(config, tmp_path)
     assert current_phase(History(), config) == "measuring held-out accuracy before training"
