@@ -33,10 +33,10 @@ VERBS = {
     "env": "run an environment: treadle env NAME [serve|process|evaluate|validate]",
     "train": "run the trainer",
     "dash": "open the page of a run, or of a folder of runs",
-    "top": "look at a run that goes on: steps, figures, processes, who waits for whom",
+    "top": "watch a live run: steps, figures, processes, and what they wait for",
     "chat": "talk to a model or to the result of a run",
     "export": "write the result of a run as a model folder or a GGUF file, or push it to the Hugging Face Hub",
-    "doctor": "check this machine, or a run that goes on, and say what is wrong and how to fix it",
+    "doctor": "check this machine or a live run, and say what is wrong and how to fix it",
     "report": "write what a run achieved into one HTML file",
     "token": "print the token of a role, for clients of a hub or an engine that asks for one",
 }

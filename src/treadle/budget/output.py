@@ -156,7 +156,8 @@ def draw(
         else:
             lines += [_table(pool, _pool_name(budget, pool), width), _verdict(pool, pool.capacity), Text()]
     if largest_micro is not None and budget.verdict == "fits":
-        lines += [_fact("largest micro", f"--train.micro-tokens {largest_micro} would still fit"), Text()]
+        largest = f"--train.micro-tokens {largest_micro} would still fit"
+        lines += [Text.assemble(("largest micro  ", "dim"), largest), Text()]
     for title, offers in _by_number_of_trainers(budget, suggestions).items():
         if offers:
             lines += [Text(title, style="bold"), _offers(offers), Text()]
@@ -353,7 +354,3 @@ def _machines(budget: Budget) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
-
-
-def _fact(name: str, words: str) -> Text:
-    return Text.assemble((f"{name}  ", "dim"), words)

@@ -22,6 +22,11 @@ def has_vllm(config: EngineConfig) -> bool:
     return _is_installed("vllm") and kind in ("auto", "cuda") and _NVIDIA.exists()
 
 
+def requires_vllm(config: EngineConfig) -> bool:
+    """Whether the user chose vLLM; `auto` uses it only if it is installed."""
+    return config.engine == "vllm" or bool(config.vllm_python and has_vllm(config))
+
+
 def adapter_root(config: EngineConfig) -> Path:
     """The only folder from which an engine that is started here loads adapters and weights (--adapter-root)."""
     if config.adapter_root is not None:

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.text import Text
 
-from treadle.config.engine_choice import has_vllm
+from treadle.config.engine_choice import requires_vllm
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.doctor import host, software, survey
@@ -27,7 +27,7 @@ from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_s
 from treadle.engines.vllm.installation import Installation, find_vllm
 from treadle.envs.checking.findings import Finding, problems, show
 from treadle.errors import ConfigError, MissingExtra
-from treadle.launch.folder import check_is_run, is_run_live, resume_advice
+from treadle.launch.folder import check_is_run, is_run_live, nearest_existing, resume_advice
 from treadle.launch.history import reader_of
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
@@ -84,7 +84,7 @@ def progress_line(console: Console) -> Iterator[Report]:
 
 
 def check_machine(config: RunConfig, env: Mapping[str, str], report: Report = lambda _: None) -> list[Finding]:
-    memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else survey.nearest_existing(config.output)
+    memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else nearest_existing(config.output)
     with ThreadPoolExecutor() as pool:  # loading torch in two processes takes longest
         testing = pool.submit(try_sharing, memory_folder)
         report(f"looking for the model {config.model}")
@@ -119,7 +119,7 @@ def check_machine(config: RunConfig, env: Mapping[str, str], report: Report = la
 
 def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Finding]:
     memory = psutil.virtual_memory()
-    output, cache = survey.nearest_existing(config.output), survey.nearest_existing(cache)
+    output, cache = nearest_existing(config.output), nearest_existing(cache)
     clock, trouble = survey.survey_clock(output)
     wished = server_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
@@ -137,14 +137,13 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
 
 def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Finding]:
     engine = config.engine
-    is_wanted = engine.engine == "vllm" or bool(engine.vllm_python and has_vllm(engine))
     vllm: Installation | None = None
     trouble = ""
     try:
         vllm = find_vllm(engine.vllm_python)
     except MissingExtra as error:
         trouble = error.message
-    findings = [software.check_vllm(vllm, trouble, is_wanted=is_wanted, has_gpu=has_gpu)]
+    findings = [software.check_vllm(vllm, trouble, is_wanted=requires_vllm(engine), has_gpu=has_gpu)]
     if vllm is not None:
         findings.append(software.check_vllm_fit(survey.list_packages(vllm.python), vllm))
     return findings

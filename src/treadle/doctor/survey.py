@@ -87,14 +87,6 @@ def survey_driver(cuda: str) -> DriverFacts:
     return DriverFacts(has_device=_NVIDIA.exists(), cuda=cuda, version=version, has_smi=smi is not None)
 
 
-def nearest_existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    folder = folder.expanduser().resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
 def survey_clock(folder: Path) -> tuple[ClockFacts, str]:
     """Compared with the time of a new file; and why none could be written."""
     year = time.gmtime().tm_year

@@ -53,12 +53,17 @@ def create_run_folder(output: Path, name: str) -> Path:
     raise ConfigError(f"{output} holds a thousand runs of this second", fix="choose another --output")
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    folder = folder.expanduser().resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 def check_disk_space(output: Path) -> str:
     """A warning if space is short, "" if there is enough; DiskFull if there is too little for any run."""
-    place = output.expanduser().resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(nearest_existing(output)).free
     if free < _TOO_LITTLE_BYTES:
         raise DiskFull(
             f"only {gigabytes(free)} are free where {output} is, and a run needs {gigabytes(_ENOUGH_BYTES)}",

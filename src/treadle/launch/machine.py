@@ -71,7 +71,7 @@ def count_cores() -> int:
 
 
 def is_port_busy(host: str, port: int) -> bool:
-    with socket.socket(_family(host)) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As servers do: a connection in TIME_WAIT does not make a port busy.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -79,10 +79,6 @@ def is_port_busy(host: str, port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 # ---- ports

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.engine_choice import has_vllm
+from treadle.config.engine_choice import requires_vllm
 from treadle.config.env import EnvConfig, folder_of, labels_of
 from treadle.config.keys import choose_steps, value_of, with_fitting_groups, with_values
 from treadle.config.load import with_absolute_paths
@@ -114,11 +114,9 @@ def _local_model(config: RunConfig, problems: Problems) -> Path | None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Refuse a missing vLLM if the user chose it; `auto` uses it only if it is installed."""
-    engine = config.engine
-    is_asked_for = engine.engine == "vllm" or bool(engine.vllm_python and has_vllm(engine))
-    if is_asked_for and not config.engine_url:
-        find_vllm(engine.vllm_python)
+    """Refuse a missing vLLM if the user chose it."""
+    if requires_vllm(config.engine) and not config.engine_url:
+        find_vllm(config.engine.vllm_python)
 
 
 def settle_environment(config: EnvConfig) -> EnvConfig:
