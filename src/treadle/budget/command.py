@@ -117,8 +117,8 @@ def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
 def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
     """(GPUs of the trainer, additional GPUs of the engine), from the flags of the plan, else from those of the run."""
     engine, split = run.engine, run.engine.tensor_parallel_size
-    has_own_card = split > 1 or bool(run.engine_url) or _card(engine.device) != _card(run.train.device)
-    engine_gpus = (split if has_own_card else 0) if values._engine_gpus is None else values._engine_gpus
+    has_own_gpu = split > 1 or bool(run.engine_url) or _gpu_index(engine.device) != _gpu_index(run.train.device)
+    engine_gpus = (split if has_own_gpu else 0) if values._engine_gpus is None else values._engine_gpus
     if split not in (1, engine_gpus):
         raise ConfigError(
             f"--engine-gpus {engine_gpus} and --engine.tensor-parallel-size {split} contradict each other",
@@ -127,7 +127,7 @@ def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
     return run.train.world_size if values._train_gpus is None else values._train_gpus, engine_gpus
 
 
-def _card(device: str) -> str:
+def _gpu_index(device: str) -> str:
     return device.partition(":")[2] or "0"
 
 

@@ -121,7 +121,7 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
     memory = psutil.virtual_memory()
     output, cache = nearest_existing(config.output), nearest_existing(cache)
     clock, trouble = survey.survey_clock(output)
-    wished = server_addresses(config)
+    addresses = server_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
         host.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
@@ -130,7 +130,7 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
         host.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
         host.check_shared_memory(str(SHARED_MEMORY), shared),
         host.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), config.hub.max_connections),
-        *host.check_ports({n: port for n, (_, port) in wished.items()}, survey.owners_of_ports(wished)),
+        *host.check_ports({name: port for name, (_, port) in addresses.items()}, survey.owners_of_ports(addresses)),
         host.check_clock(clock),
     ]
 

@@ -87,7 +87,7 @@ def check_file_limit(soft: int, hard: int, max_connections: int) -> Finding:
     return Finding(name, "warning", found, remedy)
 
 
-def check_ports(wished: Mapping[str, int], taken_by: Mapping[int, str]) -> list[Finding]:
+def check_ports(wanted: Mapping[str, int], taken_by: Mapping[int, str]) -> list[Finding]:
     """`taken_by`: the process that uses a port, "" if unknown."""
 
     def check(name: str, port: int) -> Finding:
@@ -97,7 +97,7 @@ def check_ports(wished: Mapping[str, int], taken_by: Mapping[int, str]) -> list[
             return Finding(f"port of the {name}", "warning", f"{port} is in use{owner}", remedy)
         return Finding(f"port of the {name}", "ok", f"{port} is free")
 
-    return [check(name, port) for name, port in wished.items()]
+    return [check(name, port) for name, port in wanted.items()]
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,9 @@ def survey_clock(folder: Path) -> tuple[ClockFacts, str]:
         return ClockFacts(year, None), error.strerror or type(error).__name__
 
 
-def owners_of_ports(wished: Mapping[str, tuple[str, int]]) -> dict[int, str]:
+def owners_of_ports(addresses: Mapping[str, tuple[str, int]]) -> dict[int, str]:
     """The process of each port that is in use: {8000: "python3 (pid 4711)"}; "" if unknown."""
-    busy = {port for host, port in wished.values() if is_port_busy(host, port)}
+    busy = {port for host, port in addresses.values() if is_port_busy(host, port)}
     owners = dict.fromkeys(busy, "")
     if not busy:
         return owners

@@ -128,9 +128,8 @@ class RunMonitor:
             standings=tuple(standings),
             generated_tok_s=self._generated_tok_s(standings),
         )
-        is_known = answer is None or bool(
-            standings
-        )  # without a token that may read the processes, progress is only partly visible
+        # If the hub does not list its processes to this token, only a part of the progress is visible.
+        is_known = answer is None or bool(standings)
         is_comparable = is_known and not is_starting
         self._check_progress((progress, *_counts(standings)) if is_comparable else object(), standings)
 
