@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.launch.written_run import write_run
 
 import treadle
 from bench.page_history import GROUP_SIZE
 from bench.page_history import write_run as write_groups
 from tests.tiny_model import write_tiny_model
+from tests.written_run import write_run
 from treadle.config.env import EnvConfig
 from treadle.config.load import dotted_keys, save_run
 from treadle.envs import Environment, Item

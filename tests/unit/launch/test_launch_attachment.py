@@ -318,7 +318,7 @@ def test_an_engine_that_is_still_loading_is_waited_for(monkeypatch) -> None:
     assert lines == [f"waiting for the engine at {url}: it takes connections and is not ready yet"]
 
 
-# The life of an attached run
+# An attached run from start to end
 
 
 def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypatch) -> None:
@@ -391,9 +391,9 @@ def test_no_environment_begins_before_the_trainer_of_a_run_that_goes_on(tmp_path
         trainer = make_spec("trainer", PUBLISHES.format(published=published, url=hub.url, metrics=metrics))
         env = make_spec("env", f"import os, sys; sys.exit(0 if os.path.exists({published!r}) else 3)")
         plan = RunPlan(config, tmp_path, (env, trainer), hub.url, is_env_last=True)
-        life = RunSession(plan, reader_of(config, tmp_path))
-        life.live(plain=True)
-    assert life.outcome().is_complete
+        session = RunSession(plan, reader_of(config, tmp_path))
+        session.run(plain=True)
+    assert session.outcome().is_complete
 
 
 NEVER_PUBLISHES = """
@@ -411,7 +411,7 @@ def test_a_trainer_that_never_publishes_is_not_waited_for_without_end(tmp_path: 
         trainer = make_spec("trainer", NEVER_PUBLISHES.format(url=hub.url))
         plan = RunPlan(config, tmp_path, (make_spec("env", ""), trainer), hub.url, is_env_last=True)
         with pytest.raises(RunStalled, match="nothing has moved"):
-            RunSession(plan, reader_of(config, tmp_path)).live(plain=True)
+            RunSession(plan, reader_of(config, tmp_path)).run(plain=True)
 
 
 @pytest.mark.parametrize(("before", "now"), [("", HUB), (HUB, "")])

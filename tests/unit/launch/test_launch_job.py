@@ -64,9 +64,9 @@ def plan(tmp_path: Path, make_spec, server_code) -> RunPlan:
 
 
 def test_a_run_runs_to_its_end(plan: RunPlan, capsys: pytest.CaptureFixture[str]) -> None:
-    life = RunSession(plan, reader_of(plan.config, plan.run_folder))
-    life.live(plain=True)
-    assert life.outcome().is_complete
+    session = RunSession(plan, reader_of(plan.config, plan.run_folder))
+    session.run(plain=True)
+    assert session.outcome().is_complete
     out = capsys.readouterr().out
     assert out.startswith("starting hub and engine...")
     assert "step   2/2" in out
@@ -75,21 +75,21 @@ def test_a_run_runs_to_its_end(plan: RunPlan, capsys: pytest.CaptureFixture[str]
 def test_a_trainer_that_stops_short_is_no_success(plan: RunPlan) -> None:
     (plan.run_folder / "metrics.jsonl").write_text('{"step": 1}\n')
     short = RunPlan(plan.config.model_copy(update={"steps": 9}), plan.run_folder, plan.processes, plan.hub_url)
-    life = RunSession(short, reader_of(short.config, short.run_folder))
+    session = RunSession(short, reader_of(short.config, short.run_folder))
     with pytest.raises(ProcessDied, match="trainer ended before its last step"):
-        life.live(plain=True)
-    assert not life.outcome().is_complete
+        session.run(plain=True)
+    assert not session.outcome().is_complete
 
 
 def test_ctrl_c_ends_a_run_in_order(plan: RunPlan, make_spec, capsys: pytest.CaptureFixture[str]) -> None:
     patient = make_spec("trainer", "import time; time.sleep(60)")
     endless = RunPlan(plan.config, plan.run_folder, (*plan.processes[:3], patient), plan.hub_url)
-    life = RunSession(endless, reader_of(endless.config, endless.run_folder))
+    session = RunSession(endless, reader_of(endless.config, endless.run_folder))
     timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    life.live(plain=True)
-    assert not life.outcome().is_complete
-    assert life.outcome().total_s < 12
+    session.run(plain=True)
+    assert not session.outcome().is_complete
+    assert session.outcome().total_s < 12
     assert "stopping" in capsys.readouterr().out
 
 

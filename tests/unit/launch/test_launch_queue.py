@@ -131,7 +131,7 @@ def test_a_run_whose_hub_is_not_well_at_the_end_has_failed(tmp_path: Path, make_
         ),
         f"http://127.0.0.1:{port}",
     )
-    life = job.RunSession(plan, reader_of(config, tmp_path))
+    session = job.RunSession(plan, reader_of(config, tmp_path))
     with pytest.raises(ProcessDied, match="the hub cannot answer for its queue"):
-        life.live(plain=True)
-    assert not life.outcome().is_complete
+        session.run(plain=True)
+    assert not session.outcome().is_complete
