@@ -26,14 +26,15 @@ SHOWN_BY = {
     "sync": (("train", "run"), "train"),
     "track": (("train", "run"), "train"),
     "envs": (("env", "run"), "env"),
-    "launch/budget": (("plan",), ""),
-    "launch/doctor": (("doctor",), ""),
+    "budget": (("plan",), ""),
+    "doctor": (("doctor",), ""),
     "launch/chat.py": (("chat",), ""),
     "launch/top.py": (("top",), ""),
     "launch/matrix.py": (("matrix",), ""),
     "launch": (("run",), ""),
     "errors.py": (tuple(cli.VERBS), ""),
     "config/load.py": (tuple(cli.VERBS), ""),
+    "config/keys.py": (("run",), ""),
 }
 OF_OTHER_PROGRAMS = {
     "--scheduling-policy", "--max-cpu-loras", "--kv-cache-memory-bytes",  # vLLM
