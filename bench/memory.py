@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from treadle.budget import Machine, PlannedJob, estimate, find_shape
 from treadle.config import TrainConfig
 from treadle.config.load import parse
+from treadle.train.loop import accumulate_gradients
 from treadle.train.optim import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import Policy

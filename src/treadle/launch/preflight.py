@@ -31,7 +31,7 @@ from treadle.launch.plan import RunTokens, server_addresses
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, read_secret
 from treadle.net.urls import shown_url
 from treadle.store.file import real_path, refuse_locked
-from treadle.sync.model_identity import find_model
+from treadle.sync.model_folders import find_model
 from treadle.train.requirements import check_trainer
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN_VARIABLE
 

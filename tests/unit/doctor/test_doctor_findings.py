@@ -21,7 +21,7 @@ from treadle.doctor.software import DriverFacts, Packages, TorchFacts, is_met_by
 from treadle.engines.vllm.installation import Installation
 from treadle.envs.checking.findings import Finding, problems, show
 from treadle.launch.supervisor import describe_exit
-from treadle.train.health_rules import ALIGNMENT
+from treadle.train.health import ALIGNMENT
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport
 
 ROOT = Path(__file__).parents[3]
