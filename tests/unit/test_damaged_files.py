@@ -11,7 +11,7 @@ import pytest
 
 from treadle import cli
 from treadle.config import load_run, save_run
-from treadle.dash.metrics_file import MetricsFile
+from treadle.dash.run_folder import MetricsFile
 from treadle.launch.history import HistoryReader
 from treadle.track.jsonl import JsonlTracker, read_steps
 

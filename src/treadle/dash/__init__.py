@@ -1,4 +1,4 @@
-"""The page of a run: charts, rollouts, processes. The hub serves it; this package knows nothing of the hub."""
+"""The page of a run: charts, rollouts, processes. Served by the hub, or exported into one file."""
 
 from treadle.dash.routes import open_pages
 

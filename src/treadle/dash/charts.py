@@ -1,17 +1,109 @@
-"""Define the charts of the page: metrics, plain names, healthy ranges."""
+"""Define the charts of the page and downsample the metrics of a run for them.
+
+A long run has more steps than a chart has pixels: each bucket of steps is drawn with its lowest and its highest value,
+so no spike is lost.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
+from treadle.dash.run_folder import HeldOut, RunFolder
 from treadle.track.names import METRICS
+
+Values = list[float | None]
+NUM_SYNCS = 300
+_SYNC_PARTS = ("pause", "transfer", "verify")
+_SYNC_METRICS = {
+    "ended_s": "time_s",
+    "seconds": "perf/weight_sync_s",
+    "bytes": "sync/bytes",
+    "version": "policy_version",
+    "canary": "sync/canary_mean_abs_diff",
+    **{part: f"perf/weight_sync_{part}_s" for part in _SYNC_PARTS},
+}
+
+# ---- downsampling
+
+
+def buckets(steps: Sequence[int], first: int | None, last: int | None, num_points: int) -> list[slice]:
+    """Split the rows from step `first` to `last` into slices, so that two points of each make about `num_points`.
+
+    >>> buckets(range(1, 11), None, None, 4)
+    [slice(0, 5, None), slice(5, 10, None)]
+    """
+    begin = 0 if first is None else bisect_left(steps, first)
+    end = len(steps) if last is None else bisect_right(steps, last)
+    num_rows = end - begin
+    if num_rows <= num_points:
+        return [slice(row, row + 1) for row in range(begin, end)]
+    num_cuts = max(1, num_points // 2)
+    edges = [begin + num_rows * cut // num_cuts for cut in range(num_cuts + 1)]
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def bucket_steps(steps: Sequence[int], cuts: Sequence[slice]) -> list[int]:
+    """The steps of the points: the first and the last of each bucket."""
+    return [step for cut in cuts for step in _ends(steps, cut)]
+
+
+def extremes(column: Sequence[float], cuts: Sequence[slice]) -> Values:
+    """The lowest and the highest value of each bucket, in the order of their steps; None: not measured.
+
+    >>> extremes([1.0, 9.0, 3.0, 2.0], [slice(0, 3), slice(3, 4)])
+    [1.0, 9.0, 2.0]
+    """
+    points: Values = []
+    for cut in cuts:
+        values = column[cut]
+        if len(values) == 1:
+            points.append(_rounded(values[0]))
+            continue
+        known = [value for value in values if value == value]  # noqa: PLR0124 - not NaN
+        if not known:
+            points += [None, None]
+            continue
+        low, high = min(known), max(known)
+        is_rising = known.index(low) <= known.index(high)
+        points += [_rounded(low), _rounded(high)] if is_rising else [_rounded(high), _rounded(low)]
+    return points
+
+
+def means(column: Sequence[float], cuts: Sequence[slice]) -> Values:
+    """The mean of each bucket, at both of its ends: means may be smoothed and stacked, extremes may not.
+
+    >>> means([1.0, 9.0, 2.0], [slice(0, 2), slice(2, 3)])
+    [5.0, 5.0, 2.0]
+    """
+    points: Values = []
+    for cut in cuts:
+        known = [value for value in column[cut] if value == value]  # noqa: PLR0124 - not NaN
+        mean = _rounded(sum(known) / len(known)) if known else None
+        points += [mean] * min(2, cut.stop - cut.start)
+    return points
+
+
+def _ends(steps: Sequence[int], cut: slice) -> list[int]:
+    first, last = steps[cut.start], steps[cut.stop - 1]
+    return [first] if cut.stop - cut.start == 1 else [first, last]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# ---- charts
 
 
 class Band(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The healthy range; an end that is None is open."""
+    """The healthy range; None: no limit at this end."""
 
     low: float | None = None
     high: float | None = None
@@ -19,7 +111,7 @@ class Band(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """`stacked`: the parts of one whole. `labels`: the plain names of the metrics, in the order of `names`."""
+    """`labels`: plain names of the metrics, in the order of `names`. `held_out_envs`: environments drawn separately."""
 
     title: str
     names: tuple[str, ...]
@@ -33,7 +125,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def band_of(healthy: str) -> Band | None:
-    """The words of the catalogue as numbers; None where they are no fixed range.
+    """Parse a healthy range of the metric catalogue; None where it is no fixed range.
 
     >>> band_of("below 0.1; alarm above 0.5")
     Band(low=None, high=0.1, alarm=0.5)
@@ -140,3 +232,56 @@ CHARTS = (
         },
     ),
 )
+
+
+# ---- series of a run
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """`values` holds the extremes of each bucket of steps, `means` their means; None: no step was left out."""
+
+    run: str = ""
+    steps: list[int] = []
+    values: dict[str, Values] = {}
+    means: dict[str, Values] | None = None
+    held_out: list[HeldOut] = []
+    num_steps: int = 0
+    last_step: int = 0
+    names: list[str] = []
+
+
+def series_of(
+    run: RunFolder | None, names: Sequence[str], first: int | None, last: int | None, num_points: int
+) -> Series:
+    if run is None:
+        return Series()
+    with run.metrics.columns() as columns:
+        steps = columns.steps
+        cuts = buckets(steps, first, last, num_points)
+        known = {name: columns.by_name[name] for name in names if name in columns.by_name}
+        is_thinned = any(cut.stop - cut.start > 1 for cut in cuts)
+        return Series(
+            run=run.name,
+            steps=bucket_steps(steps, cuts),
+            values={name: extremes(column, cuts) for name, column in known.items()},
+            means={name: means(column, cuts) for name, column in known.items()} if is_thinned else None,
+            held_out=run.held_out(),
+            num_steps=len(steps),
+            last_step=steps[-1] if steps else 0,
+            names=sorted(columns.by_name),
+        )
+
+
+def syncs_of(run: RunFolder | None) -> dict[str, list[dict[str, float]]]:
+    """The last weight syncs: version, end time and duration of each part."""
+    if run is None:
+        return {"syncs": []}
+    with run.metrics.columns() as columns:
+        named = {short: columns.by_name[name] for short, name in _SYNC_METRICS.items() if name in columns.by_name}
+        known = {short: column[-NUM_SYNCS:] for short, column in named.items()}
+        steps = columns.steps[-NUM_SYNCS:]
+    rows = [
+        {"step": step, **{short: values[row] for short, values in known.items() if not math.isnan(values[row])}}
+        for row, step in enumerate(steps)
+    ]
+    return {"syncs": [row for row in rows if "seconds" in row]}

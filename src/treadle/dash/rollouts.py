@@ -1,4 +1,4 @@
-"""A group as the page shows it: every token with its logprobs, its advantage and whether it is trained."""
+"""Prepare groups for the page: every token with its text, logprobs and advantage."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 MAX_TOKENS_SHOWN = 4_000  # of one rollout
 MAX_GROUP_TOKENS_SHOWN = 60_000
 MAX_ROLLOUTS_SHOWN = 256
-WHOLE_CHARACTER = 4  # tokens that a character may be spread over, at most
-BROKEN = "\ufffd"  # how a decoder writes a part of a character
+WHOLE_CHARACTER = 4  # most tokens that one character spreads over
+BROKEN = "\ufffd"  # a decoder's output for part of a character
 
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
-    """One value for each token that is shown, unless it says otherwise."""
+    """Lists hold one value per token that is shown."""
 
     score: float
-    advantage: float  # its score minus the mean of its group
+    advantage: float  # score minus the mean of the group
     num_tokens: int
     ids: list[int]
     pieces: list[str] | None  # None: no tokenizer is known
     is_trained: list[int]  # 1 or 0
     logprobs: list[float | None] | None
-    advantages: list[float] | None  # where the environment sent them
-    differences: list[float | None] | None  # trainer's logprob minus engine's; None: it carried no loss, or not kept
-    trained_advantages: list[float] | None  # what it was trained with
-    messages: list[dict[str, Any]] | None  # where there are no pieces
+    advantages: list[float] | None  # as sent by the environment
+    differences: list[float | None] | None  # trainer's logprob minus engine's; None: no loss, or not kept
+    trained_advantages: list[float] | None  # as used by the trainer
+    messages: list[dict[str, Any]] | None  # shown where there are no pieces
     details: dict[str, Any]  # from its environment: outcome, parts, finish_reason, ...
 
 
@@ -49,15 +49,15 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     older: int | None
     newer: int | None
-    rollouts: list[RolloutView] | None  # None: its content is no longer kept
-    num_rollouts: int = 0  # of which so many are shown as a browser can bear
-    prompt_tokens: int = 0  # shared by all its rollouts
-    has_record: bool = False  # whether the trainer's figures of its step are kept
+    rollouts: list[RolloutView] | None  # None: the content is no longer kept
+    num_rollouts: int = 0  # in the group; at most MAX_ROLLOUTS_SHOWN are shown
+    prompt_tokens: int = 0  # leading tokens that all rollouts share
+    has_record: bool = False  # whether the trainer's figures of the step are kept
     generation_params: dict[str, Any] | None = None
 
 
-class Lexicon:
-    """Token ids as text, by the tokenizer of the run's model, which is loaded when it is first needed."""
+class TokenDecoder:
+    """Decodes token ids with the tokenizer of the run's model, which is loaded on first use."""
 
     def __init__(self, model_folder: Path | None) -> None:
         self._file = None if model_folder is None else model_folder / "tokenizer.json"
@@ -82,17 +82,17 @@ class Lexicon:
 
     def _load(self) -> Tokenizer | None:
         if self._tokenizer is None and self._file is not None:
-            from tokenizers import Tokenizer  # half a hub's start: only when text is asked for
+            from tokenizers import Tokenizer  # slow to import: half of a hub's start-up time
 
             try:
                 self._tokenizer = Tokenizer.from_file(str(self._file))
-            except Exception:  # the library raises plain Exception; the page then shows the ids and says so
+            except Exception:  # the library raises plain Exception; the page then shows token ids
                 self._file = None
         return self._tokenizer
 
 
 def _whole_characters(ids: Sequence[int], pieces: list[str], tokenizer: Tokenizer) -> list[str]:
-    """A character whose bytes are spread over several tokens stands at the first of them, and nothing at the others."""
+    """Give a character that is spread over several tokens to the first of them; the others get ""."""
     row = 0
     while row < len(pieces):
         if BROKEN in pieces[row]:
@@ -111,25 +111,25 @@ def open_group(stored: StoredGroup) -> ScoredGroup:
 
 
 def view_rollouts(
-    group: ScoredGroup, lexicon: Lexicon, recorded: Mapping[int, RolloutTokens] | None = None
+    group: ScoredGroup, decoder: TokenDecoder, recorded: Mapping[int, RolloutTokens] | None = None
 ) -> list[RolloutView]:
-    """`recorded`: what the trainer kept of them; None: nothing is kept of their step."""
+    """`recorded`: the trainer's figures by rollout; None: not kept for the step."""
     mean = sum(group.scores) / len(group.scores)
     rows = range(min(group.size, MAX_ROLLOUTS_SHOWN))
     shown = slice(min(MAX_TOKENS_SHOWN, MAX_GROUP_TOKENS_SHOWN // len(rows)))
-    return [_view(group, row, mean, lexicon, shown, recorded) for row in rows]
+    return [_view(group, row, mean, decoder, shown, recorded) for row in rows]
 
 
 def _view(
     group: ScoredGroup,
     row: int,
     mean: float,
-    lexicon: Lexicon,
+    decoder: TokenDecoder,
     shown: slice,
     recorded: Mapping[int, RolloutTokens] | None,
 ) -> RolloutView:
     ids = group.tokens[row][shown]
-    pieces = lexicon.pieces(ids)
+    pieces = decoder.pieces(ids)
     details = dict(group.overrides[row]) if group.overrides else {}
     logprobs = _at(group.inference_logprobs, row)
     own = _at(group.advantages, row)
@@ -152,14 +152,14 @@ def _view(
 
 
 def _at(rows: Sequence[Any] | None, row: int) -> Any:
-    """None also where a client sent fewer than there are rollouts, which is its right."""
+    """None also where a client sent fewer rows than rollouts, which the protocol allows."""
     return rows[row] if rows is not None and row < len(rows) else None
 
 
 def _as_trained(
     recorded: Mapping[int, RolloutTokens] | None, row: int, num_shown: int
 ) -> tuple[list[float | None] | None, list[float] | None]:
-    """Difference and advantage of each token that is shown; a token that carried no loss has no advantage."""
+    """Difference and advantage of each shown token; a token without loss has advantage 0."""
     if recorded is None:
         return None, None
     differences: list[float | None] = [None] * num_shown
@@ -176,17 +176,17 @@ def _logprob(value: float) -> float | None:
 
 
 def num_prompt_tokens(group: ScoredGroup) -> int:
-    """How many leading tokens all rollouts share, none of which is trained."""
+    """Number of leading, untrained tokens that all rollouts share."""
     first_trained = [
         next((row for row, mask in enumerate(masks) if mask != IGNORED), len(masks)) for masks in group.masks
     ]
     return min(common_prefix(group.tokens), *first_trained)
 
 
-def texts_of(stored: StoredGroup, lexicon: Lexicon) -> list[str]:
-    """Everything that was said in a group, for a search."""
+def texts_of(stored: StoredGroup, decoder: TokenDecoder) -> list[str]:
+    """The texts of a group, for a search."""
     group = open_group(stored)
     if group.messages:
         return [str(message.get("content", "")) for turns in group.messages for message in turns]
-    texts = [lexicon.text(tokens) for tokens in group.tokens]
+    texts = [decoder.text(tokens) for tokens in group.tokens]
     return [text for text in texts if text is not None]

@@ -1,4 +1,4 @@
-"""The page's routes: its files, and what it asks for. Whoever serves them decides who may call.
+"""Define the routes of the page: its files and its JSON answers. The server that mounts them checks access.
 
 with open_pages(run_folder, store, explain, is_at_work) as pages:
     for path, handler in pages: ...
@@ -16,20 +16,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from treadle.dash.charts import CHARTS
-from treadle.dash.figures import series_of, syncs_of
-from treadle.dash.learner import Learner
-from treadle.dash.processes import EngineWatch, ProcessTable, ProcessView
-from treadle.dash.query import Handler, Unanswerable, as_json, real, telling, whole
-from treadle.dash.queue_history import QueueHistory
-from treadle.dash.rollouts import GroupView, Lexicon, num_prompt_tokens, open_group, view_rollouts
+from treadle.dash.charts import CHARTS, series_of, syncs_of
+from treadle.dash.monitor import EngineMonitor, ProcessTable, ProcessView, QueueHistory
+from treadle.dash.rollouts import GroupView, TokenDecoder, num_prompt_tokens, open_group, view_rollouts
 from treadle.dash.run_folder import HeldOut, RunFolder, Runs, env_tables, task_of
-from treadle.dash.search import search
-from treadle.dash.static import INDEX, StaticFiles
-from treadle.dash.words import (
+from treadle.dash.search import GroupIndexer, search
+from treadle.dash.status import (
     TRAINING_STEPS,
     WARNING_STEPS,
-    EngineState,
+    EngineStatus,
     Situation,
     Standing,
     Tile,
@@ -39,13 +34,23 @@ from treadle.dash.words import (
     standing,
     tiles_of,
 )
+from treadle.dash.web import (
+    INDEX,
+    Handler,
+    RequestError,
+    StaticFiles,
+    answering_errors,
+    as_json,
+    float_param,
+    int_param,
+)
 from treadle.store import Store
 from treadle.store.browse import Browser, GroupSummary, Wanted
 from treadle.track.names import METRICS
 from treadle.track.token_files import RolloutTokens
 from treadle.wire.groups import ScoredGroup, fingerprint
 
-Page = tuple[str, Handler]  # (path, what answers GET)
+Page = tuple[str, Handler]  # (path, handler of GET)
 PAGE_SIZE = 50
 MAX_PAGE_SIZE = 200
 MAX_POINTS = 4_000
@@ -58,16 +63,16 @@ NUM_HEALTH_LINES = 3
 def open_pages(
     run_folder: Path | None, store: Store, explain: Callable[[], str], is_at_work: Callable[[], bool]
 ) -> Iterator[Sequence[Page]]:
-    """`explain` says why there is no batch now, `is_at_work` whether any process of the run is heard of."""
+    """`explain` says why there is no batch now; `is_at_work`: whether any process of the run reports."""
     run = None if run_folder is None else RunFolder(run_folder.expanduser().resolve())
     with Browser.open(store.path) as browser:
-        learner = Learner(browser, first=run.metrics.read_on if run is not None else lambda: None)
+        indexer = GroupIndexer(browser, first=run.metrics.read_on if run is not None else lambda: None)
         queue = QueueHistory(store)
         try:
-            yield Routes(store, explain, is_at_work, browser, learner, queue, Runs(run)).pages()
+            yield Routes(store, explain, is_at_work, browser, indexer, queue, Runs(run)).pages()
         finally:
             queue.close()
-            learner.close()
+            indexer.close()
 
 
 class Routes:
@@ -77,7 +82,7 @@ class Routes:
         explain: Callable[[], str],
         is_at_work: Callable[[], bool],
         browser: Browser,
-        learner: Learner,
+        indexer: GroupIndexer,
         queue: QueueHistory,
         runs: Runs,
     ) -> None:
@@ -85,16 +90,16 @@ class Routes:
         self._explain = explain
         self._is_at_work = is_at_work
         self._browser = browser
-        self._learner = learner
+        self._learner = indexer
         self._queue = queue
         self._runs = runs
         self._files = StaticFiles()
         self._processes = ProcessTable(runs.own)
         config = runs.own.config() if runs.own is not None else {}
         self._config = config
-        self._engine = EngineWatch(config)
+        self._engine = EngineMonitor(config)
         model = (config.get("engine") or {}).get("model")
-        self._lexicon = Lexicon(Path(model).expanduser() if isinstance(model, str) else None)
+        self._lexicon = TokenDecoder(Path(model).expanduser() if isinstance(model, str) else None)
 
     def pages(self) -> list[Page]:
         handlers: list[Page] = [
@@ -111,7 +116,7 @@ class Routes:
             ("/dash/api/syncs", self.syncs),
             ("/dash/{name}", self.file),
         ]
-        return [(path, telling(handler)) for path, handler in handlers]
+        return [(path, answering_errors(handler)) for path, handler in handlers]
 
     # ---- files
 
@@ -146,14 +151,14 @@ class Routes:
 
     async def series(self, request: Request) -> Response:
         run = self._chosen_run(request)
-        first, last = whole(request, "first"), whole(request, "last")
-        num_points = min(MAX_POINTS, max(2, whole(request, "points") or 600))
+        first, last = int_param(request, "first"), int_param(request, "last")
+        num_points = min(MAX_POINTS, max(2, int_param(request, "points") or 600))
         asked = request.query_params.get("names", "")
         names = asked.split(",") if asked else sorted({name for chart in CHARTS for name in chart.names})
         return as_json(await asyncio.to_thread(series_of, run, names, first, last, num_points))
 
     async def syncs(self, request: Request) -> Response:
-        """The last publishes: which version, when it was through, and where its time went."""
+        """The last weight syncs: version, end time and duration of each part."""
         run = self._chosen_run(request)
         return as_json(await asyncio.to_thread(syncs_of, run))
 
@@ -161,7 +166,7 @@ class Routes:
         name = request.query_params.get("run", "")
         found = self._runs.get(name)
         if found is None and name:
-            raise Unanswerable(404, f"there is no run {name[:100]!r} beside this one")
+            raise RequestError(404, f"there is no run {name[:100]!r} beside this one")
         return found
 
     # ---- now
@@ -218,7 +223,7 @@ class Routes:
         }
 
     def _tiles(self, held_out: Sequence[HeldOut], now: Situation, num_warnings: int) -> tuple[list[Tile], str]:
-        """The tiles, and why held-out and training accuracy differ; without a run folder there is nothing to show."""
+        """The tiles, and a note why held-out and training accuracy differ; empty without a run folder."""
         if self._runs.own is None:
             return [], ""
         with self._runs.own.metrics.columns() as columns:
@@ -226,20 +231,20 @@ class Routes:
             last = held_out[-1] if held_out and held_out[-1].step else None
             training = [] if last is None else columns.known("rollout/accuracy", TRAINING_STEPS, last.step)
         tables = env_tables(self._config)
-        if last is None or len(tables) > 1:  # several environments may sample each in its own way
+        if last is None or len(tables) > 1:  # several environments may have different sampling settings
             return tiles, ""
         return tiles, sampling_note(last, training, tables[0] if tables else {})
 
     def _is_measured(self, held_out: Sequence[HeldOut], steps: int | None) -> bool:
-        """Whether no evaluation is to come after the last step."""
+        """Whether the evaluation after the last step is done, or none is wanted."""
         tables = env_tables(self._config)
         evaluates = not tables or any(table.get("num_eval") != 0 for table in tables)
         return not evaluates or (steps is not None and any(one.step >= steps for one in held_out))
 
-    def _process(self, view: ProcessView, step: int, engine: EngineState | None, stands: Standing) -> dict[str, Any]:
+    def _process(self, view: ProcessView, step: int, engine: EngineStatus | None, stands: Standing) -> dict[str, Any]:
         row: dict[str, Any] = {name: getattr(view, name) for name in view.__struct_fields__}
         if view.name == "hub":
-            row["heard_s"] = 0.0  # it answers just now
+            row["heard_s"] = 0.0  # it is answering this request
         elif view.name == "trainer":
             row["version"] = step
         elif view.name == "engine" and engine is not None:
@@ -257,17 +262,19 @@ class Routes:
         own = self._runs.own
         tail = None if own is None else await asyncio.to_thread(own.log_tail, request.path_params["name"])
         if tail is None:
-            raise Unanswerable(404, "this process has no log here")
+            raise RequestError(404, "this process has no log here")
         return as_json({"tail": tail})
 
     # ---- rollouts
 
     async def groups(self, request: Request) -> Response:
         self._learner.wake()
-        await asyncio.to_thread(self._browser.learn, 0)  # at least which step each group is in
-        limit = min(MAX_PAGE_SIZE, max(1, whole(request, "limit") or PAGE_SIZE))
+        await asyncio.to_thread(self._browser.learn, 0)  # at least the step of each group
+        limit = min(MAX_PAGE_SIZE, max(1, int_param(request, "limit") or PAGE_SIZE))
         wanted = _wanted(request)
-        reach = await asyncio.to_thread(self._browser.reach)  # first: what it says is known is known in the list too
+        reach = await asyncio.to_thread(
+            self._browser.reach
+        )  # first, so that it never counts more than the list below knows
         found = await asyncio.to_thread(self._browser.find, wanted, limit + 1)
         return as_json(
             {
@@ -282,7 +289,7 @@ class Routes:
     async def search(self, request: Request) -> Response:
         text = request.query_params.get("text", "").strip()
         if not text or len(text) > MAX_TEXT_CHARS:
-            raise Unanswerable(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
+            raise RequestError(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
         self._learner.wake()
         wanted = _wanted(request)
         return as_json(await asyncio.to_thread(search, self._browser, self._lexicon, wanted, text, max_hits=PAGE_SIZE))
@@ -290,18 +297,18 @@ class Routes:
     async def group(self, request: Request) -> Response:
         text = request.path_params["group_id"]
         if not text.isascii() or not text.isdecimal() or len(text) > 15:
-            raise Unanswerable(404, "there is no such group")
+            raise RequestError(404, "there is no such group")
         is_whole = request.query_params.get("form") == "whole"
         return as_json(await asyncio.to_thread(self._group, int(text), is_whole))
 
     def _group(self, group_id: int, is_whole: bool) -> object:
         found = self._browser.find(Wanted(before=group_id + 1), 1)
         if not found or found[0].id != group_id:
-            raise Unanswerable(404, f"there is no group {group_id}")
+            raise RequestError(404, f"there is no group {group_id}")
         stored = self._browser.contents([group_id]).get(group_id)
         if is_whole:
             if stored is None:
-                raise Unanswerable(404, f"the content of group {group_id} is no longer kept")
+                raise RequestError(404, f"the content of group {group_id} is no longer kept")
             return open_group(stored)
         names = {env.env_id: env.name for env in self._store.envs()}
         older, newer = self._browser.neighbours(group_id)
@@ -324,7 +331,7 @@ class Routes:
         )
 
     def _recorded(self, group: ScoredGroup, summary: GroupSummary) -> dict[int, RolloutTokens] | None:
-        """What the trainer kept of the group's tokens."""
+        """The trainer's figures of the group's tokens, if kept."""
         own = self._runs.own
         if own is None or summary.step is None or summary.state not in ("leased", "trained"):
             return None
@@ -338,15 +345,15 @@ def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:
 def _wanted(request: Request) -> Wanted:
     state = request.query_params.get("state") or None
     if state is not None and state not in STATES:
-        raise Unanswerable(422, f"state must be one of {', '.join(STATES)}")
+        raise RequestError(422, f"state must be one of {', '.join(STATES)}")
     return Wanted(
-        step=whole(request, "step"),
-        env_id=whole(request, "env"),
+        step=int_param(request, "step"),
+        env_id=int_param(request, "env"),
         state=state,
-        version=whole(request, "version"),
-        score_from=real(request, "score_from"),
-        score_to=real(request, "score_to"),
-        length_from=whole(request, "length_from"),
-        length_to=whole(request, "length_to"),
-        before=whole(request, "before"),
+        version=int_param(request, "version"),
+        score_from=float_param(request, "score_from"),
+        score_to=float_param(request, "score_to"),
+        length_from=int_param(request, "length_from"),
+        length_to=int_param(request, "length_to"),
+        before=int_param(request, "before"),
     )

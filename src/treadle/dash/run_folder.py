@@ -1,27 +1,140 @@
-"""What a run's folder holds, read for the page: its settings, figures, evaluations, logs; and the runs beside it."""
+"""Read the folder of a run: settings, metrics, evaluations, logs; and list the runs beside it.
+
+metrics.jsonl is held as columns, and only lines that were added are read again.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from treadle.config.load import merge_derived
-from treadle.dash.metrics_file import MetricsFile
 from treadle.track.health_log import HealthLog
+from treadle.track.names import with_todays_names
 from treadle.track.plot import HeldOutPoint, pooled
 from treadle.track.token_files import FOLDER as TOKENS
 from treadle.track.token_files import TokenFiles
 
+LARGEST = sys.float_info.max  # a damaged line may hold an integer that no float can
+LARGEST_STEP = 2**62
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
 MAX_TAIL_BYTES = 64 * 1024
 MAX_RUNS = 200
+_LINE = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass
+class Columns:
+    """Metrics by name, one row per step in ascending order; NaN where a step lacks a value."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    by_name: dict[str, array[float]] = field(default_factory=dict)
+    _last_names: tuple[str, ...] = ()
+    _last_columns: list[array[float]] = field(default_factory=list)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A repeated step (the trainer was resumed) replaces the earlier one and all rows after it."""
+        step = int(line.pop("step"))
+        if self.steps and step <= self.steps[-1]:
+            self._cut(bisect_left(self.steps, step))
+        self.steps.append(step)
+        names = tuple(line)
+        if names != self._last_names or len(names) != len(self.by_name):  # nearly all lines have the same names
+            self._last_names, self._last_columns = names, [self._column(name) for name in names]
+        for column, value in zip(self._last_columns, line.values(), strict=True):
+            is_number = isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= LARGEST
+            column.append(value if is_number else math.nan)
+        if len(names) != len(self.by_name):
+            for column in self.by_name.values():
+                if len(column) < len(self.steps):
+                    column.append(math.nan)
+
+    def known(self, name: str, last: int, until_step: int | None = None) -> list[float]:
+        """The values of the last `last` steps (up to `until_step`) that have this metric."""
+        end = len(self.steps) if until_step is None else bisect_right(self.steps, until_step)
+        column = self.by_name.get(name, array("d"))[max(0, end - last) : end]
+        return [value for value in column if not math.isnan(value)]
+
+    def _column(self, name: str) -> array[float]:
+        """The column under today's metric name, padded up to the step before this one."""
+        (todays_name,) = with_todays_names({name: None})
+        column = self.by_name.get(todays_name)
+        if column is None:
+            column = self.by_name[todays_name] = array("d", [math.nan]) * (len(self.steps) - 1)
+        return column
+
+    def _cut(self, length: int) -> None:
+        del self.steps[length:]
+        for column in self.by_name.values():
+            del column[length:]
+
+
+class MetricsFile:
+    """Reads metrics.jsonl incrementally. The file may not exist yet. Thread-safe.
+
+    with file.columns() as columns:  # locked meanwhile
+        last_step = columns.steps[-1]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._columns = Columns()
+        self._inode = 0
+        self._offset = 0
+
+    @contextmanager
+    def columns(self) -> Iterator[Columns]:
+        """The current columns; cheap when nothing was added."""
+        with self._lock:
+            self._read()
+            yield self._columns
+
+    def read_on(self) -> None:
+        """Read the added lines ahead of the first request."""
+        with self._lock:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                self._read_on(file.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            self._restart(0)
+
+    def _restart(self, inode: int) -> None:
+        self._columns, self._inode, self._offset = Columns(), inode, 0
+
+    def _read_on(self, descriptor: int) -> None:
+        state = os.fstat(descriptor)
+        if (
+            state.st_ino != self._inode or state.st_size < self._offset
+        ):  # a resumed trainer replaces it by a shorter one
+            self._restart(state.st_ino)
+        added = os.pread(descriptor, state.st_size - self._offset, self._offset)
+        whole = added[: added.rfind(b"\n") + 1]  # the last line may be incomplete
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                values = _LINE.decode(line)
+            except (msgspec.DecodeError, ValueError):  # truncated by a crash, or not UTF-8
+                continue
+            step = values.get("step")
+            if isinstance(step, int) and 0 <= step <= LARGEST_STEP:
+                self._columns.add(values)
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -36,7 +149,7 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """`RunFolder(Path("runs/20260102-030405-arithmetic"))`; a folder that is not there holds nothing."""
+    """`RunFolder(Path("runs/20260102-030405-arithmetic"))`; a missing folder counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,15 +164,15 @@ class RunFolder:
         return self.path.name
 
     def config(self) -> dict[str, Any]:
-        """Every setting of the run; empty when none are written."""
+        """All settings of the run; empty without a config.json."""
         return merge_derived(_read_object(self.path / CONFIG_FILE))
 
     def last_words(self) -> str:
-        """The error that ended the run; "" where none did, or it was never written."""
+        """The error that ended the run; "" if there was none or it is unknown."""
         return str(_read_object(self.path / SUMMARY_FILE).get("last_words") or "")
 
     def held_out(self) -> list[HeldOut]:
-        """The evaluations; of several environments, over all prompts, at the steps that all were evaluated at."""
+        """The evaluations; several environments are pooled at the steps that all of them were evaluated at."""
         by_env = self.held_out_by_env()
         if not by_env:
             return self._held_out_in(self.path / "evals")
@@ -69,7 +182,7 @@ class RunFolder:
         ]
 
     def held_out_by_env(self) -> dict[str, list[HeldOut]]:
-        """By the names of several environments; empty where there is one."""
+        """Evaluations by name of the environment; empty for a run with one environment."""
         tables = [table for table in self.config().get("envs") or [] if isinstance(table, dict)]
         measured = [table for table in tables if table.get("num_eval") and table.get("data_dir_to_save_evals")]
         return {
@@ -94,7 +207,7 @@ class RunFolder:
         return sorted(found, key=lambda one: one.step)
 
     def health(self, since_step: int) -> list[str]:
-        """The trainer's health warnings after that step; one that it has not repeated no longer applies."""
+        """The trainer's health warnings after `since_step`; older ones that were not repeated no longer apply."""
         with self._health_lock:
             lines = self._health.read()
         return [str(line) for line in lines if line.step is None or line.step > since_step]
@@ -104,8 +217,8 @@ class RunFolder:
         return sorted(path.stem for path in folder.glob("*.log")) if folder.is_dir() else []
 
     def log_tail(self, name: str, num_bytes: int = MAX_TAIL_BYTES) -> str | None:
-        """The end of a process' log, from a whole line on; None: it has no log."""
-        if name not in self.log_names():  # a name from outside never becomes a path
+        """The end of a process' log, starting at a whole line; None: no such log."""
+        if name not in self.log_names():  # a requested name never becomes a path
             return None
         try:
             with (self.path / "logs" / f"{name}.log").open("rb") as file:
@@ -125,14 +238,14 @@ class RunFolder:
 
 
 class Runs:
-    """The run of this hub and those that lie beside it, which it can be compared with."""
+    """The run of this hub and the runs beside it, for comparison."""
 
     def __init__(self, own: RunFolder | None) -> None:
         self.own = own
         self._others: dict[str, RunFolder] = {}
 
     def names(self) -> list[str]:
-        """The others, the newest first."""
+        """Names of the other runs, newest first."""
         if self.own is None:
             return []
         try:
@@ -143,7 +256,7 @@ class Runs:
         return [name for name, _ in zip(runs, range(MAX_RUNS), strict=False)]
 
     def get(self, name: str) -> RunFolder | None:
-        """By its name, own or other; "" is the own one."""
+        """Look up a run by name; "" is the own one."""
         if self.own is None or name in ("", self.own.name):
             return self.own
         if name not in self._others:
@@ -154,13 +267,13 @@ class Runs:
 
 
 def env_tables(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings of the environments, of which there may be several."""
+    """The settings of all environments."""
     tables = config.get("envs") or [config.get("env")]
     return [table for table in tables if isinstance(table, dict)]
 
 
 def task_of(config: Mapping[str, Any]) -> str:
-    """`"gsm8k + arithmetic/addition"`; "" where no environment is named."""
+    """`"gsm8k + arithmetic/addition"`; "" if no environment is named."""
     names = ("/".join(str(table[key]) for key in ("name", "task") if table.get(key)) for table in env_tables(config))
     return " + ".join(filter(None, names))
 

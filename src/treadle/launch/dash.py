@@ -33,9 +33,8 @@ from starlette.types import Receive, Scope, Send
 from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash import open_pages
-from treadle.dash.query import Unanswerable, as_json, telling
 from treadle.dash.run_folder import RunFolder, task_of
-from treadle.dash.static import HEADERS, INDEX, StaticFiles
+from treadle.dash.web import HEADERS, INDEX, RequestError, StaticFiles, answering_errors, as_json
 from treadle.errors import ConfigError
 from treadle.formatting import percent
 from treadle.hub.process import serve
@@ -233,7 +232,7 @@ class StartPage:
             watch.cancel()
 
         return Starlette(
-            routes=[Route(path, telling(handler), methods=["GET"]) for path, handler in routes.items()],
+            routes=[Route(path, answering_errors(handler), methods=["GET"]) for path, handler in routes.items()],
             lifespan=lifespan,
         )
 
@@ -257,10 +256,10 @@ class StartPage:
     async def forward(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._runs.names():  # a name in a request never becomes a path
-            raise Unanswerable(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
+            raise RequestError(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
         path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
         if READABLE.fullmatch(path) is None:
-            raise Unanswerable(404, "only the page of a run is served here")
+            raise RequestError(404, "only the page of a run is served here")
         query = f"?{request.url.query}" if request.url.query else ""
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         async with contextlib.AsyncExitStack() as opened:
@@ -271,9 +270,9 @@ class StartPage:
                 asked = self._client.build_request("GET", f"{hub.url}/{path}{query}", headers=headers)
                 answer = await self._client.send(asked, stream=True)
             except ConfigError as error:
-                raise Unanswerable(404, str(error)) from None
+                raise RequestError(404, str(error)) from None
             except httpx.TransportError as error:
-                raise Unanswerable(502, f"the hub of {name} does not answer: {error!r}") from None
+                raise RequestError(502, f"the hub of {name} does not answer: {error!r}") from None
             opened.push_async_callback(answer.aclose)
             file = FILE.fullmatch(path)
             if file is not None and answer.is_success:
@@ -281,7 +280,7 @@ class StartPage:
             else:
                 media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if media_type not in DATA_TYPES:
-                    raise Unanswerable(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
+                    raise RequestError(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
                 response = ForwardedData(answer, media_type, opened.pop_all())
         return response
 

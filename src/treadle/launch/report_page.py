@@ -23,7 +23,7 @@ from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import NOT_STORED, without_secrets
 from treadle.dash.run_folder import HeldOut
-from treadle.dash.words import TRAINING_STEPS, sampling_note
+from treadle.dash.status import TRAINING_STEPS, sampling_note
 from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
 from treadle.launch.charts import Chart, draw
 from treadle.launch.folder import REQUEST_FILE, check_is_run, load_versions, requested_keys

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from bench.page_history import GROUP_SIZE, write_config, write_metrics, write_run
 from treadle.dash import open_pages
-from treadle.dash.static import HEADERS
+from treadle.dash.web import HEADERS
 from treadle.store import Store
 
 NUM_STEPS, NUM_GROUPS = 20, 200

@@ -15,7 +15,7 @@ from tests.written_run import evaluation, step_values
 from treadle.config import RunConfig, load_run
 from treadle.config.keys import explicit_keys
 from treadle.dash.run_folder import RunFolder
-from treadle.dash.words import result_in_words
+from treadle.dash.status import result_in_words
 from treadle.launch.history import reader_of
 from treadle.launch.panel import draw
 from treadle.launch.plan import RunPlan, RunTokens, build_plan, shares_of

@@ -12,18 +12,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from treadle.dash.metrics_file import Columns
-from treadle.dash.run_folder import HeldOut
+from treadle.dash.run_folder import Columns, HeldOut
 
 WARNING_STEPS = 20  # the trainer repeats a warning that still applies within this many steps
-RECENT_STEPS = 10  # speeds and the time that is left are means over these
-TRAINING_STEPS = 5  # the accuracy in training around an evaluation is a mean over these
+RECENT_STEPS = 10  # speeds and remaining time: means over this many steps
+TRAINING_STEPS = 5  # accuracy in training at an evaluation: mean over this many steps
 Standing = Literal["live", "complete", "failed", "stopped", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineState:
-    """`paused_s`: for how long it has held still; None: it is not paused, or nobody knows."""
+class EngineStatus:
+    """`paused_s`: how long it has been paused; None: not paused, or unknown."""
 
     answers: bool
     version: int | None = None
@@ -32,7 +31,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Seconds count from now backwards; None: it has not happened, as far as is remembered."""
+    """Durations are seconds before now; None: it has not happened."""
 
     explanation: str  # the hub's, why there is no batch
     has_trainer: bool
@@ -41,11 +40,11 @@ class Situation:
     leased_step: int | None = None
     leased_s: float | None = None
     trained_s: float | None = None
-    engine: EngineState | None = None
-    is_at_work: bool = True  # a process of the run is heard of
-    is_measured: bool = False  # the last evaluation is there, or none is wanted
-    result: str = ""  # what was measured, in words
-    last_words: str = ""  # the error that ended its last life
+    engine: EngineStatus | None = None
+    is_at_work: bool = True  # a process of the run reports
+    is_measured: bool = False  # the last evaluation is done, or none is wanted
+    result: str = ""  # held-out result in words
+    last_words: str = ""  # the error that ended the run
 
 
 def standing(now: Situation) -> Standing:
@@ -104,7 +103,7 @@ def result_in_words(held_out: Sequence[HeldOut]) -> str:
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure at the top of the page. `share`: how much of it is done, drawn as a bar."""
+    """One figure at the top of the page. `share`: progress from 0 to 1, drawn as a bar."""
 
     name: str
     value: str
@@ -169,7 +168,7 @@ def _step_tile(columns: Columns, now: Situation) -> Tile:
 
 
 def eval_temperature(env: Mapping[str, Any]) -> float:
-    """The temperature of held-out answers by the settings of an environment: greedy unless it is set otherwise."""
+    """The temperature of held-out answers: greedy unless the environment's settings say otherwise."""
     chosen = env.get("eval_temperature")
     if chosen is None:
         chosen = 0.0 if env.get("eval_samples", 1) == 1 else env.get("temperature", 1.0)
@@ -177,7 +176,7 @@ def eval_temperature(env: Mapping[str, Any]) -> float:
 
 
 def sampling_note(held_out: HeldOut, training: Sequence[float], env: Mapping[str, Any]) -> str:
-    """Why the held-out accuracy and that in training around the same step differ; "" where they do not.
+    """Explain a difference between held-out accuracy and accuracy in training; "" if there is none.
 
     `training`: the accuracy of the steps before the evaluation. `env`: the settings of the environment.
     """

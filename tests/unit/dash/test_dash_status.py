@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from treadle.dash.metrics_file import Columns
-from treadle.dash.run_folder import HeldOut
-from treadle.dash.words import (
-    EngineState,
+from treadle.dash.run_folder import Columns, HeldOut
+from treadle.dash.status import (
+    EngineStatus,
     Situation,
     in_words,
     result_in_words,
@@ -29,7 +28,7 @@ def with_(**changes) -> Situation:
 
 
 def test_a_batch_that_does_not_come_is_told_with_its_reason_and_what_the_engine_does():
-    busy = EngineState(answers=True, version=16, paused_s=40.0)
+    busy = EngineStatus(answers=True, version=16, paused_s=40.0)
     assert in_words(with_(engine=busy)) == [
         "no batch for 42 s: waiting for 2 more groups of gsm8k",
         "engine 0 has been loading version 17 for 40 s",
@@ -58,7 +57,7 @@ def test_a_complete_run_says_what_was_measured():
 
 
 def test_an_engine_that_does_not_answer_is_named_until_the_run_is_over():
-    silent = EngineState(answers=False)
+    silent = EngineStatus(answers=False)
     assert in_words(with_(engine=silent))[1:] == ["engine 0 does not answer"]
     assert in_words(with_(engine=silent, step=50)) == ["all 50 steps are trained"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from treadle.dash.processes import FIND_EVERY_S, EngineWatch, ProcessTable
+from treadle.dash.monitor import FIND_EVERY_S, EngineMonitor, ProcessTable
 from treadle.dash.run_folder import RunFolder
-from treadle.dash.words import EngineState
+from treadle.dash.status import EngineStatus
 
 
 class HandClock:
@@ -58,23 +58,23 @@ def engine() -> Iterator[Engine]:
 
 def test_an_engine_that_holds_still_is_told_with_its_time_and_asked_once_a_second(engine: Engine):
     clock = HandClock()
-    watch = EngineWatch({"train": {"engine_url": engine.url}}, clock)
-    assert watch.look() == EngineState(answers=True, version=16)
+    watch = EngineMonitor({"train": {"engine_url": engine.url}}, clock)
+    assert watch.look() == EngineStatus(answers=True, version=16)
     engine.info["is_paused"] = True
-    assert watch.look() == EngineState(answers=True, version=16)
+    assert watch.look() == EngineStatus(answers=True, version=16)
     assert engine.num_calls == 1
     clock.now_s += 1
-    assert watch.look() == EngineState(answers=True, version=16, paused_s=0.0)
+    assert watch.look() == EngineStatus(answers=True, version=16, paused_s=0.0)
     clock.now_s += 40
-    assert watch.look() == EngineState(answers=True, version=16, paused_s=40.0)
+    assert watch.look() == EngineStatus(answers=True, version=16, paused_s=40.0)
     engine.info = {"update_count": 17, "is_paused": False}
     clock.now_s += 1
-    assert watch.look() == EngineState(answers=True, version=17)
+    assert watch.look() == EngineStatus(answers=True, version=17)
 
 
 def test_an_engine_that_is_gone_does_not_answer_and_a_run_without_one_has_none():
-    assert EngineWatch({"train": {"engine_url": "http://127.0.0.1:9"}}).look() == EngineState(answers=False)
-    assert EngineWatch({}).look() is None
+    assert EngineMonitor({"train": {"engine_url": "http://127.0.0.1:9"}}).look() == EngineStatus(answers=False)
+    assert EngineMonitor({}).look() is None
 
 
 def test_each_of_several_environments_is_found_by_its_name(tmp_path: Path):

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from treadle.config import RunConfig, save_run
-from treadle.dash.charts import CHARTS, Band, band_of
-from treadle.dash.downsample import extremes, places, stretches
-from treadle.dash.metrics_file import MetricsFile
-from treadle.dash.queue_history import QueueSample, Thinned
-from treadle.dash.run_folder import RunFolder, Runs
+from treadle.dash.charts import CHARTS, Band, band_of, bucket_steps, buckets, extremes
+from treadle.dash.monitor import BoundedSamples, QueueSample
+from treadle.dash.run_folder import MetricsFile, RunFolder, Runs
 from treadle.track.names import METRICS
 
 
@@ -89,18 +87,18 @@ def test_names_of_an_earlier_release_are_todays_names(tmp_path: Path):
 def test_no_spike_is_lost_when_ten_thousand_steps_become_six_hundred_points(place: int):
     steps, values = range(1, 10_001), [1.0] * 10_000
     values[place] = 50.0
-    cuts = stretches(steps, None, None, 600)
+    cuts = buckets(steps, None, None, 600)
     points = extremes(values, cuts)
     assert max(points) == 50.0
-    assert len(points) == len(places(steps, cuts)) == 600
-    assert places(steps, cuts)[0] == 1
-    assert places(steps, cuts)[-1] == 10_000
+    assert len(points) == len(bucket_steps(steps, cuts)) == 600
+    assert bucket_steps(steps, cuts)[0] == 1
+    assert bucket_steps(steps, cuts)[-1] == 10_000
 
 
 def test_few_steps_are_shown_as_they_are_and_a_range_is_cut_out():
     steps, values = [2, 4, 6, 8], [1.0, math.nan, 3.0, 4.0]
-    cuts = stretches(steps, 3, 6, 100)
-    assert places(steps, cuts) == [4, 6]
+    cuts = buckets(steps, 3, 6, 100)
+    assert bucket_steps(steps, cuts) == [4, 6]
     assert extremes(values, cuts) == [None, 3.0]
 
 
@@ -131,7 +129,7 @@ def test_every_figure_of_a_chart_is_in_the_catalogue():
 
 
 def test_a_long_course_is_thinned_evenly():
-    course = Thinned(max_samples=100)
+    course = BoundedSamples(max_samples=100)
     for second in range(10_000):
         course.add(QueueSample(float(second), second, 0))
     times = [sample.at for sample in course.samples]

@@ -1,13 +1,16 @@
-"""The processes of a run, looked at from outside: who runs, with how much memory, when it was last heard of."""
+"""Observe a live run: its processes, its engine and the length of its queue."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +20,87 @@ import msgspec
 
 from treadle.config.env import process_of
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
-from treadle.dash.words import EngineState
+from treadle.dash.status import EngineStatus
 from treadle.net.tokens import bearer_headers
 from treadle.net.urls import connection_to
+from treadle.store import Store
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]
 
-ROLES = {"hub": "hub", "engine": "engine", "env": "env", "train": "trainer"}  # the verb -> the name in a run
+SAMPLE_EVERY_S = 2.0
+MAX_SAMPLES = 2_000
+ROLES = {"hub": "hub", "engine": "engine", "env": "env", "train": "trainer"}  # verb on the command line -> process name
 LOOK_EVERY_S = 1.0
-FIND_EVERY_S = 5.0  # to go through all processes of a large machine takes a good part of a second
+FIND_EVERY_S = 5.0  # listing all processes of a large machine takes a good part of a second
 ENGINE_TIMEOUT_S = 0.5
+
+
+class QueueSample(msgspec.Struct, frozen=True):
+    at: float  # Unix time
+    queued: int  # groups waiting
+    leased: int  # groups in training
+
+
+@dataclass
+class BoundedSamples:
+    """A bounded number of samples over any time span: when full, every second one is dropped.
+
+    >>> history = BoundedSamples(max_samples=4)
+    >>> for second in range(9):
+    ...     history.add(QueueSample(second, second, 0))
+    >>> [sample.at for sample in history.samples]
+    [0, 2, 4, 6, 8]
+    """
+
+    max_samples: int = MAX_SAMPLES
+    samples: list[QueueSample] = field(default_factory=list)
+    _every: int = 1
+    _num_seen: int = 0
+
+    def add(self, sample: QueueSample) -> None:
+        if self._num_seen % self._every == 0:
+            if len(self.samples) > self.max_samples:
+                self.samples = self.samples[::2]
+                self._every *= 2
+            if self._num_seen % self._every == 0:
+                self.samples.append(sample)
+        self._num_seen += 1
+
+
+class QueueHistory:
+    """Samples the queue length in a thread while this hub is up. In memory: a restart starts an empty history."""
+
+    def __init__(
+        self, store: Store, *, every_s: float = SAMPLE_EVERY_S, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._every_s = every_s
+        self._clock = clock
+        self._kept = BoundedSamples()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="page-queue", daemon=True)
+        self._thread.start()
+
+    def samples(self) -> list[QueueSample]:
+        """The samples that are kept, and a current one."""
+        return [*self._kept.samples, self._look()]
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> QueueSample:
+        counts = self._store.counts()
+        return QueueSample(self._clock(), counts.queued.groups, counts.leased.groups)
+
+    def _watch(self) -> None:
+        is_over = False
+        while not is_over:
+            with contextlib.suppress(sqlite3.Error):  # the hub reports problems of its queue itself
+                self._kept.add(self._look())
+            is_over = self._is_over.wait(self._every_s)
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +109,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     memory_bytes: int | None = None
     version: int | None = None
-    heard_s: float | None = None  # seconds since it last said something
+    heard_s: float | None = None  # seconds since its last report or log line
     detail: str = ""
 
 
@@ -52,8 +124,8 @@ class ProcessTable:
         self._found_s = -math.inf
 
     def look(self) -> list[ProcessView]:
-        """Takes some milliseconds: not on an event loop."""
-        import psutil  # a hub must be back soon after a restart: only when somebody looks
+        """Takes milliseconds: do not call it on an event loop."""
+        import psutil  # slow to import: only when the page is open, so that a hub restarts fast
 
         with self._lock:
             self._known.setdefault("hub", psutil.Process())
@@ -105,11 +177,11 @@ def _memory_of(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
     except psutil.Error:
-        return 0  # it ended between the listing and the look
+        return 0  # it ended after it was listed
 
 
-class EngineWatch:
-    """Asks the engine how it is, at most once a second however many look; remembers since when it has held still."""
+class EngineMonitor:
+    """Polls the engine at most once a second, for all viewers; remembers since when it has been paused."""
 
     def __init__(self, config: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
         self._url = str((config.get("train") or {}).get("engine_url") or "")
@@ -120,8 +192,8 @@ class EngineWatch:
         self._paused_since_s: float | None = None
         self._answer: dict[str, Any] | None = None
 
-    def look(self) -> EngineState | None:
-        """None: this run has no engine that is known here."""
+    def look(self) -> EngineStatus | None:
+        """None: the settings of this run name no engine."""
         if not self._url:
             return None
         with self._lock:
@@ -130,13 +202,13 @@ class EngineWatch:
                 self._asked_s = self._clock()
             answer = self._answer
             if answer is None:
-                return EngineState(answers=False)
+                return EngineStatus(answers=False)
             if not answer.get("is_paused"):
                 self._paused_since_s = None
             elif self._paused_since_s is None:
                 self._paused_since_s = self._clock()
             paused_s = None if self._paused_since_s is None else self._clock() - self._paused_since_s
-            return EngineState(answers=True, version=answer.get("update_count"), paused_s=paused_s)
+            return EngineStatus(answers=True, version=answer.get("update_count"), paused_s=paused_s)
 
 
 def _token(token_file: object) -> str:
@@ -146,7 +218,7 @@ def _token(token_file: object) -> str:
     try:
         return Path(token_file).expanduser().read_text().strip()
     except OSError:
-        return ""  # the engine then answers 401, and the page says that it does not answer
+        return ""  # the engine answers 401, and the page shows that it does not answer
 
 
 def _get_json(url: str, token: str) -> dict[str, Any] | None:
