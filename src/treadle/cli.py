@@ -156,7 +156,7 @@ def _plan(words: list[str]) -> int:
 
 def _hub(words: list[str]) -> int:
     run = _one_section("hub", words)
-    from treadle.dash import open_pages
+    from treadle.dash.routes import open_pages
     from treadle.hub.process import serve
 
     serve(run.hub, pages=partial(open_pages, run.hub.run_folder))

@@ -1,5 +1,1 @@
-"""The page of a run: charts, rollouts, processes. Served by the hub, or exported into one file."""
-
-from treadle.dash.routes import open_pages
-
-__all__ = ["open_pages"]
+"""The page of a run: charts, rollouts, processes. Served by the hub (routes.py) or exported into one file."""

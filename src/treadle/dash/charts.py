@@ -120,6 +120,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     kind: Literal["lines", "stacked"] = "lines"
     has_held_out: bool = False
+    held_out_envs: tuple[str, ...] = ()
     band: Band | None = None
     healthy: str = ""
 
@@ -234,6 +235,16 @@ CHARTS = (
 )
 
 
+def charts_of(run: RunFolder | None) -> tuple[Chart, ...]:
+    """The charts of the page; with several environments also the held-out accuracy of each."""
+    envs = tuple(run.held_out_by_env()) if run is not None else ()
+    if not envs:
+        return CHARTS
+    note = "Held-out accuracy of each environment."
+    by_env = Chart(title="Held-out accuracy by environment", names=(), labels=(), note=note, held_out_envs=envs)
+    return (CHARTS[0], by_env, *CHARTS[1:])
+
+
 # ---- series of a run
 
 
@@ -245,6 +256,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Values] = {}
     means: dict[str, Values] | None = None
     held_out: list[HeldOut] = []
+    held_out_by_env: dict[str, list[HeldOut]] = {}  # of several environments
     num_steps: int = 0
     last_step: int = 0
     names: list[str] = []
@@ -266,6 +278,7 @@ def series_of(
             values={name: extremes(column, cuts) for name, column in known.items()},
             means={name: means(column, cuts) for name, column in known.items()} if is_thinned else None,
             held_out=run.held_out(),
+            held_out_by_env=run.held_out_by_env(),
             num_steps=len(steps),
             last_step=steps[-1] if steps else 0,
             names=sorted(columns.by_name),

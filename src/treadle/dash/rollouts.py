@@ -12,9 +12,9 @@ import msgspec
 
 from treadle.store.browse import GroupSummary, content_of
 from treadle.store.records import StoredGroup
-from treadle.track.token_files import RolloutTokens
+from treadle.track.token_files import RolloutTokens, TokenFiles
 from treadle.wire import binary
-from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix
+from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,11 +30,12 @@ BROKEN = "\ufffd"  # a decoder's output for part of a character
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """Lists hold one value per token that is shown."""
 
-    score: float
+    score: float | None  # None: it could not be scored
     advantage: float  # score minus the mean of the group
     num_tokens: int
-    ids: list[int]
-    pieces: list[str] | None  # None: no tokenizer is known
+    num_trained: int
+    ids: list[int] | None
+    pieces: list[str] | None  # None: no tokenizer was found
     is_trained: list[int]  # 1 or 0
     logprobs: list[float | None] | None
     advantages: list[float] | None  # as sent by the environment
@@ -54,6 +55,8 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0  # leading tokens that all rollouts share
     has_record: bool = False  # whether the trainer's figures of the step are kept
     generation_params: dict[str, Any] | None = None
+    prompt: list[dict[str, Any]] | None = None  # messages, where rollouts hold only what follows them
+    answer: str = ""  # expected
 
 
 class TokenDecoder:
@@ -110,6 +113,36 @@ def open_group(stored: StoredGroup) -> ScoredGroup:
     return binary.from_stored(content_of(stored))
 
 
+def view_group(
+    summary: GroupSummary,
+    stored: StoredGroup | None,
+    decoder: TokenDecoder,
+    tokens: TokenFiles | None,
+    *,
+    env: str,
+    older: int | None = None,
+    newer: int | None = None,
+) -> GroupView:
+    """`stored`: its content, None if no longer kept. `tokens`: the trainer's figures of the run, if any."""
+    if stored is None:
+        return GroupView(summary=summary, env=env, older=older, newer=newer, rollouts=None)
+    group = open_group(stored)
+    recorded = None
+    if tokens is not None and summary.step is not None and summary.state in ("leased", "trained"):
+        recorded = tokens.of_group(summary.step, fingerprint(group))
+    return GroupView(
+        summary=summary,
+        env=env,
+        older=older,
+        newer=newer,
+        rollouts=view_rollouts(group, decoder, recorded),
+        num_rollouts=group.size,
+        prompt_tokens=num_prompt_tokens(group),
+        has_record=recorded is not None,
+        generation_params=group.generation_params,
+    )
+
+
 def view_rollouts(
     group: ScoredGroup, decoder: TokenDecoder, recorded: Mapping[int, RolloutTokens] | None = None
 ) -> list[RolloutView]:
@@ -139,6 +172,7 @@ def _view(
         score=group.scores[row],
         advantage=(group.scores[row] - mean) if teaches else 0.0,
         num_tokens=len(group.tokens[row]),
+        num_trained=sum(mask != IGNORED for mask in group.masks[row]),
         ids=ids,
         pieces=pieces,
         is_trained=[int(mask != IGNORED) for mask in group.masks[row][shown]],

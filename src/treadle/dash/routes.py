@@ -16,9 +16,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from treadle.dash.charts import CHARTS, series_of, syncs_of
+from treadle.dash.charts import CHARTS, charts_of, series_of, syncs_of
 from treadle.dash.monitor import EngineMonitor, ProcessTable, ProcessView, QueueHistory
-from treadle.dash.rollouts import GroupView, TokenDecoder, num_prompt_tokens, open_group, view_rollouts
+from treadle.dash.rollouts import TokenDecoder, open_group, view_group
 from treadle.dash.run_folder import HeldOut, RunFolder, Runs, env_tables, task_of
 from treadle.dash.search import GroupIndexer, search
 from treadle.dash.status import (
@@ -45,10 +45,8 @@ from treadle.dash.web import (
     int_param,
 )
 from treadle.store import Store
-from treadle.store.browse import Browser, GroupSummary, Wanted
+from treadle.store.browse import Browser, Wanted
 from treadle.track.names import METRICS
-from treadle.track.token_files import RolloutTokens
-from treadle.wire.groups import ScoredGroup, fingerprint
 
 Page = tuple[str, Handler]  # (path, handler of GET)
 PAGE_SIZE = 50
@@ -99,7 +97,7 @@ class Routes:
         self._config = config
         self._engine = EngineMonitor(config)
         model = (config.get("engine") or {}).get("model")
-        self._lexicon = TokenDecoder(Path(model).expanduser() if isinstance(model, str) else None)
+        self._decoder = TokenDecoder(Path(model).expanduser() if isinstance(model, str) else None)
 
     def pages(self) -> list[Page]:
         handlers: list[Page] = [
@@ -141,7 +139,7 @@ class Routes:
                 "model": str(config.get("model") or ""),
                 "env": task_of(config),
                 "steps": config.get("steps"),
-                "charts": CHARTS,
+                "charts": await asyncio.to_thread(charts_of, own),
                 "meanings": {name: entry.meaning for name, entry in METRICS.items()},
                 "others": others,
                 "envs": [{"env_id": env.env_id, "name": env.name} for env in self._store.envs()],
@@ -292,7 +290,7 @@ class Routes:
             raise RequestError(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
         self._learner.wake()
         wanted = _wanted(request)
-        return as_json(await asyncio.to_thread(search, self._browser, self._lexicon, wanted, text, max_hits=PAGE_SIZE))
+        return as_json(await asyncio.to_thread(search, self._browser, self._decoder, wanted, text, max_hits=PAGE_SIZE))
 
     async def group(self, request: Request) -> Response:
         text = request.path_params["group_id"]
@@ -314,28 +312,8 @@ class Routes:
         older, newer = self._browser.neighbours(group_id)
         summary = found[0]
         env = names.get(summary.env_id, "none") if summary.env_id is not None else "none"
-        if stored is None:
-            return GroupView(summary=summary, env=env, older=older, newer=newer, rollouts=None)
-        group = open_group(stored)
-        recorded = self._recorded(group, summary)
-        return GroupView(
-            summary=summary,
-            env=env,
-            older=older,
-            newer=newer,
-            rollouts=view_rollouts(group, self._lexicon, recorded),
-            num_rollouts=group.size,
-            prompt_tokens=num_prompt_tokens(group),
-            has_record=recorded is not None,
-            generation_params=group.generation_params,
-        )
-
-    def _recorded(self, group: ScoredGroup, summary: GroupSummary) -> dict[int, RolloutTokens] | None:
-        """The trainer's figures of the group's tokens, if kept."""
-        own = self._runs.own
-        if own is None or summary.step is None or summary.state not in ("leased", "trained"):
-            return None
-        return own.tokens.of_group(summary.step, fingerprint(group))
+        tokens = self._runs.own.tokens if self._runs.own is not None else None
+        return view_group(summary, stored, self._decoder, tokens, env=env, older=older, newer=newer)
 
 
 def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:

@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
-from treadle.dash import open_pages
+from treadle.dash.routes import open_pages
 from treadle.dash.run_folder import RunFolder, task_of
 from treadle.dash.web import HEADERS, INDEX, RequestError, StaticFiles, answering_errors, as_json
 from treadle.errors import ConfigError

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from bench.page_history import GROUP_SIZE, write_config, write_metrics, write_run
-from treadle.dash import open_pages
+from treadle.dash.routes import open_pages
 from treadle.dash.web import HEADERS
 from treadle.store import Store
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from treadle.envs.group_file import Verdict, WrittenGroup
-from treadle.envs.page import embedded, render_page
+from treadle.envs.page import render_page
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -65,8 +65,12 @@ def group(*texts, item=0, prompt="What?", **more):
     )
 
 
-def data_of(page):
-    return json.loads(Elements(page).scripts[0])
+def view_of(page, number=1):
+    return json.loads(Elements(page).scripts[0])["views"][str(number)]
+
+
+def text_of(rollout):
+    return "".join(rollout["pieces"])
 
 
 @pytest.mark.parametrize("text", NASTY)
@@ -75,46 +79,34 @@ def test_what_a_model_wrote_stays_text(text):
     page = render_page(text, [group(text, "b", prompt=text, answer=text)])
     shown = Elements(page)
     assert shown.tags == plain.tags, "no element comes of it"
-    assert shown.scripts[1] == plain.scripts[1]
-    (read,) = data_of(page)["groups"]
-    assert read["prompt"] == [{"role": "user", "text": text}]
-    assert read["rollouts"][0]["messages"][0]["text"] == text
+    assert shown.scripts[1:] == plain.scripts[1:]
+    read = view_of(page)
+    assert read["prompt"] == [{"role": "user", "content": text}]
+    assert text_of(read["rollouts"][0]) == text
     assert read["answer"] == text
 
 
-def test_nothing_that_html_or_scripts_give_a_meaning_to_is_in_the_data():
-    assert not set(embedded(NASTY)) & set("<>&\u2028\u2029")
-    assert json.loads(embedded(NASTY)) == NASTY
-
-
-def test_the_page_asks_nothing_of_anybody():
-    page = render_page("groups", [group("a", "b")])
-    assert Elements(page).addresses == []
-    assert not {"link", "img", "iframe", "object", "embed"} & set(Elements(page).tags)
-    assert "default-src 'none'" in page
-    for call in ("fetch(", "XMLHttpRequest", "import(", "innerHTML", "document.write", "eval(", "@import", "url("):
-        assert call not in page
-
-
 def test_a_group_on_the_page():
-    (read,) = data_of(render_page("groups", [group("4", "fünf")]))["groups"]
-    assert (read["item"], read["version"], len(read["rollouts"])) == (0, 3, 2)
+    read = view_of(render_page("groups", [group("4", "fünf")]))
+    summary = read["summary"]
+    assert (summary["item"], summary["policy_version"], summary["score"], summary["longest"]) == (0, 3, 0.5, 4)
+    assert len(read["rollouts"]) == 2
     second = read["rollouts"][1]
-    assert (second["score"], second["is_right"], second["parts"], second["num_tokens"]) == (
+    assert (second["score"], second["details"]["is_right"], second["details"]["parts"], second["num_trained"]) == (
         1.0,
         True,
         {"accuracy": 1.0},
         4,
     )
-    (said,) = second["messages"]
-    assert said == {"role": "assistant", "text": "fünf", "lengths": [1, 1, 1, 1], "percents": [61, 61, 61, 61]}
+    assert (second["pieces"], second["logprobs"], second["is_trained"]) == (list("fünf"), [-0.5] * 4, [1] * 4)
 
 
 def test_what_was_not_scored_says_why():
     broken = group("a", "b")
     broken.verdicts[0] = Verdict(rollout=0, is_right=False, reward=None, outcome="timed_out", error="after 10 s")
-    (read,) = data_of(render_page("groups", [broken]))["groups"]
-    assert (read["rollouts"][0]["score"], read["rollouts"][0]["problem"]) == (None, "timed_out: after 10 s")
+    read = view_of(render_page("groups", [broken]))
+    assert (read["rollouts"][0]["score"], read["summary"]["score"]) == (None, 1.0)
+    assert read["rollouts"][0]["details"].items() >= {"outcome": "timed_out", "error": "after 10 s"}.items()
 
 
 def test_each_turn_of_a_conversation_has_its_own_tokens():
@@ -132,26 +124,28 @@ def test_each_turn_of_a_conversation_has_its_own_tokens():
         messages=[turns],
         pieces=[["a", "b", "c"]],
     )
-    (read,) = data_of(render_page("groups", [spoken]))["groups"]
-    first, tool, second = read["rollouts"][0]["messages"]
-    assert (first["percents"], second["percents"]) == ([90, 50], [100])
-    assert tool == {"role": "tool", "text": "4"}
+    (rollout,) = view_of(render_page("groups", [spoken]))["rollouts"]
+    assert text_of(rollout) == "assistant: ab\n\ntool: 4\n\nassistant: c"
+    sampled = [row for row, is_sampled in enumerate(rollout["is_trained"]) if is_sampled]
+    assert [rollout["pieces"][row] for row in sampled] == ["a", "b", "c"]
+    assert [rollout["logprobs"][row] for row in sampled] == [-0.1, -0.7, 0.0]
 
 
 def test_a_file_of_another_program_is_shown_too():
     """Atropos' lines have no verdicts; some have no messages, or contents that are lists of parts."""
     parts = [{"type": "text", "text": "Hi"}]
     bare = WrittenGroup(tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.5])
-    told = WrittenGroup(
+    with_parts = WrittenGroup(
         tokens=[[1, 2]], masks=[[-100, 2]], scores=[0.5], messages=[[{"role": "user", "content": parts}]]
     )
-    first, second = data_of(render_page("groups", [bare, told]))["groups"]
-    assert (first["rollouts"][0]["score"], first["prompt"]) == (0.5, [])
-    assert json.loads(second["prompt"][0]["text"]) == parts
+    page = render_page("groups", [bare, with_parts])
+    (first,) = view_of(page, 1)["rollouts"]
+    assert (first["score"], first["ids"], first["is_trained"]) == (0.5, [1, 2], [0, 1])
+    assert json.loads(view_of(page, 2)["prompt"][0]["content"]) == parts
 
 
 def test_a_thousand_groups_are_made_soon():
-    many = [group(*["so many words " * 20] * 8, item=i) for i in range(1000)]
+    many = [group(*["several words " * 20] * 8, item=i) for i in range(1000)]
     started = time.process_time()
     page = render_page("groups", many)
     took = time.process_time() - started
@@ -162,8 +156,8 @@ def test_a_thousand_groups_are_made_soon():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript engine to check with")
 def test_the_script_is_valid(tmp_path):
-    (tmp_path / "page.js").write_text(Elements(render_page("groups", [group("a", "b")])).scripts[1])
-    subprocess.run(["node", "--check", str(tmp_path / "page.js")], check=True, capture_output=True)
+    (tmp_path / "page.mjs").write_text(Elements(render_page("groups", [group("a", "b")])).scripts[2])
+    subprocess.run(["node", "--check", str(tmp_path / "page.mjs")], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere.jsonl"]])

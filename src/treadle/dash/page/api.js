@@ -1,10 +1,16 @@
-// What the page asks its hub, and what it hears from it. All addresses are relative: the token, if any, is in the path.
+// Requests to the hub and its events. All addresses are relative: the token, if any, is in the path.
+import { exported, exportedAnswer } from "./exported.js";
 
 const here = new URL(".", location.href);
 
 export class ApiError extends Error {}
 
 export async function get(path, params = {}, signal = undefined) {
+  if (exported) {
+    const answer = exportedAnswer(path, params);
+    if (answer === null) throw new ApiError("this is not in the exported file");
+    return answer;
+  }
   const url = new URL(path, here);
   for (const [name, value] of Object.entries(params)) {
     if (value !== "" && value !== null && value !== undefined) url.searchParams.set(name, value);
@@ -102,18 +108,27 @@ export function modelName(model) {
   return /^[.~/]|\/.*\//.test(model) ? model.replace(/\/+$/, "").split("/").pop() : model;
 }
 
-// Light or dark: as chosen with the button, else as the system has it.
+// Light or dark: as chosen with the button, else as the system has it. Paper is light.
 export function applyTheme(button, changed = () => {}) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const apply = () => {
-    const isDark = (localStorage.getItem("theme") ?? (dark.matches ? "dark" : "light")) === "dark";
-    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  const storage = openStorage();
+  const set = (theme) => {
+    document.documentElement.dataset.theme = theme;
     changed();
   };
+  const apply = () => set(storage?.getItem("theme") ?? (dark.matches ? "dark" : "light"));
   dark.addEventListener("change", apply);
   button.addEventListener("click", () => {
-    localStorage.setItem("theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-    apply();
+    const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    storage?.setItem("theme", theme);
+    set(theme);
   });
+  addEventListener("beforeprint", () => set("light"));
+  addEventListener("afterprint", apply);
   apply();
+}
+
+// A browser that blocks cookies refuses the storage too.
+function openStorage() {
+  try { return localStorage; } catch { return null; }
 }

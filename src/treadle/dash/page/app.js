@@ -1,16 +1,19 @@
-// The page as a whole: which view is shown, what is heard from the hub, which keys do what.
+// The page as a whole: views, events of the hub, keys.
 import { Live, applyTheme, element, get, modelName, number, throttled } from "./api.js";
 import { Overview } from "./charts.js";
+import { exported } from "./exported.js";
 import { Processes } from "./processes.js";
+import { showReport } from "./report.js";
 import { Rollouts } from "./rollouts.js";
 
-const VIEWS = ["overview", "rollouts", "processes"];
+const ALL_VIEWS = ["overview", "rollouts", "processes"];
+const VIEWS = exported?.tabs ?? ALL_VIEWS;
 const WORDS_MS = 2000;
 const by = (id) => document.getElementById(id);
 const views = {};
 
 function show(name) {
-  for (const view of VIEWS) {
+  for (const view of ALL_VIEWS) {
     const isShown = view === name;
     by(view).hidden = !isShown;
     by(`tab-${view}`).setAttribute("aria-selected", isShown);
@@ -23,7 +26,7 @@ function show(name) {
 }
 
 function current() {
-  return VIEWS.find((view) => !by(view).hidden);
+  return ALL_VIEWS.find((view) => !by(view).hidden);
 }
 
 // Of the run while the hub answers, of the connection while it does not. The hub of `treadle run` ends with its run.
@@ -79,25 +82,61 @@ function keys(event) {
   const isField = event.target.matches("input, select, textarea") && !["checkbox", "range"].includes(event.target.type);
   if (isField) { if (event.key === "Escape") event.target.blur(); return; }
   if (event.target.role === "tab" && ["ArrowLeft", "ArrowRight"].includes(event.key)) {
-    const next = VIEWS[(VIEWS.indexOf(current()) + (event.key === "ArrowRight" ? 1 : 2)) % 3];
+    const next = VIEWS[(VIEWS.indexOf(current()) + (event.key === "ArrowRight" ? 1 : VIEWS.length - 1)) % VIEWS.length];
     show(next);
     by(`tab-${next}`).focus();
     return;
   }
-  if (["1", "2", "3"].includes(event.key)) show(VIEWS[Number(event.key) - 1]);
+  if (VIEWS[Number(event.key) - 1]) show(VIEWS[Number(event.key) - 1]);
   else if (event.key === "?") by("help").showModal();
-  else if (event.key === "/" && current() !== "rollouts") { show("rollouts"); by("filters").elements.text.focus(); }
+  else if (event.key === "/" && current() !== "rollouts" && VIEWS.includes("rollouts")) { show("rollouts"); by("filters").elements.text.focus(); }
   else if (!(current() === "rollouts" && views.rollouts?.key(event))) return;
   event.preventDefault();
 }
 
 async function begin() {
   applyTheme(by("theme"), () => views.overview?.recolour());
-  for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => show(view));
+  for (const view of ALL_VIEWS) {
+    by(`tab-${view}`).addEventListener("click", () => show(view));
+    by(`tab-${view}`).hidden = !VIEWS.includes(view);
+  }
   by("help-button").addEventListener("click", () => by("help").showModal());
   document.addEventListener("keydown", keys);
 
-  // Listen first, then look: what happens in between is told again, never missed.
+  if (!exported) listen(); // first: an event between this and the first answers is repeated, not lost
+  const early = Overview.firstSeries();
+  const run = await whenAnswered();
+  by("task").textContent = run.env || run.name || "Treadle";
+  by("run-about").replaceChildren(modelName(run.model), run.env ? element("span", { class: "folder" }, run.name) : "");
+  by("run-about").title = run.model;
+  by("all-runs").hidden = Boolean(exported) || !/\/runs\/[^/]+\/dash\/$/.test(location.pathname); // served by `treadle dash FOLDER`
+  document.title = [run.env || run.name, modelName(run.model), "Treadle"].filter(Boolean).join(" – ");
+  views.overview = new Overview(run, { onStep: (step) => { show("rollouts"); views.rollouts.ofStep(step); } });
+  const loaded = views.overview.load(early).then(() => { performance.mark("charts-drawn"); document.documentElement.dataset.drawn = "yes"; }, () => views.overview.refresh());
+  views.rollouts = new Rollouts(run);
+  if (exported) {
+    if (exported.report) showReport(exported.report);
+    addEventListener("beforeprint", () => views.overview.drawAll());
+  } else {
+    views.processes = new Processes();
+  }
+  if (exported && document.readyState !== "complete") { // else the browser scrolls to the view that is added to the address
+    await new Promise((resolve) => addEventListener("load", resolve, { once: true }));
+  }
+  const [view, id] = location.hash.slice(1).split("/");
+  show(VIEWS.includes(view) ? view : VIEWS[0]);
+  if (view === "rollouts" && /^\d+$/.test(id ?? "")) views.rollouts.open(Number(id));
+  askNow();
+  await loaded;
+  if (exported) return;
+  setInterval(() => {
+    if (document.hidden) return;
+    askNow();
+    if (current() === "processes") views.processes.refresh();
+  }, WORDS_MS);
+}
+
+function listen() {
   let wasLost = false;
   window.live = new Live({
     onEvent: heard,
@@ -107,27 +146,6 @@ async function begin() {
       wasLost = state === "lost";
     },
   });
-  const early = Overview.firstSeries();
-  const run = await whenAnswered();
-  by("task").textContent = run.env || run.name || "Treadle";
-  by("run-about").replaceChildren(modelName(run.model), run.env ? element("span", { class: "folder" }, run.name) : "");
-  by("run-about").title = run.model;
-  by("all-runs").hidden = !/\/runs\/[^/]+\/dash\/$/.test(location.pathname); // served by `treadle dash FOLDER`
-  document.title = [run.env || run.name, modelName(run.model), "Treadle"].filter(Boolean).join(" – ");
-  views.overview = new Overview(run, { onStep: (step) => { show("rollouts"); views.rollouts.ofStep(step); } });
-  const loaded = views.overview.load(early).then(() => { performance.mark("charts-drawn"); document.documentElement.dataset.drawn = "yes"; }, () => views.overview.refresh());
-  views.rollouts = new Rollouts(run);
-  views.processes = new Processes();
-  const [view, id] = location.hash.slice(1).split("/");
-  show(VIEWS.includes(view) ? view : "overview");
-  if (view === "rollouts" && /^\d+$/.test(id ?? "")) views.rollouts.open(Number(id));
-  askNow();
-  await loaded;
-  setInterval(() => {
-    if (document.hidden) return;
-    askNow();
-    if (current() === "processes") views.processes.refresh();
-  }, WORDS_MS);
 }
 
 async function whenAnswered() {

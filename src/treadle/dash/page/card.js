@@ -2,6 +2,7 @@
 import { element, get, number, throttled } from "./api.js";
 
 const HEIGHT = 190;
+const TALL = 2.5; // times what 98 % of the steps stay below: an axis for that would hide the others
 const STEP_TICKS = [1, 2, 5].flatMap((digit) => Array.from({ length: 9 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
 
 export class Card {
@@ -28,7 +29,8 @@ export class Card {
     const { data, others } = this.overview;
     const numPoints = (run) => Math.max(0, ...this.chart.names.map((name) => count(data.get(run)?.values[name] ?? [])));
     const numHeldOut = this.chart.has_held_out ? data.get("")?.held_out.length ?? 0 : 0;
-    return this.isAdded || Math.max(numHeldOut, ...["", ...others].map(numPoints)) > 1;
+    const numByEnv = this.chart.held_out_envs?.map((env) => data.get("")?.held_out_by_env[env]?.length ?? 0) ?? [];
+    return this.isAdded || Math.max(numHeldOut, ...numByEnv, ...["", ...others].map(numPoints)) > 1;
   }
 
   draw() {
@@ -37,6 +39,8 @@ export class Card {
     this.place.hidden = made.series.length === 0;
     this.root.dataset.points = made.data.length > 1 ? count(made.data[1]) : 0;
     if (!made.series.length) return;
+    this.cutAt = this.overview.range || made.series[0].kind !== "stack" ? null : cutAt(made.data.at(-1));
+    if (!this.chart.has_held_out) this.explanation.textContent = this.cutAt === null ? "" : "The highest values are cut off.";
     const shape = JSON.stringify([made.series.map((one) => one.label + one.kind), this.overview.isLog, made.data[0].length < 3]);
     if (this.plot && shape === this.shape) {
       this.plot.setData(made.data, false);
@@ -103,6 +107,11 @@ export class Card {
         }
       }
     }
+    (this.chart.held_out_envs ?? []).forEach((env, place) => {
+      const points = own.held_out_by_env[env] ?? [];
+      tables.push([points.map((point) => point.step), points.map((point) => point.accuracy)]);
+      series.push({ label: env, colour: `--s${place % 6}`, kind: "line" });
+    });
     return { data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]], series };
   }
 
@@ -120,7 +129,7 @@ export class Card {
     return {
       width: this.place.clientWidth || 400,
       height: HEIGHT,
-      scales: { x: { time: false, range: (plot) => { const { min, max } = card.span(plot.data[0]); return [min, max]; } }, y: this.overview.isLog ? { distr: 3 } : { range: (_, low, high) => (isStack ? [0, Math.max(high, 1e-9) * 1.05] : card.reach(low, high)) } },
+      scales: { x: { time: false, range: (plot) => { const { min, max } = card.span(plot.data[0]); return [min, max]; } }, y: this.overview.isLog ? { distr: 3 } : { range: (_, low, high) => (isStack ? [0, card.cutAt ?? Math.max(high, 1e-9) * 1.05] : card.reach(low, high)) } },
       axes: [{ ...axis, space: 60, size: 30, incrs: STEP_TICKS }, { ...axis, size: (_, labels) => 14 + 6.5 * Math.max(4, ...(labels ?? []).map((label) => label.length)), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { card.overview.zoom(null, null); } } },
       series: [
@@ -277,6 +286,13 @@ export class QueueCard extends Card {
 
 function count(values) {
   return values.reduce((sum, value) => sum + (value !== null && value !== undefined), 0);
+}
+
+// Where a few tall steps of a stack are cut off; null: nowhere.
+function cutAt(tops) {
+  const sorted = tops.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
+  return usual > 0 && sorted.at(-1) > TALL * usual ? 1.1 * usual : null;
 }
 
 function lastRow(values) {

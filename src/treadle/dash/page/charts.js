@@ -1,6 +1,7 @@
 // The overview: a card for each chart, all over the same steps.
 import { element, get, number, throttled } from "./api.js";
 import { Card, QueueCard } from "./card.js";
+import { exported } from "./exported.js";
 
 const POINTS = 600;
 const MAX_OTHERS = 4;
@@ -100,8 +101,8 @@ export class Overview {
     document.getElementById("options").hidden = own.num_steps < 2;
     document.getElementById("overview-note").textContent = !own.run
       ? "There are no metrics: this hub has no run folder (--run-folder)."
-      : own.num_steps < 2 ? "Charts appear after the second step."
-      : isThinned ? `${number(own.num_steps)} steps: each point shows the lowest and the highest value of several; drag over a chart to zoom in.` : "";
+      : own.num_steps < 2 ? (exported ? "Charts need two steps." : "Charts appear after the second step.")
+      : isThinned ? `${number(own.num_steps)} steps: each point shows the lowest and the highest value of several${exported ? "" : "; drag over a chart to zoom in"}.` : "";
     this.offer(own.names);
     this.draw();
   }
@@ -118,6 +119,11 @@ export class Overview {
       if (!this.range) card.root.hidden = !card.isReady();
       if (card.isVisible) card.draw();
     }
+  }
+
+  // For paper: also the charts that are not in view.
+  drawAll() {
+    for (const card of this.cards) if (!card.root.hidden) card.draw();
   }
 
   explain(note) {

@@ -1,5 +1,6 @@
-// One group: its prompt once, its completions beside each other, each token in colour.
+// One group: its prompt once, its completions side by side, each token in colour.
 import { ApiError, ago, element, get, number } from "./api.js";
+import { exported } from "./exported.js";
 
 const COLOURS = [
   ["logprob", "the engine's logprob"],
@@ -46,8 +47,8 @@ export class GroupPane {
     this.scale = element("span", { class: "scale", "aria-hidden": "true" });
     return element("div", { class: "tools" },
       element("button", { type: "button", id: "close-group", onclick: () => this.onClose() }, "Back to the list ", element("kbd", {}, "Esc")),
-      element("button", { type: "button", onclick: () => this.go(-1) }, "Newer ", element("kbd", {}, "k")),
-      element("button", { type: "button", onclick: () => this.go(1) }, "Older ", element("kbd", {}, "j")),
+      element("button", { type: "button", onclick: () => this.go(-1) }, exported ? "Previous " : "Newer ", element("kbd", {}, "k")),
+      element("button", { type: "button", onclick: () => this.go(1) }, exported ? "Next " : "Older ", element("kbd", {}, "j")),
       element("label", {}, "Colour by", colour), this.scale,
       element("button", { type: "button", id: "copy", onclick: () => this.copy() }, "Copy as JSON ", element("kbd", {}, "c")),
       element("span", { id: "copied", class: "quiet", role: "status" }));
@@ -59,8 +60,8 @@ export class GroupPane {
     const facts = [
       ["group", summary.id], ["environment", env], ["item", summary.item ?? "–"], ["state", summary.aside_reason ? `${summary.state}: ${summary.aside_reason}` : summary.state],
       ["step", summary.step ?? "–"], ["policy version", summary.policy_version ?? "unknown"], ["staleness", age ?? "–"],
-      ["arrived", ago(Date.now() / 1000 - summary.received_at)], ["tokens", number(summary.num_tokens)],
-    ];
+      ["arrived", exported ? "–" : ago(Date.now() / 1000 - summary.received_at)], ["tokens", number(summary.num_tokens)],
+    ].filter(([, value]) => !exported || (value !== "–" && value !== ""));
     const about = element("div", { class: "about" }, ...facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, String(value)))));
     const metrics = Object.entries(summary.metrics ?? {});
     const parts = element("div", { class: "about quiet" }, ...metrics.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)));
@@ -71,7 +72,7 @@ export class GroupPane {
     const best = rollouts.reduce((most, one) => Math.max(most, one.score), -Infinity);
     this.cards = rollouts.map((one, place) => this.card(one, place, one.score === best && rollouts.some((other) => other.score < best)));
     const notes = [
-      rollouts[0].pieces ? "" : "The run's tokenizer was not found, so tokens are shown as numbers.",
+      rollouts[0].pieces || !rollouts[0].ids ? "" : "The run's tokenizer was not found, so tokens are shown as numbers.",
       this.view.num_rollouts > rollouts.length ? `The first ${number(rollouts.length)} of ${number(this.view.num_rollouts)} rollouts are shown; Copy as JSON has all.` : "",
     ];
     this.about = element("p", { id: "colour-note", class: "quiet", role: "status" });
@@ -82,11 +83,12 @@ export class GroupPane {
   // What all rollouts begin with; without a tokenizer also the messages that all of them share.
   prompt() {
     const { rollouts: [first], prompt_tokens: numPrompt } = this.view;
-    if (!numPrompt) return "";
-    const text = (first.pieces ?? first.ids.map((id) => `${id} `)).slice(0, numPrompt).join("");
-    const shared = (first.messages ?? []).slice(0, this.numShared());
-    return element("section", { id: "prompt", "aria-label": "Prompt" }, element("h3", {}, `Prompt `, element("span", { class: "quiet" }, `${number(numPrompt)} tokens`)),
-      element("div", { class: "text", tabindex: "0" }, text, ...shared.map(message)));
+    const { prompt, answer } = this.view;
+    if (!numPrompt && !prompt?.length) return "";
+    const text = numPrompt ? pieces(first).slice(0, numPrompt).join("") : "";
+    const shown = prompt ?? (first.messages ?? []).slice(0, this.numShared());
+    return element("section", { id: "prompt", "aria-label": "Prompt" }, element("h3", {}, `Prompt `, element("span", { class: "quiet" }, numPrompt ? `${number(numPrompt)} tokens` : "")),
+      element("div", { class: "text", tabindex: "0" }, text, ...shown.map(message)), answer ? element("p", { class: "quiet" }, `expected: ${answer}`) : "");
   }
 
   numShared() {
@@ -108,15 +110,13 @@ export class GroupPane {
   card(rollout, place, isBest) {
     const details = rollout.details, summary = this.view.summary;
     const outcome = details.outcome ?? (details.finish_reason === "length" ? "cut off at the length limit" : "");
-    const numTrained = rollout.is_trained.reduce((sum, one) => sum + one, 0);
     const under = element("div", { class: "under" });
     const version = Array.isArray(details.policy_versions) ? `versions ${details.policy_versions.join(", ")}` : summary.policy_version === null ? "policy version unknown" : `policy version ${summary.policy_version}`;
     const resting = [version, summary.step !== null ? `step ${summary.step}` : "", details.temperature ? `temperature ${details.temperature}` : ""].filter(Boolean).join(", ");
     under.textContent = resting;
     const tokens = element("div", { class: "tokens", tabindex: "0", "aria-label": `Tokens of rollout ${place + 1}` });
-    const pieces = rollout.pieces ?? rollout.ids.map((id) => `${id} `);
     const spans = document.createDocumentFragment();
-    pieces.forEach((piece, row) => {
+    pieces(rollout).forEach((piece, row) => {
       if (row < this.view.prompt_tokens) return;
       const span = document.createElement("span");
       span.textContent = piece === "" ? "·" : piece;
@@ -125,7 +125,7 @@ export class GroupPane {
     });
     tokens.append(spans);
     if (!rollout.pieces && rollout.messages) tokens.append(...rollout.messages.slice(this.numShared()).map(message));
-    if (rollout.num_tokens > rollout.ids.length) tokens.append(element("p", { class: "quiet" }, `${number(rollout.num_tokens - rollout.ids.length)} more tokens: Copy as JSON has all`));
+    if (rollout.ids && rollout.num_tokens > rollout.ids.length) tokens.append(element("p", { class: "quiet" }, `${number(rollout.num_tokens - rollout.ids.length)} more tokens: Copy as JSON has all`));
     tokens.addEventListener("pointerover", (event) => {
       const row = event.target.dataset?.row;
       under.textContent = row === undefined ? resting : this.describe(rollout, Number(row), version);
@@ -144,9 +144,11 @@ export class GroupPane {
       if (here) under.textContent = this.describe(rollout, Number(here.dataset.row), version);
     });
     const parts = Object.entries(details.parts ?? {}).map(([name, worth]) => `${name} ${plain(worth)}`).join(", ");
+    const isScored = rollout.score !== null, verdict = details.is_right === undefined || !isScored ? "" : details.is_right ? "right" : "wrong";
     return element("article", { class: `rollout${isBest ? " best" : ""}`, tabindex: "-1" },
-      element("h3", {}, element("span", {}, `${place + 1}`), element("span", {}, `score ${number(rollout.score)}`),
-        element("span", {}, this.advantageInShort(rollout)), element("span", { class: "quiet" }, `${number(numTrained)} tokens`)),
+      element("h3", {}, element("span", {}, `${(details.rollout ?? place) + 1}`), element("span", {}, isScored ? `score ${number(rollout.score)}` : "not scored"),
+        verdict && element("span", { class: verdict }, verdict), isScored ? element("span", {}, this.advantageInShort(rollout)) : "",
+        element("span", { class: "quiet" }, `${number(rollout.num_trained)} tokens`)),
       element("p", { class: "quiet" }, [outcome && `outcome: ${plain(outcome)}`, details.error && plain(details.error), parts && `parts: ${parts}`].filter(Boolean).join("; ")),
       tokens, under);
   }
@@ -155,7 +157,7 @@ export class GroupPane {
     const logprob = rollout.logprobs?.[row], difference = rollout.differences?.[row];
     const advantage = rollout.is_trained[row] ? this.advantage(rollout, row) : null;
     return [
-      `token ${rollout.ids[row]}`,
+      rollout.ids ? `token ${rollout.ids[row]}` : "",
       logprob === null || logprob === undefined ? "no logprob" : `logprob ${number(logprob)} (${number(100 * Math.exp(logprob))} %)`,
       difference === null || difference === undefined ? "" : `trainer minus engine ${number(difference)}`,
       advantage === null ? "not trained" : `advantage ${number(advantage)}`,
@@ -182,10 +184,10 @@ export class GroupPane {
     this.about.textContent = this.colourNote();
     this.scale.replaceChildren(...(SCALES[this.colour] ?? []).map(([kind, text]) => element("span", { class: kind }, text || " ")));
     let largest = 1e-9;
-    for (const one of rollouts) one.ids.forEach((_, row) => { if (one.is_trained[row]) largest = Math.max(largest, Math.abs(this.advantage(one, row))); });
+    for (const one of rollouts) one.is_trained.forEach((_, row) => { if (one.is_trained[row]) largest = Math.max(largest, Math.abs(this.advantage(one, row))); });
     rollouts.forEach((rollout, place) => {
       const tokens = this.cards[place].querySelector(".tokens");
-      for (let row = numPrompt; row < rollout.ids.length; row += 1) {
+      for (let row = numPrompt; row < rollout.is_trained.length; row += 1) {
         tokens.children[row - numPrompt].className = rollout.is_trained[row] ? this.kind(rollout, row, largest) : "read";
       }
     });
@@ -250,6 +252,11 @@ export class GroupPane {
     document.getElementById("colour").value = this.colour;
     this.recolour();
   }
+}
+
+// The text of each token; without a tokenizer its id.
+function pieces(rollout) {
+  return rollout.pieces ?? (rollout.ids ?? []).map((id) => `${id} `);
 }
 
 function message({ role, content }) {

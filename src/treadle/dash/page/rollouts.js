@@ -1,5 +1,6 @@
-// Finding rollouts: filters, a list that is paged, a search of the text that says how far it came.
+// The list of groups: filters, pages, and a text search that shows its progress.
 import { ApiError, element, get, number, throttled } from "./api.js";
+import { exported, scoreRange } from "./exported.js";
 import { GroupPane } from "./group.js";
 
 export class Rollouts {
@@ -32,6 +33,14 @@ export class Rollouts {
     document.getElementById("show-new").addEventListener("click", () => this.find());
     this.stopButton.addEventListener("click", () => this.searching?.abort());
     this.refresh = throttled(() => this.load(), 2000);
+    for (const label of exported ? this.form.querySelectorAll("label[hidden]") : []) {
+      label.hidden = label.firstElementChild.disabled = false;
+    }
+    if (exported) {
+      this.form.addEventListener("input", () => this.find());
+      document.getElementById("newest").textContent = "First";
+      document.getElementById("older").textContent = "More";
+    }
   }
 
   offerEnvs(envs) {
@@ -82,7 +91,8 @@ export class Rollouts {
     this.goOn = answer.go_on_before;
     this.show(answer.groups);
     const known = answer.num_known < answer.num_groups ? `; scores and lengths are known of ${number(answer.num_known)} so far` : "";
-    this.found.textContent = `${number(answer.groups.length)} shown of ${number(answer.num_groups)} groups${known}`;
+    const matching = answer.num_found === undefined || answer.num_found === answer.num_groups ? "" : `; ${number(answer.num_found)} match the filters`;
+    this.found.textContent = `${number(answer.groups.length)} shown of ${number(answer.num_groups)} groups${known}${matching}`;
     document.getElementById("older").disabled = this.goOn === null;
     if (answer.num_known < answer.num_groups) this.refresh();
   }
@@ -106,7 +116,7 @@ export class Rollouts {
         this.found.textContent = progress(before === null ? ": all of them" : "; still searching");
         if (before === null || hits.length >= 50) break;
       }
-      this.found.textContent = progress(before === null ? ": all of them" : "; Older continues the search");
+      this.found.textContent = progress(before === null ? ": all of them" : `; ${exported ? "More" : "Older"} continues the search`);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       this.found.textContent = progress("; stopped");
@@ -130,7 +140,7 @@ export class Rollouts {
     const score = group.score === null ? "–" : isEven ? number(group.score) : `${number(group.score)} (${range(group.score_low, group.score_high)})`;
     const cells = [group.id, group.step ?? "–", this.envs[group.env_id] ?? "–", group.state, group.policy_version ?? "–", score, range(group.shortest, group.longest)];
     return element("tr", { tabindex: "0", "data-id": group.id, onclick: () => this.open(group.id), onkeydown: (event) => { if (event.key === "Enter") this.open(group.id); } },
-      ...cells.map((cell, place) => element("td", place === 3 ? { class: `state-${group.state}` } : {}, String(cell))),
+      ...cells.map((cell, place) => element("td", place === 3 ? { class: `state-${group.state}` } : {}, place === 5 && group.scores ? bars(group) : "", String(cell))),
       element("td", { class: "text" }, group.prompt ?? (group.num_bytes ? "" : "no longer kept")));
   }
 
@@ -189,4 +199,14 @@ export class Rollouts {
     else return false;
     return true;
   }
+}
+
+// The score of each rollout as a bar, from 0 or the lowest score in the file up to the highest.
+function bars({ scores, is_right: isRight }) {
+  const { low, high } = scoreRange();
+  return element("span", { class: "bars", "aria-hidden": "true" }, ...scores.map((score, place) => {
+    const bar = element("i", { class: score === null ? "unscored" : isRight[place] ? "right" : "wrong" });
+    bar.style.height = `${score === null ? 100 : Math.max(8, (100 * (score - low)) / (high - low))}%`;
+    return bar;
+  }));
 }
