@@ -21,8 +21,8 @@ import treadle.launch.chat
 import treadle.launch.dash
 import treadle.launch.folder
 import treadle.launch.matrix
-import treadle.launch.report_page
 import treadle.launch.top
+import treadle.report.page
 import treadle.train
 from tests.doc_pages import ROOT, Command
 from treadle import cli
@@ -42,7 +42,7 @@ _STARTS = (
     (treadle.launch.folder, "newest_run"), (treadle.export, "export_merged"), (treadle.export, "export_gguf"),
     (treadle.export, "push"), (treadle.launch.chat, "talk"),
     (treadle.launch.top, "watch_run"), (treadle.launch.dash, "show_page"),
-    (treadle.launch.report_page, "write_report"), (treadle.doctor.command, "diagnose"),
+    (treadle.report.page, "write_report"), (treadle.doctor.command, "diagnose"),
     (treadle.budget.command, "plan_memory"), (treadle.launch.matrix, "resume_matrix"),
 )  # fmt: skip
 _VERBS = frozenset(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import RunConfig, load_run
-from treadle.launch.history import History, reader_of
+from treadle.report.history import History, reader_of
 
 
 def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from treadle.parent import PARENT_VARIABLE
 if TYPE_CHECKING:
     from treadle.envs.base import Environment
     from treadle.envs.rewards import RewardLike
-    from treadle.launch.history import Evaluation, History
     from treadle.launch.inputs import Data
-    from treadle.launch.report import Summary
+    from treadle.report.history import Evaluation, History
+    from treadle.report.summary import Summary
     from treadle.wire.groups import ScoredGroup
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -109,7 +109,8 @@ def train(
 
 def load(run: str | os.PathLike[str] | None = None) -> Run:
     """The run in this folder, finished or not; absent: the newest in ./runs."""
-    from treadle.launch.folder import check_is_run, newest_run
+    from treadle.launch.folder import newest_run
+    from treadle.report.record import check_is_run
 
     folder = newest_run(Path("runs")) if run is None else Path(run)
     folder = folder.expanduser().resolve()
@@ -153,7 +154,7 @@ class Run:
 
     def __repr__(self) -> str:
         from treadle.formatting import near
-        from treadle.launch.report import result_in_words
+        from treadle.report.summary import result_in_words
 
         summary = self.summary
         state = "" if summary.is_complete else f" ({summary.steps} planned)"
@@ -169,9 +170,9 @@ class Run:
     @property
     def summary(self) -> Summary:
         """What summary.json holds: steps, held-out accuracy before and after, times, memory."""
-        from treadle.launch.report_page import gather
+        from treadle.report.record import read_record
 
-        return gather(self.path).summary
+        return read_record(self.path).summary
 
     @property
     def is_complete(self) -> bool:
@@ -208,7 +209,7 @@ class Run:
 
     def plot(self) -> Plot:
         """Reward and accuracy by step, with the held-out accuracy."""
-        from treadle.launch.report import title_of
+        from treadle.report.summary import title_of
         from treadle.track.plot import draw_reward
 
         points = [evaluation.point for evaluation in self._history.evaluations]
@@ -216,7 +217,7 @@ class Run:
 
     def report(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write what the run achieved into one HTML file, and return its path; absent: report.html in the folder."""
-        from treadle.launch.report_page import PAGE_FILE, write_report
+        from treadle.report.page import PAGE_FILE, write_report
 
         file = self.path / PAGE_FILE if path is None else Path(path)
         write_report(self.path, file)
@@ -259,7 +260,7 @@ class Run:
 
     @property
     def _history(self) -> History:
-        from treadle.launch.history import reader_of
+        from treadle.report.history import reader_of
 
         return reader_of(self.config, self.path).read()
 

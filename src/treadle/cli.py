@@ -279,7 +279,7 @@ def _report(words: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run; it need not be finished")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to; absent: report.html in the run's folder")
     values = parser.parse_args(words)
-    from treadle.launch.report_page import write_report
+    from treadle.report.page import write_report
 
     return write_report(values.run, values.out)
 

@@ -13,8 +13,8 @@ from tests.e2e.runs import TINY_RUN, ending, metrics_of, resume, run_treadle
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.doctor.command import DoctorTarget, check_live
-from treadle.launch.report_page import write_report
 from treadle.launch.top import watch_run
+from treadle.report.page import write_report
 
 TOKEN = "a-token-of-a-test-0123456789"  # noqa: S105
 

@@ -27,17 +27,18 @@ from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_s
 from treadle.engines.vllm.installation import Installation, find_vllm
 from treadle.envs.checking.findings import Finding, problems, show
 from treadle.errors import ConfigError, MissingExtra
-from treadle.launch.folder import check_is_run, is_run_live, nearest_existing, resume_advice
-from treadle.launch.history import reader_of
+from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
-from treadle.launch.report import load_summary
 from treadle.launch.supervisor import tail_of
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.net.urls import shown_url
 from treadle.processor import processor_flags
+from treadle.report.history import reader_of
+from treadle.report.record import check_is_run
+from treadle.report.summary import load_summary
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 
 Report = Callable[[str], None]

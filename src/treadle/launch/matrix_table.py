@@ -1,6 +1,6 @@
 """Compare the runs of a matrix: one row per mode, as text, JSON, a plot and a page.
 
-run folder -> gather() -> Facts -> row_of() -> Row -> text_of() | as_json() | draw_plot() | render_page()
+run folder -> read_record() -> RunRecord -> row_of() -> Row -> text_of() | as_json() | draw_plot() | render_page()
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 from jinja2 import Environment, StrictUndefined
 
 from treadle.formatting import counted, one_line
-from treadle.launch.history import History, Step, is_number
-from treadle.launch.report_page import Facts
 from treadle.launch.supervisor import last_words
+from treadle.report.history import History, Step, is_number
+from treadle.report.record import RunRecord
 from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]
@@ -116,17 +116,17 @@ class Matrix:
         return f"{self.task}, {self.model}, {counted(self.steps, 'step')}, seed {self.seed}, engine {engines}"
 
 
-def row_of(mode: str, flags: str, facts: Facts, run: str, error: str = "") -> Row:
+def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") -> Row:
     """The row of a mode that has a run; `error` is what ended it this time."""
-    history, summary, train = facts.history, facts.summary, facts.config.train
-    published = publishes_of(history, train.publish_interval, facts.config.steps)
-    checks, problem = check_run(facts)
+    history, summary, train = record.history, record.summary, record.config.train
+    published = publishes_of(history, train.publish_interval, record.config.steps)
+    checks, problem = check_run(record)
     error = error or summary.last_words
     result: Result = "passed"
     reason = ""
     if not summary.is_complete:
         result = "failed" if error else "stopped"
-        reason = one_sentence(error) if error else f"after step {history.last_step} of {facts.config.steps}"
+        reason = one_sentence(error) if error else f"after step {history.last_step} of {record.config.steps}"
     elif problem:
         result, reason = "failed", problem
     return Row(
@@ -137,10 +137,10 @@ def row_of(mode: str, flags: str, facts: Facts, run: str, error: str = "") -> Ro
         run=run,
         steps=history.last_step,
         num_publishes=len(published),
-        figures=figures_of(facts, published),
+        figures=figures_of(record, published),
         rewards=tuple(_number(step.get("reward")) for step in history.steps),
         checks=checks,
-        engine=", then ".join(facts.engines),
+        engine=", then ".join(record.engines),
     )
 
 
@@ -149,8 +149,8 @@ def publishes_of(history: History, interval: int, last: int) -> list[Step]:
     return [step for step in history.steps if step["step"] % interval == 0 or step["step"] >= last]
 
 
-def figures_of(facts: Facts, published: Sequence[Step]) -> dict[str, float | None]:
-    history, memory = facts.history, facts.summary.peak_memory_bytes
+def figures_of(record: RunRecord, published: Sequence[Step]) -> dict[str, float | None]:
+    history, memory = record.history, record.summary.peak_memory_bytes
     timed = History(history.steps[1:] or history.steps)
     seconds, tokens = sum(timed.values("perf/step_s")), sum(timed.values("batch/tokens_per_step"))
     on_policy = History(tuple(step for step in history.steps if step.get("sample/staleness_max") == 0))
@@ -172,9 +172,9 @@ def figures_of(facts: Facts, published: Sequence[Step]) -> dict[str, float | Non
     }
 
 
-def check_run(facts: Facts) -> tuple[tuple[str, ...], str]:
+def check_run(record: RunRecord) -> tuple[tuple[str, ...], str]:
     """Check that the weights arrived. Returns (all findings, the first problem or "")."""
-    config, history = facts.config, facts.history
+    config, history = record.config, record.history
     done: list[str] = []
     wrong: list[str] = []
 

@@ -14,7 +14,8 @@ from typing import NoReturn
 from treadle.config import DEFAULT_MODEL
 from treadle.engines.model_folder import is_adapter
 from treadle.errors import ModelError
-from treadle.launch.folder import find_result, is_run, result_of
+from treadle.launch.folder import is_run, result_of
+from treadle.report.summary import find_result
 
 
 def is_local(model: str) -> bool:

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from treadle.config.schema import RunConfig
 from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
-from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.launch.monitor import RunStatus
+from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.track.health_log import HealthLine
 from treadle.watch.telling import SILENT_AFTER_S, is_long, shortened, tell_work, wait_to_show
 from treadle.wire.hub import ProcessStanding

@@ -18,16 +18,17 @@ from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
-from treadle.launch.history import HistoryReader, reader_of
 from treadle.launch.monitor import RunMonitor
 from treadle.launch.panel import draw
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
-from treadle.launch.report import Summary, load_summary, result_in_words
 from treadle.launch.view import View, ViewState, choose_view, current_phase
 from treadle.log import get_logger
 from treadle.net.probe import get_json
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.net.urls import shown_url, without_token
+from treadle.report.history import HistoryReader, reader_of
+from treadle.report.record import check_is_run
+from treadle.report.summary import Summary, load_summary, result_in_words
 
 log = get_logger("top")
 
@@ -146,7 +147,7 @@ def find_run(run: Path | None) -> Path:
     """The folder that was named, or the newest in ./runs."""
     if run is not None:
         folder = run.expanduser().resolve()
-        run_folders.check_is_run(folder)
+        check_is_run(folder)
         return folder
     return run_folders.newest_run(RUNS).resolve()
 

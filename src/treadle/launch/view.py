@@ -13,10 +13,10 @@ from rich.live import Live
 
 from treadle.config.schema import RunConfig
 from treadle.formatting import duration, percent
-from treadle.launch.history import TOKENS_PER_SECOND, History
 from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import Snapshot, draw
 from treadle.log import get_logger
+from treadle.report.history import TOKENS_PER_SECOND, History
 
 log = get_logger("launch")
 

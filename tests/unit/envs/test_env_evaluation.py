@@ -21,7 +21,7 @@ from treadle.envs.process import open_desk
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, ScoringError
-from treadle.launch.history import read_evaluation
+from treadle.report.history import read_evaluation
 
 
 class Digits(Environment):

@@ -26,12 +26,12 @@ from treadle.errors import ConfigError, RunStalled
 from treadle.launch import attachment, resume
 from treadle.launch import folder as run_folders
 from treadle.launch.attachment import attach, choose_model, merge_addresses, settle_engine, unused_settings
-from treadle.launch.history import reader_of
 from treadle.launch.job import RunSession, _start_phase, start_run
 from treadle.launch.monitor import SILENT_S, RunMonitor
 from treadle.launch.plan import NO_TOKENS, RunPlan, RunTokens, build_plan, server_addresses
 from treadle.launch.preflight import read_tokens
 from treadle.net.tokens import role_token
+from treadle.report.history import reader_of
 from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import RegisterTrainer
 

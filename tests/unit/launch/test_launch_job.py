@@ -23,13 +23,13 @@ from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
-from treadle.launch.history import History, reader_of
 from treadle.launch.job import RunSession, start_run
 from treadle.launch.memory import MemorySampler, resident_bytes
 from treadle.launch.model import find_model
 from treadle.launch.plan import RunPlan
 from treadle.launch.preflight import check_one_model, settle_environment
-from treadle.launch.report import Outcome, save_summary, summarize
+from treadle.report.history import History, reader_of
+from treadle.report.summary import Outcome, save_summary, summarize
 
 
 @pytest.fixture

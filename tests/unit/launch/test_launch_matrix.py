@@ -36,8 +36,8 @@ from treadle.launch.matrix import (
     with_settled_paths,
 )
 from treadle.launch.matrix_table import Matrix, Row, draw_plot, one_sentence, render_page, row_of, text_of, verdict
-from treadle.launch.report import Outcome, save_summary, summarize
-from treadle.launch.report_page import Facts, gather
+from treadle.report.record import RunRecord, read_record
+from treadle.report.summary import Outcome, save_summary, summarize
 
 RECORDED = ROOT / "tests" / "data" / "matrix"
 STEPS = 5
@@ -46,7 +46,7 @@ HOSTILE = "</td><script>alert(1)</script><img src=http://x/y> {{ 7 * 7 }}"
 Changes = dict[int, dict[str, Any]]
 
 
-def lay_out(folder: Path, mode: str, *, answered: int = STEPS, changes: Changes | None = None) -> Facts:
+def lay_out(folder: Path, mode: str, *, answered: int = STEPS, changes: Changes | None = None) -> RunRecord:
     """A finished run with recorded metrics; `changes` are laid over its steps."""
     (folder / "evals").mkdir(parents=True)
     steps = [json.loads(line) for line in (RECORDED / f"{mode}.jsonl").read_text().splitlines()]
@@ -61,12 +61,12 @@ def lay_out(folder: Path, mode: str, *, answered: int = STEPS, changes: Changes 
     (folder / "logs").mkdir()
     (folder / "logs" / "engine.log").write_text("2026-01-02 INFO engine loaded engine=transformers version=5.0 x=1\n")
     finish(folder, config)
-    return gather(folder)
+    return read_record(folder)
 
 
 def finish(folder: Path, config: RunConfig, *, is_complete: bool = True, last_words: str = "") -> None:
     outcome = Outcome(is_complete, 20.0, 1_500_000_000, last_words=last_words)
-    save_summary(summarize(config, folder, gather(folder).history, outcome), folder)
+    save_summary(summarize(config, folder, read_record(folder).history, outcome), folder)
 
 
 def row(folder: Path, mode: str = "none", **how: Any) -> Row:
@@ -138,13 +138,13 @@ def test_a_run_without_proof_has_failed(tmp_path: Path, changes: Changes, reason
 def test_a_run_that_was_ended_says_why_in_one_sentence(tmp_path: Path) -> None:
     facts = lay_out(tmp_path, "none")
     finish(tmp_path, facts.config, is_complete=False)
-    assert verdict(row_of("none", "", gather(tmp_path), "run")) == "stopped: after step 5 of 5"
+    assert verdict(row_of("none", "", read_record(tmp_path), "run")) == "stopped: after step 5 of 5"
     error = (
         "trainer died (exit code 1); the end of its log:\n  | 12:00 INFO step\n  | treadle: after the publish of "
         "version 3, 1 of 272 weights differ\n  |   -> restart the engine\n  -> the whole log is /runs/logs/trainer.log"
     )
     finish(tmp_path, facts.config, is_complete=False, last_words=error)
-    found = row_of("none", "", gather(tmp_path), "run")
+    found = row_of("none", "", read_record(tmp_path), "run")
     assert verdict(found) == (
         "failed: trainer died (exit code 1): after the publish of version 3, 1 of 272 weights differ"
     )

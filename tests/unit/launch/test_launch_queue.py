@@ -13,9 +13,9 @@ from tests.written_run import step_values, write_run
 from treadle.config import RunConfig, load_run, save_run
 from treadle.errors import ConfigError, ProcessDied
 from treadle.launch import job, resume
-from treadle.launch.history import History, reader_of
 from treadle.launch.plan import RunPlan
-from treadle.launch.report import Outcome, Summary, summarize
+from treadle.report.history import History, reader_of
+from treadle.report.summary import Outcome, Summary, summarize
 from treadle.store import Store
 
 HUB = """

@@ -16,14 +16,15 @@ from treadle.config import RunConfig, load_run
 from treadle.config.keys import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.status import result_in_words
-from treadle.launch.history import reader_of
 from treadle.launch.panel import draw
 from treadle.launch.plan import RunPlan, RunTokens, build_plan, shares_of
 from treadle.launch.preflight import run_label
-from treadle.launch.report import Outcome, print_report, summarize
-from treadle.launch.report_page import gather, render
 from treadle.launch.view import PlainView, ViewState, current_phase
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
+from treadle.report.history import reader_of
+from treadle.report.page import render_report
+from treadle.report.record import read_record
+from treadle.report.summary import Outcome, print_report, summarize
 
 MIX = {"env": "arithmetic:3,echo:1", "train.batch_size": 16, "env.group_size": 4}
 
@@ -169,9 +170,9 @@ def test_held_out_accuracy_is_shown_for_each_environment(tmp_path: Path) -> None
     Console(file=shown, width=120).print(draw(state.snapshot()))
     assert "arithmetic + echo" in shown.getvalue()
     assert "30.0 % at step 0  →  50.0 % at step 50" in shown.getvalue()
-    page = render(gather(tmp_path / "run"))
+    page = render_report(read_record(tmp_path / "run"))
     assert "echo: Held-out accuracy was 30.0 %" in page
-    assert "held-out accuracy by environment" in page
+    assert '"held_out_envs":["arithmetic","echo"]' in page
     assert "envs.1.inference_weight" in page
 
 

@@ -20,8 +20,8 @@ from treadle.config.keys import with_values
 from treadle.errors import ConfigError
 from treadle.launch.folder import locked
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.report import Outcome, save_summary, summarize
 from treadle.launch.top import find_run
+from treadle.report.summary import Outcome, save_summary, summarize
 
 
 def write_run_of(hub_url: str, folder: Path, token_file: Path | None = None, steps: int = 50) -> None:

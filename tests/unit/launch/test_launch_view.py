@@ -14,10 +14,10 @@ from rich.console import Console
 from tests.written_run import history_of, write_health, write_run
 from treadle.config import load_run
 from treadle.formatting import counted, duration, one_line, sparkline
-from treadle.launch.history import History, HistoryReader
 from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase
+from treadle.report.history import History, HistoryReader
 from treadle.track.health_log import HealthLine, HealthLog, parse_health
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 

@@ -14,18 +14,19 @@ from treadle.config.load import replace_text
 from treadle.config.schema import RunConfig
 from treadle.errors import MissingExtra
 from treadle.formatting import counted, duration, gigabytes, model_name, near, one_line, percent, program
-from treadle.launch.folder import ADAPTER_RESULT, find_result
-from treadle.launch.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
+from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
+ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; final_model may be beside it, merged
+RESULTS = ("final_model", ADAPTER_RESULT)
 NUM_HEALTH_LINES = 4
 LONGEST_TEXT = 600  # characters of a prompt or an answer in the printed report
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What only the launcher knows of a run; the figures of earlier lives of the run are included."""
+    """What only the launcher knows of a run, including its earlier sessions."""
 
     is_complete: bool
     total_s: float
@@ -36,7 +37,7 @@ class Outcome:
     last_words: str = ""
 
     def after(self, earlier: Summary | None) -> Outcome:
-        """This life of a run and the ones before it: times add up, peaks do not."""
+        """This session of a run and the ones before it: times add up, peaks do not."""
         if earlier is None:
             return self
         names = {**earlier.peak_memory_by_process, **self.peak_memory_by_process}
@@ -75,11 +76,11 @@ class Summary:
     plot: str
     logs: str
     # Absent in summaries of earlier releases.
-    health: list[str] = field(default_factory=list)  # what the trainer said
-    alarms: list[str] = field(default_factory=list)  # what the watchdog said
-    findings: list[str] = field(default_factory=list)  # what was wrong with the groups of an environment
+    health: list[str] = field(default_factory=list)  # warnings of the trainer
+    alarms: list[str] = field(default_factory=list)  # late waits that the watchdog reported
+    findings: list[str] = field(default_factory=list)  # problems with the groups of an environment
     last_words: str = ""  # the error that ended the run
-    # Share of the held-out answers that ended by themselves; None: not known.
+    # Share of the held-out answers that ended before the length limit; None: unknown.
     ended_before: float | None = None
     ended_after: float | None = None
     tokens_per_second: dict[str, float | None] = field(default_factory=dict)  # {"generated": 812.0, "trained": 412.4}
@@ -130,6 +131,12 @@ def summarize(config: RunConfig, run_folder: Path, history: History, outcome: Ou
     )
 
 
+def find_result(save_path: Path) -> Path | None:
+    """The trained model or adapter in a folder of checkpoints, the newer of both; None while the run trains."""
+    found = [result for name in RESULTS if (result := save_path / name).is_dir()]
+    return max(found, key=lambda result: result.stat().st_mtime_ns, default=None)
+
+
 def choose_examples(before: Evaluation | None, after: Evaluation | None, num: int = 3) -> list[dict[str, Any]]:
     """The same prompts before and after: first those that became right, then those right twice, then any.
 
@@ -166,7 +173,7 @@ def save_summary(summary: Summary, run_folder: Path) -> None:
 
 
 def load_summary(run_folder: Path) -> Summary | None:
-    """None when the run was never summarized, or the file is damaged, or of a version that wrote other figures."""
+    """None if the run has no summary, or it is damaged or of another format."""
     try:
         return msgspec.json.decode((run_folder / SUMMARY_FILE).read_bytes(), type=Summary)
     except (OSError, ValueError, msgspec.MsgspecError):
@@ -174,7 +181,7 @@ def load_summary(run_folder: Path) -> Summary | None:
 
 
 def draw_plot(history: History, summary: Summary) -> str:
-    """Draw reward.png; what to tell the user when it could not be drawn, else ""."""
+    """Draw reward.png. Returns the reason if it could not be drawn, else ""."""
     try:
         plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title_of(summary))
     except MissingExtra as error:
@@ -231,7 +238,7 @@ def print_report(summary: Summary, console: Console) -> None:
 def _print_examples(summary: Summary, console: Console) -> None:
     examples = summary.examples
     num_became_right = sum(e["after_is_right"] and not e["before_is_right"] for e in examples)
-    if examples:  # say how they were chosen: these are not a sample
+    if examples:  # say how they were chosen: they are no random sample
         kinds = {len(examples): " that became right", 0: ""}
         kind = kinds.get(num_became_right, " (those that became right first)")
         shown = f"{counted(len(examples), 'held-out prompt')}{kind}; all are in evals/"
@@ -266,7 +273,7 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
 
 
 def result_in_words(summary: Summary) -> str:
-    """What the run achieved, on one line."""
+    """The result of the run, on one line."""
     steps = f"{counted(summary.steps_taken, 'step')} in {duration(summary.total_s)}"
     scores = mean_scores_in_words(summary)
     return f"{steps}; held-out accuracy {accuracy_in_words(summary)}" + (f"; mean score {scores}" if scores else "")

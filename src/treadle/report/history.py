@@ -1,6 +1,6 @@
-"""What a run has written so far: its steps (metrics.jsonl), its evaluations (evals/*.json), and its health (log).
+"""Read what a run has written: its steps (metrics.jsonl), evaluations (evals/*.json) and health warnings (log).
 
-Of several environments each has a folder of evaluations (evals/gsm8k/*.json). `History.by_env` has them apart, and
+With several environments each has a folder of evaluations (evals/gsm8k/*.json). `History.by_env` holds them separately,
 `History.evaluations` pools them at the steps that all were evaluated at.
 """
 
@@ -21,14 +21,14 @@ from treadle.track.jsonl import read_steps
 from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]
-# Where the time of a step goes, and the metrics that add up to it.
+# Parts of the time of a step, and the metrics that add up to each.
 SECONDS_PER_STEP = {
     "training": ("perf/fwd_bwd_s", "perf/optimizer_s"),
     "waiting": ("perf/rollout_wait_s",),
 }
-GENERATION_S = "rollout/generation_s"  # of a group, beside the steps: it may take longer than one
+GENERATION_S = "rollout/generation_s"  # of a group, in parallel to the steps: it may take longer than one
 
-# How fast tokens are sampled and trained on; in a step whose groups all scored the same, none is trained.
+# In a step whose groups all scored the same, no token is trained.
 TOKENS_PER_SECOND = {
     "generated": "perf/generated_tok_s_wall_clock",
     "trained": "perf/trained_tok_s_wall_clock",
@@ -48,11 +48,11 @@ class Evaluation:
     num_right: int
     num_prompts: int
     samples: tuple[dict[str, Any], ...] = ()
-    ended: float | None = None  # share of the answers that ended by themselves; None: not known
+    ended: float | None = None  # share of the answers that ended before the length limit; None: unknown
     max_tokens: int | None = None  # an answer that reaches this many tokens is cut off
-    policy_version: int | None = None  # that answered, as the engine said
-    mean_score: float | None = None  # of the answers that could be scored; None: not known
-    env: str = ""  # among several environments
+    policy_version: int | None = None  # that answered, as reported by the engine
+    mean_score: float | None = None  # of the answers that could be scored; None: unknown
+    env: str = ""  # name of the environment, if there are several
 
     @property
     def point(self) -> HeldOutPoint:
@@ -61,7 +61,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class History:
-    """All of it, in the order of its steps."""
+    """Steps, evaluations and health warnings, in the order of steps."""
 
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -70,7 +70,7 @@ class History:
 
     @property
     def measured(self) -> tuple[Evaluation, ...]:
-        """Every evaluation that was made: of several environments each one, and not their pool."""
+        """All evaluations; of several environments each one instead of the pool."""
         return tuple(chain.from_iterable(self.by_env.values())) if self.by_env else self.evaluations
 
     def of_env(self, label: str) -> History:
@@ -107,7 +107,7 @@ class History:
 
 @dataclass
 class HistoryReader:
-    """Reads again only what has changed, because a view asks several times a second."""
+    """Reads only what has changed, because a view calls it several times a second."""
 
     metrics_file: Path
     evals_folder: Path
@@ -170,7 +170,7 @@ def _read_evaluations(paths: Sequence[Path], env: str) -> tuple[Evaluation, ...]
 
 
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
-    """Reads the files in the run's folder, which may have moved; else where the settings say."""
+    """A reader of the files in the run's folder, which may have moved; else of the paths in the settings."""
     metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
     by_env = {
         label: own if (own := evals / folder_of(label)).exists() else env.data_dir_to_save_evals or own
@@ -186,7 +186,7 @@ def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """None for a file that is not (yet) a whole evaluation."""
+    """None for a file that is not (yet) a complete evaluation."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         accuracy = float(values["accuracy"])
@@ -216,7 +216,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _sum(step: Step, keys: Sequence[str]) -> float | None:
-    """None when one of them was not measured."""
+    """None if one of them was not measured."""
     values = [step.get(key) for key in keys]
     numbers = [float(value) for value in values if is_number(value)]
     return sum(numbers) if len(numbers) == len(values) else None

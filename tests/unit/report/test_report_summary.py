@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.written_run import history_of, write_health, write_run
-from treadle.launch.history import History
-from treadle.launch.report import (
+from treadle.report.history import History
+from treadle.report.summary import (
     Outcome,
     choose_examples,
     draw_plot,
