@@ -37,7 +37,7 @@ from treadle.dash.status import (
 from treadle.dash.web import (
     INDEX,
     Handler,
-    RequestError,
+    PageError,
     StaticFiles,
     answering_errors,
     as_json,
@@ -164,7 +164,7 @@ class Routes:
         name = request.query_params.get("run", "")
         found = self._runs.get(name)
         if found is None and name:
-            raise RequestError(404, f"there is no run {name[:100]!r} beside this one")
+            raise PageError(404, f"there is no run {name[:100]!r} beside this one")
         return found
 
     # ---- now
@@ -260,7 +260,7 @@ class Routes:
         own = self._runs.own
         tail = None if own is None else await asyncio.to_thread(own.log_tail, request.path_params["name"])
         if tail is None:
-            raise RequestError(404, "this process has no log here")
+            raise PageError(404, "this process has no log here")
         return as_json({"tail": tail})
 
     # ---- rollouts
@@ -287,7 +287,7 @@ class Routes:
     async def search(self, request: Request) -> Response:
         text = request.query_params.get("text", "").strip()
         if not text or len(text) > MAX_TEXT_CHARS:
-            raise RequestError(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
+            raise PageError(422, f"text must have 1 to {MAX_TEXT_CHARS} characters")
         self._learner.wake()
         wanted = _wanted(request)
         return as_json(await asyncio.to_thread(search, self._browser, self._decoder, wanted, text, max_hits=PAGE_SIZE))
@@ -295,18 +295,18 @@ class Routes:
     async def group(self, request: Request) -> Response:
         text = request.path_params["group_id"]
         if not text.isascii() or not text.isdecimal() or len(text) > 15:
-            raise RequestError(404, "there is no such group")
+            raise PageError(404, "there is no such group")
         is_whole = request.query_params.get("form") == "whole"
         return as_json(await asyncio.to_thread(self._group, int(text), is_whole))
 
     def _group(self, group_id: int, is_whole: bool) -> object:
         found = self._browser.find(Wanted(before=group_id + 1), 1)
         if not found or found[0].id != group_id:
-            raise RequestError(404, f"there is no group {group_id}")
+            raise PageError(404, f"there is no group {group_id}")
         stored = self._browser.contents([group_id]).get(group_id)
         if is_whole:
             if stored is None:
-                raise RequestError(404, f"the content of group {group_id} is no longer kept")
+                raise PageError(404, f"the content of group {group_id} is no longer kept")
             return open_group(stored)
         names = {env.env_id: env.name for env in self._store.envs()}
         older, newer = self._browser.neighbours(group_id)
@@ -323,7 +323,7 @@ def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:
 def _wanted(request: Request) -> Wanted:
     state = request.query_params.get("state") or None
     if state is not None and state not in STATES:
-        raise RequestError(422, f"state must be one of {', '.join(STATES)}")
+        raise PageError(422, f"state must be one of {', '.join(STATES)}")
     return Wanted(
         step=int_param(request, "step"),
         env_id=int_param(request, "env"),

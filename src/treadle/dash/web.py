@@ -1,6 +1,6 @@
 """Read request parameters, answer with JSON, and serve the static files of the page.
 
-A parameter that is not valid raises RequestError, which `answering_errors` turns into an answer.
+A parameter that is not valid raises PageError, which `answering_errors` turns into an answer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HEADERS = {
 INDEX = "index.html"
 
 
-class RequestError(Exception):
-    """`RequestError(404, "there is no group 12")`"""
+class PageError(Exception):
+    """`PageError(404, "there is no group 12")`"""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -47,12 +47,12 @@ class RequestError(Exception):
 
 
 def answering_errors(handler: Handler) -> Handler:
-    """Answer a RequestError of the handler with its status and detail."""
+    """Answer a PageError of the handler with its status and detail."""
 
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except RequestError as problem:
+        except PageError as problem:
             return as_json({"detail": problem.detail}, problem.status)
 
     return handle
@@ -70,7 +70,7 @@ def int_param(request: Request, name: str) -> int | None:
         return None
     digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdecimal() or len(digits) > MAX_DIGITS:
-        raise RequestError(422, f"{name} must be a whole number, not {text[:40]!r}")
+        raise PageError(422, f"{name} must be a whole number, not {text[:40]!r}")
     return int(text)
 
 
@@ -83,7 +83,7 @@ def float_param(request: Request, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise RequestError(422, f"{name} must be a number, not {text[:40]!r}")
+        raise PageError(422, f"{name} must be a number, not {text[:40]!r}")
     return value
 
 
@@ -108,7 +108,7 @@ class StaticFiles:
     def answer(self, request: Request, name: str) -> Response:
         found = self._files.get(name)
         if found is None:
-            raise RequestError(404, "there is no such file")
+            raise PageError(404, "there is no such file")
         headers = {**HEADERS, "ETag": found.etag}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)

@@ -1,6 +1,6 @@
-"""Groups in a file, one a line: Atropos' group fields, and after them what a person wants to know.
+"""Write and read files of groups: one JSON object per line with Atropos' group fields and further details.
 
-A line is written whole and flushed, so what a killed process leaves can be read: all lines but, at worst, the last.
+Each line is flushed, so the file of a killed process is readable except, at worst, for its last line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """What was found about one sequence."""
+    """The score of one sequence and its reasons."""
 
     rollout: int  # several sequences may belong to one rollout
     is_right: bool
@@ -35,11 +35,11 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class WrittenGroup(ScoredGroup, kw_only=True):
-    """A line. The fields after those of a group are absent in the files of other programs."""
+    """A line of the file. Other programs write only the fields of ScoredGroup."""
 
     answer: str = ""
-    verdicts: list[Verdict] = msgspec.field(default_factory=list)  # one a sequence
-    # per sequence: the text of each sampled token, "" where a character goes on
+    verdicts: list[Verdict] = msgspec.field(default_factory=list)  # one per sequence
+    # per sequence: the text of each sampled token, "" within a character
     pieces: list[list[str]] = msgspec.field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ class GroupFile:
 
     @property
     def page(self) -> Path:
-        """Where the view of it belongs."""
+        """The HTML file beside it."""
         return self.path.with_suffix(".html")
 
     def write(self, group: ScoredGroup) -> None:
@@ -77,7 +77,7 @@ class GroupFile:
 
 
 def read_group_file(path: Path) -> Iterator[WrittenGroup]:
-    """The groups of a file. A last line that was cut off is left out; another one that is no group is an error."""
+    """Read the groups of a file. A truncated last line is skipped; any other invalid line is an error."""
     decoder = msgspec.json.Decoder(WrittenGroup)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -91,7 +91,7 @@ def read_group_file(path: Path) -> Iterator[WrittenGroup]:
 
 
 def as_written(group: ScoredGroup, item: Item, rollouts: Sequence[Rollout], decode: Decode) -> WrittenGroup:
-    """`group` was made of `rollouts`; with what it does not say about them."""
+    """Add the verdicts and token texts of `rollouts` to the group that was built from them."""
     pairs = [(i, rollout, transcript) for i, rollout in enumerate(rollouts) for transcript in rollout.transcripts]
     return WrittenGroup(
         **{field: getattr(group, field) for field in group.__struct_fields__},
@@ -113,9 +113,9 @@ def as_written(group: ScoredGroup, item: Item, rollouts: Sequence[Rollout], deco
 
 
 def split_text(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds. One that ends within a character adds nothing: the one that completes it does.
+    """The text that each token adds. A token that ends within a character adds "".
 
-    Each is decoded together with the one before it, because some tokenizers write a token differently at the beginning.
+    Each token is decoded together with the one before it, because some tokenizers decode a first token differently.
     """
     pieces: list[str] = []
     context, done = 0, 0  # decoded from `context` on; the text up to `done` has been given out

@@ -34,7 +34,7 @@ from treadle.config.load import load_run
 from treadle.config.schema import HubConfig, RunConfig
 from treadle.dash.routes import open_pages
 from treadle.dash.run_folder import RunFolder, task_of
-from treadle.dash.web import HEADERS, INDEX, RequestError, StaticFiles, answering_errors, as_json
+from treadle.dash.web import HEADERS, INDEX, PageError, StaticFiles, answering_errors, as_json
 from treadle.errors import ConfigError
 from treadle.formatting import percent
 from treadle.hub.process import serve
@@ -256,10 +256,10 @@ class StartPage:
     async def forward(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._runs.names():  # a name in a request never becomes a path
-            raise RequestError(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
+            raise PageError(404, f"there is no run {name[:100]!r} in {self._runs.folder}")
         path = request.scope["raw_path"].decode("latin-1").split("/", 3)[3]
         if READABLE.fullmatch(path) is None:
-            raise RequestError(404, "only the page of a run is served here")
+            raise PageError(404, "only the page of a run is served here")
         query = f"?{request.url.query}" if request.url.query else ""
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         async with contextlib.AsyncExitStack() as opened:
@@ -270,9 +270,9 @@ class StartPage:
                 asked = self._client.build_request("GET", f"{hub.url}/{path}{query}", headers=headers)
                 answer = await self._client.send(asked, stream=True)
             except ConfigError as error:
-                raise RequestError(404, str(error)) from None
+                raise PageError(404, str(error)) from None
             except httpx.TransportError as error:
-                raise RequestError(502, f"the hub of {name} does not answer: {error!r}") from None
+                raise PageError(502, f"the hub of {name} does not answer: {error!r}") from None
             opened.push_async_callback(answer.aclose)
             file = FILE.fullmatch(path)
             if file is not None and answer.is_success:
@@ -280,7 +280,7 @@ class StartPage:
             else:
                 media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if media_type not in DATA_TYPES:
-                    raise RequestError(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
+                    raise PageError(502, f"the hub of {name} answered with {media_type[:40]!r} instead of data")
                 response = ForwardedData(answer, media_type, opened.pop_all())
         return response
 

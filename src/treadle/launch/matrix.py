@@ -32,7 +32,7 @@ from treadle.launch import folder as run_folders
 from treadle.launch.machine import count_cores
 from treadle.launch.matrix_table import (
     Matrix,
-    Row,
+    ModeRow,
     as_json,
     draw_plot,
     one_sentence,
@@ -267,24 +267,24 @@ class _Runner:
                 raise
             return user_error.exit_code, str(user_error)
 
-    def _row_of(self, mode: str, error: str) -> Row:
+    def _row_of(self, mode: str, error: str) -> ModeRow:
         """The row of a mode from its folder; `error`: why its run failed."""
         flags = flags_of(mode)
         refused = refusal(self._config, mode)
         reason = obstacle(mode, self._num_gpus) if refused is None else one_sentence(refused.message)
         if reason:
-            return Row(mode, "not possible", reason, flags)
+            return ModeRow(mode, "not possible", reason, flags)
         run = self._run_folder(mode)
         if run is not None:
             return row_of(mode, flags, read_record(run), str(run.relative_to(self._folder)), error)
-        return Row(mode, "failed" if error else "not run", one_sentence(error), flags)
+        return ModeRow(mode, "failed" if error else "not run", one_sentence(error), flags)
 
     def _run_folder(self, mode: str) -> Path | None:
         """The newest run of a mode, if it has begun."""
         begun = sorted(path.parent for path in (self._folder / mode).glob(f"*/{CONFIG_FILE}"))
         return begun[-1] if begun else None
 
-    def _save(self, rows: Mapping[str, Row]) -> Matrix:
+    def _save(self, rows: Mapping[str, ModeRow]) -> Matrix:
         """Write the table after every mode, so that results are kept if the matrix is interrupted."""
         config = self._config
         matrix = Matrix(

@@ -1,6 +1,6 @@
 """Compare the runs of a matrix: one row per mode, as text, JSON, a plot and a page.
 
-run folder -> read_record() -> RunRecord -> row_of() -> Row -> text_of() | as_json() | draw_plot() | render_page()
+run folder -> read_record() -> RunRecord -> row_of() -> ModeRow -> text_of() | as_json() | draw_plot() | render_page()
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeRow:
     """One mode. `reason`: why it failed or cannot run; `checks`: what was looked at, and what was found."""
 
     mode: str
@@ -103,7 +103,7 @@ class Matrix:
     steps: int
     machine: str
     date: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModeRow, ...]
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -116,8 +116,8 @@ class Matrix:
         return f"{self.task}, {self.model}, {counted(self.steps, 'step')}, seed {self.seed}, engine {engines}"
 
 
-def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") -> Row:
-    """The row of a mode that has a run; `error` is what ended it this time."""
+def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") -> ModeRow:
+    """The row of a mode that has a run; `error`: the error that ended the run this time."""
     history, summary, train = record.history, record.summary, record.config.train
     published = publishes_of(history, train.publish_interval, record.config.steps)
     checks, problem = check_run(record)
@@ -129,7 +129,7 @@ def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") 
         reason = one_sentence(error) if error else f"after step {history.last_step} of {record.config.steps}"
     elif problem:
         result, reason = "failed", problem
-    return Row(
+    return ModeRow(
         mode=mode,
         result=result,
         reason=reason,
@@ -231,13 +231,13 @@ def text_of(matrix: Matrix) -> str:
     return "\n".join(text) + "\n"
 
 
-def verdict(row: Row) -> str:
+def verdict(row: ModeRow) -> str:
     """The result with its reason: "passed: 5 of 5 steps were taken; ..."."""
     why = row.reason if row.result != "passed" else "; ".join(row.checks)
     return f"{row.result}: {why}" if why else row.result
 
 
-def cell_of(row: Row, column: Column) -> str:
+def cell_of(row: ModeRow, column: Column) -> str:
     value = row.figures.get(column.key)
     return "" if value is None else column.shown(value)
 
@@ -269,7 +269,7 @@ def draw_plot(matrix: Matrix, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row], column: Column, colours: Mapping[str, Any]) -> None:
+def _draw_bars(axes: Any, rows: Sequence[ModeRow], column: Column, colours: Mapping[str, Any]) -> None:
     values = [row.figures.get(column.key) for row in rows]
     known = [value for value in values if value]
     is_wide = bool(known) and max(known) > 30 * min(known)
@@ -286,10 +286,10 @@ def _draw_bars(axes: Any, rows: Sequence[Row], column: Column, colours: Mapping[
     axes.set_title(f"{column.title} ({column.unit})" + (", log scale" if is_wide else ""), loc="left", fontsize=9)
     axes.margins(x=0.3)
     axes.xaxis.set_visible(False)  # the bars say their values
-    _dress(axes)
+    _style_axes(axes)
 
 
-def _draw_rewards(axes: Any, rows: Sequence[Row], colours: Mapping[str, Any]) -> None:
+def _draw_rewards(axes: Any, rows: Sequence[ModeRow], colours: Mapping[str, Any]) -> None:
     for place, row in enumerate(rows):
         points = [(step, value) for step, value in enumerate(row.rewards, start=1) if value is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
@@ -297,10 +297,10 @@ def _draw_rewards(axes: Any, rows: Sequence[Row], colours: Mapping[str, Any]) ->
         axes.plot(steps, values, color=colours[row.mode], linewidth=width, marker="o", markersize=width + 2)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("reward by step", loc="left", fontsize=9)
-    _dress(axes)
+    _style_axes(axes)
 
 
-def _dress(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     axes.tick_params(labelsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "bottom"):

@@ -1,4 +1,4 @@
-"""Where the page of a run is, and opening it in the user's browser."""
+"""Print the address of a run's page, and open it in the user's browser."""
 
 from __future__ import annotations
 

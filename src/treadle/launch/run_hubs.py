@@ -16,7 +16,7 @@ import httpx
 
 from treadle.config.load import load_run, parse
 from treadle.config.schema import HubConfig, RunConfig
-from treadle.dash.web import RequestError
+from treadle.dash.web import PageError
 from treadle.errors import ConfigError
 from treadle.formatting import near, program
 from treadle.launch.folder import is_run_live
@@ -130,9 +130,7 @@ class RunHubs:
         while len(self._children) >= MAX_HUBS:
             unused = [place for place, child in self._children.items() if not child.num_requests]
             if not unused:
-                raise RequestError(
-                    503, f"the pages of {MAX_HUBS} finished runs are open: close a run, then reload this"
-                )
+                raise PageError(503, f"the pages of {MAX_HUBS} finished runs are open: close a run, then reload this")
             await self._end(min(unused, key=lambda place: self._children[place].used_at))
         self._children[folder] = _start_child(folder)
         return self._children[folder]
@@ -180,10 +178,10 @@ def _live_hub(folder: Path, config: RunConfig) -> RunHub:
     return RunHub(origin, observer_token() if is_own else "")
 
 
-def _not_forwarded(config: RunConfig) -> RequestError:
+def _not_forwarded(config: RunConfig) -> PageError:
     origin = origin_of(config.train.atropos_url)
     page = f"open {origin}/dash/ in your browser" if origin else "its address is not the URL of a hub"
-    return RequestError(403, f"this run has its page at its own hub, which is not forwarded here: {page}")
+    return PageError(403, f"this run has its page at its own hub, which is not forwarded here: {page}")
 
 
 def origin_of(url: str) -> str:

@@ -1,4 +1,4 @@
-"""The reward plot of a run: reward and accuracy per step, and the held-out accuracy with its intervals."""
+"""Plot reward and accuracy per step, and the held-out accuracy with its intervals (reward.png)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pooled(parts: Sequence[tuple[int, HeldOutPoint]]) -> HeldOutPoint:
 
 
 def load_pyplot() -> Any:
-    """matplotlib's pyplot, which draws into files."""
+    """Import matplotlib's pyplot with a backend that draws into files."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -60,7 +60,7 @@ def plot_reward(
 
 
 def draw_reward(steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], *, title: str) -> Any:
-    """The plot as a matplotlib figure. Made without pyplot: a notebook's own backend stays as it is."""
+    """The plot as a matplotlib figure, made without pyplot: the backend of a notebook is left unchanged."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -70,12 +70,12 @@ def draw_reward(steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPo
     _draw_series(axes, steps, "reward", "mean reward", _REWARD)
     _draw_series(axes, steps, "rollout/accuracy", "accuracy in training", _ACCURACY)
     _draw_held_out(axes, held_out)
-    _dress(axes, title)
+    _style_axes(axes, title)
     return figure
 
 
 def smoothed(values: Sequence[float], weight: float = 0.75) -> list[float]:
-    """An exponential mean, corrected for its start: [1, 1, 1] stays [1, 1, 1].
+    """Exponential moving average with bias correction: [1, 1, 1] stays [1, 1, 1].
 
     >>> [round(value, 2) for value in smoothed([0.0, 1.0], weight=0.5)]
     [0.0, 0.67]
@@ -89,7 +89,7 @@ def smoothed(values: Sequence[float], weight: float = 0.75) -> list[float]:
 
 
 def _draw_series(axes: Any, steps: Sequence[Mapping[str, Any]], key: str, label: str, colour: str) -> None:
-    """The measured values faintly, their course clearly."""
+    """Draw the measured values faintly and their moving average clearly."""
     known = [(step["step"], float(step[key])) for step in steps if isinstance(step.get(key), (int, float))]
     if not known:
         return
@@ -131,7 +131,7 @@ def _draw_held_out(axes: Any, points: Sequence[HeldOutPoint]) -> None:
         )
 
 
-def _dress(axes: Any, title: str) -> None:
+def _style_axes(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=_HELD_OUT)
     axes.set_xlabel("optimizer step", color=_QUIET)
     axes.tick_params(colors=_QUIET)

@@ -35,7 +35,7 @@ from treadle.launch.matrix import (
     start_matrix,
     with_settled_paths,
 )
-from treadle.launch.matrix_table import Matrix, Row, draw_plot, one_sentence, render_page, row_of, text_of, verdict
+from treadle.launch.matrix_table import Matrix, ModeRow, draw_plot, one_sentence, render_page, row_of, text_of, verdict
 from treadle.report.record import RunRecord, read_record
 from treadle.report.summary import Outcome, save_summary, summarize
 
@@ -69,11 +69,11 @@ def finish(folder: Path, config: RunConfig, *, is_complete: bool = True, last_wo
     save_summary(summarize(config, folder, read_record(folder).history, outcome), folder)
 
 
-def row(folder: Path, mode: str = "none", **how: Any) -> Row:
+def row(folder: Path, mode: str = "none", **how: Any) -> ModeRow:
     return row_of(mode, flags_of(mode), lay_out(folder, mode, **how), "run")
 
 
-def matrix_of(*rows: Row) -> Matrix:
+def matrix_of(*rows: ModeRow) -> Matrix:
     return Matrix("20260102-030405-matrix-echo", "echo", "tiny", 0, STEPS, "2 cores", "2026-01-02", rows)
 
 
@@ -104,8 +104,8 @@ def test_the_table_has_a_line_for_every_mode_and_says_passed_or_failed(tmp_path:
     rows = (
         row(tmp_path / "none"),
         row(tmp_path / "single", "single_copy", answered=4),
-        Row("broadcast_nccl", "not possible", obstacle("broadcast_nccl", 0)),
-        Row("delta", "not run"),
+        ModeRow("broadcast_nccl", "not possible", obstacle("broadcast_nccl", 0)),
+        ModeRow("delta", "not run"),
     )
     text = text_of(matrix_of(*rows))
     header, units, *lines = text.splitlines()[3:9]
@@ -272,7 +272,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_shows_errors_as_text(tmp_path: Path) -> None:
-    matrix = matrix_of(row(tmp_path / "none"), Row("reload", "failed", HOSTILE))
+    matrix = matrix_of(row(tmp_path / "none"), ModeRow("reload", "failed", HOSTILE))
     draw_plot(matrix, tmp_path / "matrix.png")
     page = render_page(matrix, (tmp_path / "matrix.png").read_bytes())
     tags = Tags(page).found

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from tests.served_app import listening
 from treadle.clock import awake_s
 from treadle.config import load_run, save_run
-from treadle.dash.web import HEADERS, RequestError
+from treadle.dash.web import HEADERS, PageError
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch import run_hubs
@@ -203,7 +203,7 @@ def test_the_run_that_was_used_longest_ago_gives_way(tmp_path: Path, monkeypatch
         third = await use(folders[2])
         assert [hub.is_running() for hub in (first, second, third)] == [True, False, True]
         async with hubs.use(folders[0]), hubs.use(folders[2]):
-            with pytest.raises(RequestError, match="close a run") as caught:
+            with pytest.raises(PageError, match="close a run") as caught:
                 await use(folders[1])
             assert caught.value.status == 503
 

@@ -21,8 +21,8 @@ export async function get(path, params = {}, signal = undefined) {
   return body;
 }
 
-// Events, each exactly once and in order, also across a restart of the hub: the browser gives the last id it saw when it
-// comes back by itself, and where it has given up we do the same with `after`.
+// Events, each exactly once and in order, also across a restart of the hub: the browser sends the id of the last event when
+// it reconnects by itself; where it has given up, `after` does the same.
 export class Live {
   constructor({ onEvent, onState }) {
     this.onEvent = onEvent;
@@ -41,12 +41,12 @@ export class Live {
       this.onState("lost");
       if (source.readyState === EventSource.CLOSED) setTimeout(() => this.open(), 2000);
     };
-    const hear = (message) => {
+    const receive = (message) => {
       if (message.lastEventId) this.lastId = message.lastEventId;
       this.numEvents += 1;
       this.onEvent(message.type, message.data ? JSON.parse(message.data) : {});
     };
-    for (const kind of KINDS) source.addEventListener(kind, hear);
+    for (const kind of KINDS) source.addEventListener(kind, receive);
     this.source = source;
   }
 }
@@ -56,7 +56,7 @@ const KINDS = [
   "trainer_registered", "env_registered", "env_disconnected", "reset", "gap",
 ];
 
-// Runs `act` soon, and at most once in `everyMs`; a call in between is not lost.
+// Runs `act` soon, at most once in `everyMs`; a call in between is deferred, not lost.
 export function throttled(act, everyMs) {
   let last = -Infinity, timer = null, isRunning = false, isAsked = false;
   const run = async () => {
@@ -103,7 +103,7 @@ export function ago(seconds) {
   return `${Math.round(seconds / 86400)} days ago`;
 }
 
-// A model's path in few words: its last part. A name or an id stays as it is.
+// The last part of a model's path; a name or an id is unchanged.
 export function modelName(model) {
   return /^[.~/]|\/.*\//.test(model) ? model.replace(/\/+$/, "").split("/").pop() : model;
 }

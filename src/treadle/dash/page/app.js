@@ -29,7 +29,7 @@ function current() {
   return ALL_VIEWS.find((view) => !by(view).hidden);
 }
 
-// Of the run while the hub answers, of the connection while it does not. The hub of `treadle run` ends with its run.
+// The state of the run while the hub answers, of the connection while it does not. The hub of `treadle run` ends with its run.
 function showBadge(changes) {
   const badge = by("connection");
   Object.assign(badge.dataset, changes);
@@ -60,7 +60,7 @@ function tile({ name, value, note, share, is_bad: isBad }) {
 
 const askNow = throttled(showNow, 1000);
 
-function heard(kind, event) {
+function received(kind, event) {
   if (kind === "accepted") views.rollouts?.arrived(event.data.groups);
   if (["formed", "trained", "dissolved", "dropped", "dead"].includes(kind)) views.rollouts?.changed();
   if (kind === "trained") views.overview?.refresh(); // a step's figures are written before its batch is acknowledged
@@ -139,7 +139,7 @@ async function begin() {
 function listen() {
   let wasLost = false;
   window.live = new Live({
-    onEvent: heard,
+    onEvent: received,
     onState: (state) => {
       showBadge({ connection: state });
       if (state === "live" && wasLost) refreshAll();

@@ -59,7 +59,7 @@ export class Card {
     return { min, max: max > min ? max : min + 1 };
   }
 
-  // Tables of different steps (own run, other runs, held-out points) are laid over each other.
+  // Joins tables with different steps: own run, other runs, held-out points.
   series() {
     const { data, others, smoothing, isLog } = this.overview;
     const tables = [], series = [];
@@ -163,7 +163,7 @@ export class Card {
     };
   }
 
-  // Of the vertical axis: with the intervals of the held-out points, and with room around a figure that never changes.
+  // Range of the vertical axis: includes the intervals of the held-out points, and margins around a constant value.
   reach(low, high) {
     const points = this.chart.has_held_out ? this.overview.data.get("")?.held_out ?? [] : [];
     const ends = [low, high, ...points.flatMap((point) => [point.low, point.high])].filter((value) => value !== null);
@@ -236,7 +236,7 @@ export class Card {
   }
 }
 
-// The queue over time, since the hub was started. It waits until the queue has changed once.
+// The queue over time since the start of the hub; hidden until the queue has changed once.
 export class QueueCard extends Card {
   constructor(overview) {
     super({ title: "Queue", names: [], labels: [], unit: "groups", note: "Groups that wait for a batch, and groups that the trainer has leased.", kind: "lines", has_held_out: false, band: null, healthy: "" }, overview);
@@ -310,15 +310,15 @@ function distinct(named, values) {
   return kept;
 }
 
-// A step without a value (null) is a gap in its line; what stands alone between two of them is no line, so it is a dot.
-// A step that only another run has is undefined, and no gap.
+// A step without a value (null) is a gap in its line; a single value between two gaps is drawn as a dot.
+// A step that only another run has is undefined, which is no gap.
 function lonely(values) {
   const rows = values.flatMap((value, row) => (value === undefined ? [] : [row]));
   const isGap = (place) => place < 0 || place >= rows.length || values[rows[place]] === null;
   return rows.filter((_, place) => !isGap(place) && isGap(place - 1) && isGap(place + 1));
 }
 
-// The legend shows measured values: the faint column stands before the smoothed one; a stack's part is what it adds.
+// The legend shows measured values: the faint column precedes the smoothed one; a part of a stack is the difference to the one below.
 function asMeasured(plot, column, row, series) {
   const { kind } = series[column - 1], before = series[column - 2]?.kind;
   const shown = plot.data[column][row], below = plot.data[column - 1][row];
@@ -326,7 +326,7 @@ function asMeasured(plot, column, row, series) {
   return kind === "stack" && before === "stack" && shown !== null && shown !== undefined ? shown - below : shown;
 }
 
-// An exponential mean, corrected for its start; what was not measured is left out of it.
+// Exponential moving average with bias correction; missing values are skipped.
 function smoothed(values, weight) {
   let mean = 0, mass = 0;
   return values.map((value) => {

@@ -1,4 +1,4 @@
-// The overview: a card for each chart, all over the same steps.
+// The overview: a card for each chart, all with the same range of steps.
 import { element, get, number, throttled } from "./api.js";
 import { Card, QueueCard } from "./card.js";
 import { exported } from "./exported.js";
@@ -79,12 +79,12 @@ export class Overview {
     this.show();
   }
 
-  // At once; where the hub does not answer, when it does.
+  // Immediately; if the hub does not answer, as soon as it does.
   show() {
     this.load().catch(() => this.refresh());
   }
 
-  // What the charts show at first, asked for before it is known which they are.
+  // The first series, requested before the list of charts is known.
   static firstSeries() {
     return get("api/series", { points: POINTS }).catch(() => null);
   }
@@ -94,7 +94,7 @@ export class Overview {
     const [first, last] = this.range ?? [null, null];
     const asked = ["", ...this.others], turn = (this.turn += 1);
     const found = await Promise.all(asked.map(async (run) => (run === "" && (await early)) || get("api/series", { run, names, first, last, points: POINTS })));
-    if (turn !== this.turn) return; // other steps or runs were asked for meanwhile
+    if (turn !== this.turn) return; // superseded by a newer request
     asked.forEach((run, place) => this.data.set(run, found[place]));
     const own = found[0];
     const isThinned = own.steps.length < own.num_steps && !this.range;
@@ -113,7 +113,7 @@ export class Overview {
     select.replaceChildren(element("option", { value: "" }, "choose a metric"), ...names.map((name) => element("option", { value: name }, name)));
   }
 
-  // A chart that would have fewer than two points waits; a card that is shown stays while its reader zooms.
+  // A chart with fewer than two points stays hidden; a visible card stays while the user zooms.
   draw() {
     for (const card of this.cards) {
       if (!this.range) card.root.hidden = !card.isReady();

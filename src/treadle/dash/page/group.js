@@ -28,7 +28,7 @@ export class GroupPane {
     this.place.hidden = false;
     this.rollout = 0;
     const { view, problem } = await get(`api/groups/${id}`).then((found) => ({ view: found }), (error) => ({ problem: error }));
-    if (this.id !== id) return; // the reader went on meanwhile
+    if (this.id !== id) return; // another group was opened meanwhile
     this.view = view ?? null;
     if (view) this.draw();
     else this.place.replaceChildren(this.bar(), element("p", {}, problem instanceof ApiError ? problem.message : "The hub does not answer."));
@@ -80,7 +80,7 @@ export class GroupPane {
     this.recolour();
   }
 
-  // What all rollouts begin with; without a tokenizer also the messages that all of them share.
+  // The tokens that all rollouts share; without a tokenizer also the messages that they share.
   prompt() {
     const { rollouts: [first], prompt_tokens: numPrompt } = this.view;
     const { prompt, answer } = this.view;
@@ -97,7 +97,7 @@ export class GroupPane {
     return place < 0 ? Math.max(0, turns[0].length - 1) : place;
   }
 
-  // What a reader must know of the colours that are chosen.
+  // Explains the chosen colours.
   colourNote() {
     const { summary, rollouts, has_record: isKept } = this.view;
     if (!["difference", "advantage"].includes(this.colour)) return "";
@@ -173,7 +173,7 @@ export class GroupPane {
     return values.length === 0 ? "nothing trained" : low === high ? `advantage ${signed(low)}` : `advantage ${signed(low)} to ${signed(high)}`;
   }
 
-  // What a token was trained with; where that is not kept, what is known of it.
+  // The advantage that a token was trained with; if not kept, the one that the environment sent or the score implies.
   advantage(rollout, row) {
     return rollout.trained_advantages?.[row] ?? rollout.advantages?.[row] ?? rollout.advantage;
   }
@@ -263,13 +263,13 @@ function message({ role, content }) {
   return element("p", { class: "messages" }, element("b", {}, `${plain(role)}: `), plain(content));
 }
 
-// What an environment sent may have any shape.
+// Values from an environment may have any type.
 function plain(value) {
   if (typeof value === "number") return number(value);
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-// The clipboard is only there for pages of this machine or with TLS; elsewhere the old way still works.
+// The clipboard API needs a secure context (this machine, or TLS); elsewhere execCommand still works.
 async function copyText(text) {
   if (navigator.clipboard) { await navigator.clipboard.writeText(text); return; }
   const field = element("textarea", {});

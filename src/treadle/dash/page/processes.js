@@ -6,7 +6,7 @@ const PARTS = [["pause", "pause"], ["transfer", "transfer"], ["verify", "verify"
 
 const SILENT_S = 10, SHOWN_S = 2;
 
-// What a process says that it does, or what it waits for; the same words as in the terminal.
+// The activity that a process reports, or its wait; worded as in the terminal.
 function doing({ report, heard_s }) {
   if (heard_s > SILENT_S) return { text: `no report for ${ago(heard_s).replace(" ago", "")}`, isLate: true };
   const wait = report.waits.find((one) => one.of || one.is_late);
@@ -25,7 +25,7 @@ export class Processes {
     this.reports = [];
   }
 
-  // `now` is what every view gets; the rest is asked for while this view is open.
+  // `now` is shared by all views; the rest is requested while this view is open.
   show(now) {
     this.now = now;
     this.drawTable();
@@ -37,7 +37,7 @@ export class Processes {
     }
   }
 
-  // A row for each process that was found on this machine, and for each that reports to the hub from elsewhere.
+  // A row for each process found on this machine, and for each that reports to the hub from elsewhere.
   drawTable() {
     const { processes, logs } = this.now, reports = [...this.reports];
     const rows = processes.map((one) => {
@@ -72,7 +72,7 @@ export class Processes {
     if (document.getElementById("log-follow").checked) await this.loadLog();
   }
 
-  // At once; where the hub does not answer, when it does.
+  // Immediately; if the hub does not answer, as soon as it does.
   showLog() {
     this.loadLog().catch(() => this.refresh());
   }
@@ -87,7 +87,7 @@ export class Processes {
     if (isAtEnd || document.getElementById("log-follow").checked) this.text.scrollTop = this.text.scrollHeight;
   }
 
-  // A block for each publish, as long as it took, where it was on the trainer's clock.
+  // A block for each weight sync: its length is the duration, its place the time on the trainer's clock.
   drawSyncs(syncs) {
     const place = document.getElementById("sync-timeline"), note = document.getElementById("sync-note");
     if (!syncs.length) { note.textContent = "No weights have been published yet."; place.replaceChildren(); return; }

@@ -17,7 +17,7 @@ export class Rollouts {
     this.goOn = null;
     this.numNew = 0;
     this.searching = null;
-    this.turn = 0; // of the last look: what an earlier one finds later is not shown
+    this.turn = 0; // of the last request: later answers to earlier requests are ignored
     this.pane = new GroupPane(document.getElementById("group"), {
       onClose: () => this.close(),
       onOpen: (id) => this.open(id),
@@ -62,7 +62,7 @@ export class Rollouts {
   }
 
   ofStep(step) {
-    this.form.reset(); // which looks again once this is done, with the step
+    this.form.reset(); // triggers find() after this function, with the step
     this.form.elements.step.value = step;
     this.close();
   }
@@ -97,7 +97,7 @@ export class Rollouts {
     if (answer.num_known < answer.num_groups) this.refresh();
   }
 
-  // A second of searching at a time, until a page is full, all is searched, or the reader stops it.
+  // Searches for a second at a time, until a page is full, all is searched, or the user stops it.
   async search(text, filters) {
     const searching = (this.searching = new AbortController());
     this.stopButton.hidden = false;
@@ -158,7 +158,7 @@ export class Rollouts {
     if (id !== null) this.body.querySelector(`tr[data-id="${id}"]`)?.focus();
   }
 
-  // In the order of the list where the group is in it, else in the order of arrival.
+  // In the order of the list if the group is in it, else in the order of arrival.
   neighbour(id, move) {
     const place = this.groups.findIndex((group) => group.id === id);
     if (place >= 0 && this.groups[place + move]) return this.groups[place + move].id;
@@ -178,7 +178,7 @@ export class Rollouts {
     if (this.isAtRest()) this.refresh();
   }
 
-  // Whether the list may change under its reader: at the newest, with nothing open, searched or under the keyboard.
+  // Whether the list may be updated: at the newest groups, with no group open, no search and no row focused.
   isAtRest() {
     const isPlain = this.before === null && this.pane.id === null && !this.form.elements.text.value;
     return isPlain && !document.getElementById("rollouts").hidden && !this.body.contains(document.activeElement);
