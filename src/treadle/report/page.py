@@ -198,7 +198,7 @@ def _newest_groups(record: RunRecord, run: RunFolder) -> list[GroupView]:
                 if stored is None or num_tokens > MAX_GROUP_TOKENS:
                     break
                 views.append(view_group(summary, stored, decoder, run.tokens, env=env))
-    except (OSError, sqlite3.Error, msgspec.MsgspecError):  # a folder that is read-only, or a damaged queue
+    except (OSError, ValueError, sqlite3.Error, msgspec.MsgspecError):  # a folder that is read-only, or a damaged queue
         return []
     return views
 

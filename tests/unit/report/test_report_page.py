@@ -246,6 +246,13 @@ def test_the_newest_trained_groups_are_in_the_report_up_to_a_limit(tmp_path: Pat
     assert len(whole) < 700_000
 
 
+def test_a_damaged_queue_leaves_out_the_groups_and_nothing_else(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    (tmp_path / "hub.sqlite").write_bytes(b"no database")
+    page = page_answers(read_record(tmp_path))
+    assert (page["tabs"], page["groups"], page["series"].num_steps) == (["overview"], [], 50)
+
+
 def test_the_command_writes_into_the_run_folder_or_to_out(tmp_path: Path) -> None:
     a_run(tmp_path / "run")
     command = [sys.executable, "-m", "treadle", "report", str(tmp_path / "run")]
