@@ -4,7 +4,7 @@ The file holds the page's HTML, CSS and JavaScript and, as JSON, the answers tha
 (page/exported.js gives them to it). It loads and sends nothing.
 
 Text of models is untrusted: it is embedded as JSON in which no character can end the script element, the page shows it
-as text only, and the Content-Security-Policy lets only the page's own scripts run, by their hashes.
+as text only, and the Content-Security-Policy allows only the page's own scripts and style, by their hashes.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ def export_page(title: str, answers: Mapping[str, Any]) -> str:
     scripts = {"text/javascript": _read("vendor", "uPlot.iife.min.js"), "module": _bundle(ENTRY_MODULE)}
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
     policy = (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-        "require-trusted-types-for 'script'"
+        f"default-src 'none'; script-src {hashes}; style-src 'sha256-{_digest(styles)}'; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'"
     )
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{styles}</style>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{styles}</style>\n"
     )
-    summary = html.escape(" ".join(answers.get("now", {}).get("words", ())))
+    summary = html.escape(" ".join(answers.get("report", answers["now"])["words"]))
     body = (
         f"<noscript><p>{summary} This page needs JavaScript; it loads nothing from anywhere.</p></noscript>\n"
         f'<script type="application/json" id="exported">{embedded(answers)}</script>\n'
+        f"<!-- Charts: uPlot\n{_read('vendor', 'uPlot.LICENSE')}-->\n"
         + "".join(f'<script type="{kind}">{script}</script>\n' for kind, script in scripts.items())
     )
     page = _LINKED.sub("", _read("page", INDEX))
@@ -112,5 +113,5 @@ def _read(folder: str, name: str) -> str:
     return files("treadle.dash").joinpath(folder, name).read_text(encoding="utf-8")
 
 
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
