@@ -28,7 +28,7 @@ from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.log import set_up_logging
@@ -91,9 +91,9 @@ async def measure(port: int, folder: Path, num_rollouts: int, seconds: float) ->
     async with (
         EngineClient(server) as engine,
         HubClient(config.rollout_server_url) as hub,
-        open_desk(task, engine, ChatTokenizer.load(model)) as desk,
+        open_context(task, engine, ChatTokenizer.load(model)) as context,
     ):
-        running = asyncio.create_task(run(desk, hub))
+        running = asyncio.create_task(run(context, hub))
         await asyncio.sleep(8.0)  # until the flight limit has grown to what is allowed
         process = psutil.Process()
         cpu, started = sum(process.cpu_times()[:2]), time.monotonic()

@@ -25,7 +25,7 @@ from treadle.envs.foreign.recorder import Recorder
 from treadle.envs.foreign.server import serving
 from treadle.envs.foreign.sessions import Sessions
 from treadle.envs.rewards import make_scorer
-from treadle.envs.rollout import Desk, roll_group
+from treadle.envs.rollout import EnvContext, roll_group
 from treadle.envs.scoring import Judge
 from treadle.envs.tokens import ChatTokenizer
 
@@ -55,7 +55,7 @@ async def desk_of(config, engine_url, model):
     await environment.open()
     try:
         async with EngineClient(ServerConfig(base_url=engine_url)) as client, make_scorer("inline") as scorer:
-            yield Desk(environment, client, ChatTokenizer.load(model), Judge(environment, scorer))
+            yield EnvContext(environment, client, ChatTokenizer.load(model), Judge(environment, scorer))
     finally:
         await environment.close()
 
@@ -67,9 +67,9 @@ def test_the_example_agent_calls_a_tool_and_every_token_of_it_is_exact(engine_ur
     config = EnvConfig(name="agent", data=str(rows), args={"command": [sys.executable, str(EXAMPLE)]})
 
     async def scenario():
-        async with asyncio.timeout(120), desk_of(config, engine_url, model) as desk:
+        async with asyncio.timeout(120), desk_of(config, engine_url, model) as context:
             sampling = Sampling(max_tokens=90, temperature=1.0, seed=5, longest_sequence=200)
-            return await roll_group(desk, Item.ask(QUESTION, answer=RESULT), sampling, num_rollouts=2)
+            return await roll_group(context, Item.ask(QUESTION, answer=RESULT), sampling, num_rollouts=2)
 
     rollouts = asyncio.run(scenario())
     assert [rollout.score.reward for rollout in rollouts] == [1.0, 1.0], [rollout.score for rollout in rollouts]

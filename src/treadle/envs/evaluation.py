@@ -22,10 +22,10 @@ import msgspec
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
-from treadle.envs.rollout import Desk, Rollout, roll_group, score_generation
+from treadle.envs.rollout import EnvContext, Rollout, roll_group, score_generation
 from treadle.envs.scoring import none_scored
 from treadle.envs.seeds import stable_seed
-from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, Tell, groups_at_once, in_order
+from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, ReportProgress, groups_at_once, in_order
 from treadle.envs.stats import pass_at_k, pass_interval
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
@@ -82,13 +82,13 @@ def eval_temperature(config: EnvConfig) -> float:
 
 
 async def evaluate_policy(
-    desk: Desk,
+    context: EnvContext,
     step: int,
     *,
     wave_prefix: str,
     longest_sequence: int = 0,
     rollouts_at_once: int = ROLLOUTS_AT_ONCE,
-    tell: Tell | None = None,
+    report_progress: ReportProgress | None = None,
 ) -> EvalResult:
     """Ask every held-out prompt `eval_samples` times.
 
@@ -96,62 +96,71 @@ async def evaluate_policy(
     last bit; rollouts of several turns go side by side, as many as keep an engine busy.
     """
     started = time.monotonic()
-    temperature = eval_temperature(desk.config)
-    items = list(desk.environment.eval_items())[: desk.config.num_eval]
-    sampling = Sampling(desk.config.max_token_length, temperature, longest_sequence=longest_sequence)
+    temperature = eval_temperature(context.config)
+    items = list(context.environment.eval_items())[: context.config.num_eval]
+    sampling = Sampling(context.config.max_token_length, temperature, longest_sequence=longest_sequence)
     # Fixed by the settings, so that the same policy makes the same batches and the same answers.
-    prompts_at_once = groups_at_once(desk.config.eval_samples, rollouts_at_once)
-    tell = tell or _tell_nobody
-    if desk.environment.has_turns:
-        answers = await _ask_in_turns(desk, items, sampling, prompts_at_once, tell)
+    prompts_at_once = groups_at_once(context.config.eval_samples, rollouts_at_once)
+    report_progress = report_progress or _no_progress
+    if context.environment.has_turns:
+        answers = await _ask_in_turns(context, items, sampling, prompts_at_once, report_progress)
     else:
-        answers = await _ask_in_waves(desk, items, sampling, wave_prefix, prompts_at_once, tell)
+        answers = await _ask_in_waves(context, items, sampling, wave_prefix, prompts_at_once, report_progress)
     scores = [rollout.score for rollouts in answers for rollout in rollouts]
-    may_fail = desk.environment.waits_for_agents  # they may connect late
+    may_fail = context.environment.waits_for_agents  # they may connect late
     if scores and not may_fail and all(score.reward is None for score in scores):
-        raise none_scored(len(scores), scores[0], desk.config)
-    return summarize(desk.config, step, items, answers, seconds=time.monotonic() - started)
+        raise none_scored(len(scores), scores[0], context.config)
+    return summarize(context.config, step, items, answers, seconds=time.monotonic() - started)
 
 
 async def _ask_in_waves(
-    desk: Desk, items: Sequence[Item], sampling: Sampling, wave_prefix: str, wave_size: int, tell: Tell
+    context: EnvContext,
+    items: Sequence[Item],
+    sampling: Sampling,
+    wave_prefix: str,
+    wave_size: int,
+    report_progress: ReportProgress,
 ) -> list[list[Rollout]]:
     answers: list[list[Rollout]] = []
     for number, first in enumerate(range(0, len(items), wave_size)):
         part = items[first : first + wave_size]
-        prompts = [desk.tokenizer.encode_chat(item.messages) for item in part]
-        generations = await desk.engine.generate_wave(
+        prompts = [context.tokenizer.encode_chat(item.messages) for item in part]
+        generations = await context.engine.generate_wave(
             f"{wave_prefix}-{number}",
             prompts,
-            n=desk.config.eval_samples,
+            n=context.config.eval_samples,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            seeds=_seeds(desk.config, sampling, range(first, first + len(part))),
+            seeds=_seeds(context.config, sampling, range(first, first + len(part))),
         )
         arrived = await asyncio.gather(
-            *(score_generation(desk, *one) for one in zip(part, prompts, generations, strict=True))
+            *(score_generation(context, *one) for one in zip(part, prompts, generations, strict=True))
         )
-        desk.judge.require_scores([rollout.score for rollouts in arrived for rollout in rollouts])
+        context.judge.require_scores([rollout.score for rollouts in arrived for rollout in rollouts])
         answers += arrived
-        tell(len(answers), _so_far(answers))
+        report_progress(len(answers), _summary_so_far(answers))
     return answers
 
 
 async def _ask_in_turns(
-    desk: Desk, items: Sequence[Item], sampling: Sampling, prompts_at_once: int, tell: Tell
+    context: EnvContext,
+    items: Sequence[Item],
+    sampling: Sampling,
+    prompts_at_once: int,
+    report_progress: ReportProgress,
 ) -> list[list[Rollout]]:
-    seeds = _seeds(desk.config, sampling, range(len(items)))
+    seeds = _seeds(context.config, sampling, range(len(items)))
 
     async def ask(place: int) -> list[Rollout]:
         own = replace(sampling, seed=None if seeds is None else seeds[place])
-        return await roll_group(desk, items[place], own, num_rollouts=desk.config.eval_samples)
+        return await roll_group(context, items[place], own, num_rollouts=context.config.eval_samples)
 
     answers: list[list[Rollout]] = []
     async with aclosing(in_order(ask, range(len(items)), at_once=prompts_at_once)) as arriving:
         async for rollouts in arriving:
-            desk.judge.require_scores([rollout.score for rollout in rollouts])
+            context.judge.require_scores([rollout.score for rollout in rollouts])
             answers.append(rollouts)
-            tell(len(answers), _so_far(answers))
+            report_progress(len(answers), _summary_so_far(answers))
     return answers
 
 
@@ -226,7 +235,7 @@ def _as_sample(item: Item, rollout: Rollout) -> EvalSample:
     )
 
 
-def _so_far(answers: Sequence[Sequence[Rollout]]) -> str:
+def _summary_so_far(answers: Sequence[Sequence[Rollout]]) -> str:
     scores = [rollout.score for rollouts in answers for rollout in rollouts]
     num_right = sum(score.is_right for score in scores)
     rewards = [score.reward for score in scores if score.reward is not None]
@@ -234,7 +243,7 @@ def _so_far(answers: Sequence[Sequence[Rollout]]) -> str:
     return f"{num_right / max(len(scores), 1):.1%} right{mean} so far"
 
 
-def _tell_nobody(num_done: int, note: str) -> None:
+def _no_progress(num_done: int, note: str) -> None:
     """Of an evaluation within a run, the log tells the end."""
 
 

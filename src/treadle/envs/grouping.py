@@ -16,14 +16,14 @@ from treadle.wire.groups import ScoredGroup
 Scores = Literal["differ", "all_right", "all_wrong", "equal", "none"]
 
 
-def settle(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def apply_group_rules(environment: Environment, rollouts: Sequence[Rollout]) -> list[Rollout]:
     """What is decided by looking at the group as a whole, by the environment's rules."""
     settled = without_short(rollouts, environment.min_trained_tokens)
     config = environment.config
     return with_length_penalty(settled, config.max_token_length) if config.length_penalty else settled
 
 
-def why_useless(rollouts: Sequence[Rollout], *, drop_equal_scores: bool) -> str | None:
+def drop_reason(rollouts: Sequence[Rollout], *, drop_equal_scores: bool) -> str | None:
     """Why a group is not worth sending: "unscored", "nothing_sampled" or "equal_scores"; None: it is."""
     sampled = [rollout for rollout in rollouts if rollout.num_sampled]
     if not sampled:

@@ -1,4 +1,4 @@
-"""The hub as an environment sees it: register, ask for the step, deliver groups that must never be lost."""
+"""Client of the hub for environments: register, read the step, deliver groups without losing any."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.net.client import HttpClient
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
-from treadle.net.urls import is_loopback, shown_url
-from treadle.watch.waits import Waits, Wanted
+from treadle.net.urls import shown_url
+from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
@@ -30,7 +30,7 @@ _CONFLICT = 409
 
 
 class HubClient:
-    """Calls that only ask give up after `patience`; a delivery is repeated for as long as it takes."""
+    """Registration gives up after `patience`; status calls and deliveries are retried until they succeed."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HubClient:
         waits: Waits | None = None,
     ) -> None:
         self.waits = waits or Waits()
-        self._step = 0  # optimizer steps taken, as the hub said last
+        self._step = 0  # optimizer steps taken, as of the last standing
         self._publish_interval = 1
         self._patience = patience or Patience(give_up_after_s=300.0)
         self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
@@ -63,10 +63,10 @@ class HubClient:
         await self._peer.__aexit__()
 
     async def register_env(self, registration: RegisterEnv) -> RegisteredEnv:
-        """Register, waiting for the trainer; a name that was here before gets its count of groups back."""
+        """Wait for the trainer and register; a known name gets its count of accepted groups back."""
         answer = await self._try_to_register(registration)
         if answer.status == _NO_TRAINER:
-            with self.waits.waiting(self.trainer):
+            with self.waits.waiting(self.trainer_wanted):
                 while answer.status == _NO_TRAINER:
                     await asyncio.sleep(_REGISTER_POLL_S)
                     answer = await self._try_to_register(registration)
@@ -83,8 +83,8 @@ class HubClient:
         return self._peer.read(response, RegisteredEnv)
 
     @property
-    def trainer(self) -> Wanted:
-        """What is waited for while the hub knows of no trainer."""
+    def trainer_wanted(self) -> Wanted:
+        """The wait to report while no trainer is registered."""
         return Wanted(
             f"a trainer to register at the hub ({shown_url(self._peer.url)})",
             fix="start one with `treadle train`, or everything at once with `treadle run`",
@@ -95,11 +95,11 @@ class HubClient:
         return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), BatchInfo)
 
     async def status(self) -> Progress:
-        """A hub that restarts in the middle of a run is waited for, as a delivery would."""
+        """Progress of the run; waits for a hub that restarts."""
         return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), Progress)
 
     async def standing(self, env_id: int) -> EnvStanding:
-        """What to decide by whether to sample more; also tells the hub that this environment is alive."""
+        """The data for deciding whether to sample more; the request also serves as this environment's heartbeat."""
         response = await self._peer.send("GET", f"/v1/envs/{env_id}", patience=self._never_give_up)
         standing = self._peer.read(response, EnvStanding)
         self._step = standing.step
@@ -110,7 +110,7 @@ class HubClient:
         return self._step - (self._publish_interval - 1) - max_age
 
     async def post_groups(self, groups: list[ScoredGroup], key: str) -> None:
-        """Deliver groups, once: the hub knows a repeated delivery by its key. What is too large goes in parts."""
+        """Deliver groups exactly once: `key` is the idempotency key. Large deliveries are split."""
         await self.post_packed([pack_group(group) for group in groups], key)
 
     async def post_packed(self, packed: list[bytes], key: str) -> None:
@@ -130,14 +130,14 @@ class HubClient:
         self._peer.read(response, dict[str, Any])
 
     async def disconnect(self, env_id: int) -> None:
-        """Say goodbye, once: the hub must not wait for an environment that is gone."""
+        """Unregister, without retries: the hub must not wait for an environment that is gone."""
         at_once = Patience(give_up_after_s=0.0)
         body = msgspec.json.encode({"env_id": env_id})
         self._peer.read(await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any])
 
 
 def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:
-    """Cut a list, in its order, so that no part is larger than `max_bytes` (but for a single group that is)."""
+    """Split a list, in order, so that no part is larger than `max_bytes`, unless a single group is."""
     parts: list[list[bytes]] = [[]]
     size = 0
     for group in packed:
@@ -147,3 +147,36 @@ def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:
         parts[-1].append(group)
         size += len(group)
     return parts
+
+
+def next_step(step: int, patience_s: float) -> Wanted:
+    """Wait for the step after `step`. Each step is a separate wait with its own deadline."""
+    return Wanted(f"the trainer to take step {step + 1}", of="trainer", deadline_s=patience_s)
+
+
+class CurrentWait:
+    """Registers what a loop waits for, which changes over time: `current_wait.set(next_step(4, patience_s=600))`."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._wanted: Wanted | None = None
+        self._wait: Wait | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._end(was_met=error is None)
+
+    def set(self, wanted: Wanted | None) -> None:
+        """Replace the current wait, unless it is the same one; None: not waiting."""
+        if wanted == self._wanted:
+            return
+        self._end(was_met=True)
+        if wanted is not None:
+            self._wanted, self._wait = wanted, self._waits.begin(wanted)
+
+    def _end(self, *, was_met: bool) -> None:
+        if self._wait is not None:
+            self._waits.end(self._wait, was_met=was_met)
+        self._wanted = self._wait = None

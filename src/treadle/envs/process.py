@@ -20,9 +20,9 @@ from treadle.envs.engine_client import Engine
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
-from treadle.envs.rollout import Desk
+from treadle.envs.rollout import EnvContext
 from treadle.envs.scoring import Judge, reward_pool
-from treadle.envs.serving.report import Ledger
+from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.envs.side_by_side import show_progress
 from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
@@ -39,25 +39,25 @@ _STOP_WITHIN_S = 1.5
 async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
     """The whole life of `treadle env NAME serve`."""
     environment = await prepare_environment(env)
-    ledger = Ledger(env.name)
+    monitor = EnvMonitor(env.name)
     watchdog = Watchdog(
         "env",
         f"env {env.wandb_name or env.own_name}",
-        ledger.waits,
+        monitor.waits,
         env.rollout_server_url,
-        describe=lambda: ledger.report().as_about(),
+        describe=lambda: monitor.report().as_about(),
         loop=asyncio.get_running_loop(),
     )
-    hub = HubClient(env.rollout_server_url, waits=ledger.waits)
+    hub = HubClient(env.rollout_server_url, waits=monitor.waits)
 
     def oldest_allowed(_: int) -> int:
         return hub.oldest_version(environment.config.max_age)
 
-    async with hub, open_engine(server, oldest_allowed=oldest_allowed, waits=ledger.waits) as engine:
+    async with hub, open_engine(server, oldest_allowed=oldest_allowed, waits=monitor.waits) as engine:
         with watchdog:
             tokenizer = await load_tokenizer(engine, server)
-            async with open_desk(environment, engine, tokenizer) as desk:
-                await run(desk, hub, ledger)
+            async with open_context(environment, engine, tokenizer) as context:
+                await run(context, hub, monitor)
 
 
 async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
@@ -71,14 +71,16 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
     async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
         health = await engine.health()
         tokenizer = await load_tokenizer(engine, server)
-        async with open_desk(environment, engine, tokenizer) as desk:
+        async with open_context(environment, engine, tokenizer) as context:
             num_prompts = min(config.num_eval, len(environment.eval_items()))
             if num_prompts == 0:
                 raise ConfigError(f"the environment '{config.name}' has no held-out prompts", fix="give it eval_items")
-            with show_progress("prompts", num_prompts) as tell:
+            with show_progress("prompts", num_prompts) as report_progress:
                 # A wave name of its own: a run may be evaluating on the same engine at this moment.
-                prefix = f"{desk.name}-eval-{secrets.token_hex(4)}"
-                result = await evaluate_policy(desk, health.policy_version, wave_prefix=prefix, tell=tell)
+                prefix = f"{context.name}-eval-{secrets.token_hex(4)}"
+                result = await evaluate_policy(
+                    context, health.policy_version, wave_prefix=prefix, report_progress=report_progress
+                )
     print(in_words(result))
     if config.data_dir_to_save_evals is not None:
         print(f"written to {save_result(result, config.data_dir_to_save_evals)}")
@@ -94,12 +96,12 @@ async def prepare_environment(config: EnvConfig) -> Environment:
 
 
 @asynccontextmanager
-async def open_desk(environment: Environment, engine: Engine, tokenizer: ChatTokenizer) -> AsyncIterator[Desk]:
+async def open_context(environment: Environment, engine: Engine, tokenizer: ChatTokenizer) -> AsyncIterator[EnvContext]:
     """The environment opened, and workers for its rewards."""
     async with reward_pool(environment.config) as pool:
         await environment.open()
         try:
-            yield Desk(environment, engine, tokenizer, Judge(environment, pool))
+            yield EnvContext(environment, engine, tokenizer, Judge(environment, pool))
         finally:
             await environment.close()
 

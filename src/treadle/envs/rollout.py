@@ -34,7 +34,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Desk:
+class EnvContext:
     """What an environment process works with; made once at its start."""
 
     environment: Environment
@@ -52,25 +52,27 @@ class Desk:
         return self.config.wandb_name or self.config.own_name
 
 
-async def roll_group(desk: Desk, item: Item, sampling: Sampling, *, num_rollouts: int) -> list[Rollout]:
+async def roll_group(context: EnvContext, item: Item, sampling: Sampling, *, num_rollouts: int) -> list[Rollout]:
     """Sample and score so many rollouts of one item."""
-    if desk.environment.has_turns:
-        return await _roll_turns(desk, item, sampling, num_rollouts)
-    prompt = desk.tokenizer.encode_chat(item.messages)
+    if context.environment.has_turns:
+        return await _roll_turns(context, item, sampling, num_rollouts)
+    prompt = context.tokenizer.encode_chat(item.messages)
     check_lengths([prompt], sampling.max_tokens, sampling.longest_sequence)
-    generation = await desk.engine.generate(
+    generation = await context.engine.generate(
         prompt,
         n=num_rollouts,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         seed=sampling.seed,
     )
-    return await score_generation(desk, item, prompt, generation)
+    return await score_generation(context, item, prompt, generation)
 
 
-async def score_generation(desk: Desk, item: Item, prompt: Sequence[int], generation: Generation) -> list[Rollout]:
+async def score_generation(
+    context: EnvContext, item: Item, prompt: Sequence[int], generation: Generation
+) -> list[Rollout]:
     """One completion is one rollout: the prompt is not trained, every sampled token is."""
-    scores = await desk.judge.scores(item, generation.completions)
+    scores = await context.judge.scores(item, generation.completions)
     return [
         Rollout([_single_turn(item, prompt, completion)], score, generation.seconds, completion.text)
         for completion, score in zip(generation.completions, scores, strict=True)
@@ -84,10 +86,10 @@ def _single_turn(item: Item, prompt: Sequence[int], completion: Completion) -> T
     return transcript
 
 
-async def _roll_turns(desk: Desk, item: Item, sampling: Sampling, num_rollouts: int) -> list[Rollout]:
+async def _roll_turns(context: EnvContext, item: Item, sampling: Sampling, num_rollouts: int) -> list[Rollout]:
     """Side by side. When one fails because the engine is gone, the others are given up with it."""
     tasks = [
-        asyncio.ensure_future(roll_one(desk, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
+        asyncio.ensure_future(roll_one(context, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
         for number in range(num_rollouts)
     ]
     try:
@@ -97,21 +99,23 @@ async def _roll_turns(desk: Desk, item: Item, sampling: Sampling, num_rollouts: 
             task.cancel()
 
 
-async def roll_one(desk: Desk, item: Item, sampling: Sampling) -> Rollout:
-    model = Model(desk.engine, desk.tokenizer, sampling)
+async def roll_one(context: EnvContext, item: Item, sampling: Sampling) -> Rollout:
+    model = Model(context.engine, context.tokenizer, sampling)
     try:
-        given = await desk.environment.rollout(item, model)
-        score = await _judge_last_reply(desk, item, model) if given is None else as_score(given, desk.config.right)
+        given = await context.environment.rollout(item, model)
+        score = (
+            await _judge_last_reply(context, item, model) if given is None else as_score(given, context.config.right)
+        )
     except RequestError as error:  # asked in a way that cannot be: the code's mistake, in this rollout
-        score = _failed(desk, item, error)
+        score = _failed(context, item, error)
     except (EngineError, UserError):  # the engine's fault, or a setting's: not this one rollout's
         raise
     except asyncio.CancelledError as error:
         if _is_being_cancelled():
             raise
-        score = _failed(desk, item, error)  # the user's code cancelled itself
+        score = _failed(context, item, error)  # the user's code cancelled itself
     except (Exception, SystemExit) as error:  # the border to code that a user writes
-        score = _failed(desk, item, error)
+        score = _failed(context, item, error)
     last = model.last_completion
     return Rollout(model.transcripts, score, model.seconds, "" if last is None else last.text)
 
@@ -121,15 +125,15 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _failed(desk: Desk, item: Item, error: BaseException) -> Score:
-    desk.judge.failures.note("rollout_failed", f"{type(error).__name__}: {error}", item, "", with_trace=True)
+def _failed(context: EnvContext, item: Item, error: BaseException) -> Score:
+    context.judge.failures.note("rollout_failed", f"{type(error).__name__}: {error}", item, "", with_trace=True)
     return failed(error)
 
 
-async def _judge_last_reply(desk: Desk, item: Item, model: Model) -> Score:
+async def _judge_last_reply(context: EnvContext, item: Item, model: Model) -> Score:
     if model.last_completion is None:
         raise ValueError("the rollout asked the model nothing, and gave no score")
-    (score,) = await desk.judge.scores(item, [model.last_completion])
+    (score,) = await context.judge.scores(item, [model.last_completion])
     return score
 
 

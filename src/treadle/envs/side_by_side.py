@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 R = TypeVar("R")
-Tell = Callable[[int, str], None]  # how many are done, and a few words on them
+ReportProgress = Callable[[int, str], None]  # how many are done, and a few words on them
 
 ROLLOUTS_AT_ONCE = 128  # what an engine generates side by side, unless it was told otherwise
 _PLAIN_LINE_EVERY_S = 5.0
@@ -46,11 +46,11 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Iterable[T], *, at_
 
 
 @contextmanager
-def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iterator[Tell]:
+def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iterator[ReportProgress]:
     """A bar where there is a terminal (standard error, unless told otherwise), else a plain line now and then."""
     console = Console(file=file, stderr=file is None)
     if not console.is_terminal:
-        yield _PlainLines(console, title, total).tell
+        yield _PlainLines(console, title, total).report_progress
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
@@ -61,11 +61,11 @@ def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iter
 class _PlainLines:
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console, self._title, self._total = console, title, total
-        self._last_told = time.monotonic()
+        self._last_printed = time.monotonic()
 
-    def tell(self, num_done: int, note: str) -> None:
+    def report_progress(self, num_done: int, note: str) -> None:
         now = time.monotonic()
-        if num_done < self._total and now - self._last_told < _PLAIN_LINE_EVERY_S:
+        if num_done < self._total and now - self._last_printed < _PLAIN_LINE_EVERY_S:
             return
-        self._last_told = now
+        self._last_printed = now
         self._console.out(f"{self._title}: {num_done} of {self._total}, {note}", highlight=False)

@@ -18,12 +18,12 @@ from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, as_written
-from treadle.envs.grouping import build_group, settle, why_useless
+from treadle.envs.grouping import apply_group_rules, build_group, drop_reason
 from treadle.envs.page import write_page
-from treadle.envs.process import load_tokenizer, open_desk, prepare_environment
-from treadle.envs.rollout import Desk, Rollout, roll_group
+from treadle.envs.process import load_tokenizer, open_context, prepare_environment
+from treadle.envs.rollout import EnvContext, Rollout, roll_group
 from treadle.envs.seeds import stable_seed
-from treadle.envs.side_by_side import Tell, groups_at_once, in_order, show_progress
+from treadle.envs.side_by_side import ReportProgress, groups_at_once, in_order, show_progress
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError
 
@@ -86,12 +86,12 @@ async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
     # A person waits for this one, so an engine that does not run is told soon.
     async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
         tokenizer = await load_tokenizer(engine, server)
-        async with open_desk(environment, engine, tokenizer) as desk:
-            with GroupFile(groups_path(desk.config)) as file:
+        async with open_context(environment, engine, tokenizer) as context:
+            with GroupFile(groups_path(context.config)) as file:
                 tally = Tally()
                 try:
-                    with show_progress("groups", total) as tell:
-                        await write_all(desk, file, total, tally, tell)
+                    with show_progress("groups", total) as report_progress:
+                        await write_all(context, file, total, tally, report_progress)
                 finally:  # also of what an interrupted one has written
                     _conclude(file, tally)
     return 0 if tally.num_groups else 1
@@ -122,23 +122,31 @@ def groups_path(config: EnvConfig) -> Path:
     return config.data_path_to_save_groups or Path("data") / f"{config.own_name}.jsonl"
 
 
-async def write_all(desk: Desk, file: GroupFile, total: int, tally: Tally, tell: Tell) -> None:
+async def write_all(
+    context: EnvContext, file: GroupFile, total: int, tally: Tally, report_progress: ReportProgress
+) -> None:
     """Sample the first `total` items' groups, and write each as soon as those before it are written."""
-    config = desk.config
+    config = context.config
     sampling = Sampling(config.max_token_length, config.temperature)
 
     async def roll(index: int) -> tuple[int, Item, list[Rollout]]:
-        item = desk.environment.train_item(index)
+        item = context.environment.train_item(index)
         own = replace(sampling, seed=stable_seed(config.seed, "process", index))
-        return index, item, settle(desk.environment, await roll_group(desk, item, own, num_rollouts=config.group_size))
+        return (
+            index,
+            item,
+            apply_group_rules(
+                context.environment, await roll_group(context, item, own, num_rollouts=config.group_size)
+            ),
+        )
 
     at_once = config.max_num_workers if config.max_num_workers > 0 else groups_at_once(config.group_size)
     async with aclosing(in_order(roll, range(total), at_once=at_once)) as arriving:
         async for index, item, rollouts in arriving:
-            reason = why_useless(rollouts, drop_equal_scores=False)
+            reason = drop_reason(rollouts, drop_equal_scores=False)
             if reason is None:
                 group = build_group(rollouts, temperature=config.temperature)
                 group.item = index
-                file.write(as_written(group, item, rollouts, desk.tokenizer.decode))
+                file.write(as_written(group, item, rollouts, context.tokenizer.decode))
             tally.add(rollouts, reason)
-            tell(tally.num_groups + tally.dropped.total(), tally.brief)
+            report_progress(tally.num_groups + tally.dropped.total(), tally.brief)

@@ -23,7 +23,7 @@ from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import Completion, Generation
 from treadle.envs.foreign.agent_process import run_program
 from treadle.envs.rewards import make_scorer
-from treadle.envs.rollout import Desk, roll_group
+from treadle.envs.rollout import EnvContext, roll_group
 from treadle.envs.scoring import Judge
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, EngineError
@@ -72,7 +72,7 @@ async def opened(tmp_path, *, says="8", error=None, **args):
     await environment.open()
     try:
         async with make_scorer("inline") as scorer:
-            yield Desk(environment, engine, ChatTokenizer.load(folder), Judge(environment, scorer))
+            yield EnvContext(environment, engine, ChatTokenizer.load(folder), Judge(environment, scorer))
     finally:
         await environment.close()
 
@@ -83,9 +83,9 @@ def rolled(tmp_path, program, *, num_rollouts=1, **more):
     file.write_text(ASK + program)
 
     async def scenario():
-        async with asyncio.timeout(60), opened(tmp_path, command=[sys.executable, str(file)], **more) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, command=[sys.executable, str(file)], **more) as context:
             item = Item.ask("What is 7 + 1?", answer="8", hint="count")
-            return await roll_group(desk, item, Sampling(max_tokens=20, temperature=1.0), num_rollouts=num_rollouts)
+            return await roll_group(context, item, Sampling(max_tokens=20, temperature=1.0), num_rollouts=num_rollouts)
 
     return asyncio.run(scenario())
 
@@ -205,9 +205,12 @@ def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
     (tmp_path / "agent.py").write_text(ASK + program)
 
     async def scenario():
-        async with asyncio.timeout(60), opened(tmp_path, command=[sys.executable, str(tmp_path / "agent.py")]) as desk:
+        async with (
+            asyncio.timeout(60),
+            opened(tmp_path, command=[sys.executable, str(tmp_path / "agent.py")]) as context,
+        ):
             sampling = Sampling(max_tokens=20, temperature=1.0)
-            rolling = asyncio.ensure_future(roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1))
+            rolling = asyncio.ensure_future(roll_group(context, Item.ask("?", answer="8"), sampling, num_rollouts=1))
             while not (note.is_file() and note.read_text()):
                 await asyncio.sleep(0.02)
             rolling.cancel()
@@ -257,12 +260,12 @@ def test_agents_that_come_by_themselves_get_the_items_and_post_the_scores(tmp_pa
             (await http.post(made["score_url"], json={"score": score})).raise_for_status()
 
     async def scenario():
-        async with asyncio.timeout(60), opened(tmp_path, port=0) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, port=0) as context:
             sampling = Sampling(max_tokens=20, temperature=1.0)
             item = Item.ask("What is 7 + 1?", answer="8")
-            url = desk.environment.url
+            url = context.environment.url
             rollouts, *_ = await asyncio.gather(
-                roll_group(desk, item, sampling, num_rollouts=2), work(url, 1.0), work(url, 0.0)
+                roll_group(context, item, sampling, num_rollouts=2), work(url, 1.0), work(url, 0.0)
             )
             return [rollout.score.reward for rollout in rollouts]
 
@@ -275,11 +278,11 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
             return (await http.post("/sessions/create")).json()["score_url"]
 
     async def scenario():
-        async with asyncio.timeout(60), opened(tmp_path, port=0, time_limit_s=3) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, port=0, time_limit_s=3) as context:
             rolling = asyncio.ensure_future(
-                roll_group(desk, Item.ask("?", answer="8"), Sampling(max_tokens=20, temperature=1.0), num_rollouts=2)
+                roll_group(context, Item.ask("?", answer="8"), Sampling(max_tokens=20, temperature=1.0), num_rollouts=2)
             )
-            url = desk.environment.url
+            url = context.environment.url
             first, _ = [await take(url), await take(url)]
             async with httpx.AsyncClient(base_url=url) as http:
                 await http.post(first, json={"score": 1.0})
@@ -333,10 +336,10 @@ def test_a_program_runs_in_the_folder_where_its_command_was_given(tmp_path, monk
     (begun_in / "s").write_text("0.25")
 
     async def scenario(**args):
-        async with asyncio.timeout(60), opened(tmp_path, **args) as desk:
+        async with asyncio.timeout(60), opened(tmp_path, **args) as context:
             sampling = Sampling(max_tokens=20, temperature=1.0)
-            (rollout,) = await roll_group(desk, Item.ask("?", answer="8"), sampling, num_rollouts=1)
-            return rollout.score.reward, desk.environment.config.args
+            (rollout,) = await roll_group(context, Item.ask("?", answer="8"), sampling, num_rollouts=1)
+            return rollout.score.reward, context.environment.config.args
 
     monkeypatch.chdir(begun_in)
     reward, settled = asyncio.run(scenario(command="./agent"))
@@ -357,8 +360,8 @@ def test_without_a_command_it_says_where_agents_come_and_with_which_key(tmp_path
         monkeypatch.setenv("TREADLE_RECORDER_TOKEN", token)
 
     async def scenario():
-        async with opened(tmp_path, port=0) as desk:
-            return desk.environment.url
+        async with opened(tmp_path, port=0) as context:
+            return context.environment.url
 
     url = asyncio.run(scenario())
     (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "agents_come_by_themselves"]

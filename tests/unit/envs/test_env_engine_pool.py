@@ -11,7 +11,7 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.engine_pool import EnginePool, open_engine
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
@@ -221,9 +221,9 @@ def test_a_run_goes_on_with_the_engine_that_gets_the_weights(tmp_path, caplog):
         async with (
             HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub_double.app)) as hub,
             engines.pool(lambda _: hub.oldest_version(config.max_age)) as pool,
-            open_desk(load_environment(config), pool, ChatTokenizer.load(engines.doubles[0].folder)) as desk,
+            open_context(load_environment(config), pool, ChatTokenizer.load(engines.doubles[0].folder)) as context,
         ):
-            await asyncio.wait_for(run(desk, hub), 60)
+            await asyncio.wait_for(run(context, hub), 60)
 
     asyncio.run(scenario())
     assert [min(group.policy_version for group in groups) for _, groups in hub_double.deliveries] == [0, 1, 2, 3]

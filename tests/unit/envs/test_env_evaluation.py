@@ -17,7 +17,7 @@ from treadle.envs.evaluation import (
     save_result,
     worthwhile_ks,
 )
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, ScoringError
@@ -57,17 +57,17 @@ class Scene:
         self.told = []
 
     @contextlib.asynccontextmanager
-    async def desk(self):
+    async def context(self):
         async with EngineClient(ServerConfig(), transport=FlakyNetwork(self.engine.app)) as engine:
             tokenizer = ChatTokenizer.load(self.engine.folder)
-            async with open_desk(self.environment, engine, tokenizer) as desk:
-                yield desk
+            async with open_context(self.environment, engine, tokenizer) as context:
+                yield context
 
     def evaluate(self):
         async def work():
-            async with self.desk() as desk:
-                tell = lambda done, note: self.told.append((done, note))  # noqa: E731
-                return await evaluate_policy(desk, 3, wave_prefix="digits-eval-3", tell=tell)
+            async with self.context() as context:
+                report_progress = lambda done, note: self.told.append((done, note))  # noqa: E731
+                return await evaluate_policy(context, 3, wave_prefix="digits-eval-3", report_progress=report_progress)
 
         return asyncio.run(work())
 

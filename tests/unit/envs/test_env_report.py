@@ -16,9 +16,9 @@ from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
-from treadle.envs.serving.report import EnvReport, Ledger
+from treadle.envs.serving.report import EnvMonitor, EnvReport
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
@@ -35,40 +35,40 @@ def group(*scores):
 
 
 def test_a_report_counts_what_became_of_the_groups():
-    ledger = Ledger("gsm8k")
-    ledger.finish(group(RIGHT, WRONG))
-    ledger.finish(group(RIGHT, RIGHT))
-    ledger.finish(group(WRONG, WRONG, LATE), dropped_for="equal_scores")
-    ledger.finish(group(LATE, LATE), dropped_for="unscored")
-    ledger.finish([], dropped_for="failed")
-    ledger.ask_again()
-    with ledger.flying("wave 1", 3, 600.0):
-        report = ledger.report()
+    monitor = EnvMonitor("gsm8k")
+    monitor.finish(group(RIGHT, WRONG))
+    monitor.finish(group(RIGHT, RIGHT))
+    monitor.finish(group(WRONG, WRONG, LATE), dropped_for="equal_scores")
+    monitor.finish(group(LATE, LATE), dropped_for="unscored")
+    monitor.finish([], dropped_for="failed")
+    monitor.count_retry()
+    with monitor.track_groups("wave 1", 3, 600.0):
+        report = monitor.report()
     assert report.total == report.recent
     assert (report.total.finished, report.total.sent) == (5, 2)
     assert report.total.dropped == {"equal_scores": 1, "unscored": 1, "failed": 1}
     assert (report.total.equal, report.total.all_right, report.total.all_wrong) == (2, 1, 1)
     assert (report.rollouts, report.unscored_rollouts) == (9, {"timed_out": 3})
-    assert (report.in_flight, report.asked_again, ledger.report().in_flight) == (3, 1, 0)
+    assert (report.in_flight, report.asked_again, monitor.report().in_flight) == (3, 1, 0)
 
 
 def test_recent_counts_forget_what_is_long_ago_and_totals_do_not():
-    ledger = Ledger("gsm8k")
+    monitor = EnvMonitor("gsm8k")
     for _ in range(60):
-        ledger.finish(group(RIGHT, WRONG))
+        monitor.finish(group(RIGHT, WRONG))
     for _ in range(40):
-        ledger.finish(group(WRONG, WRONG), dropped_for="equal_scores")
-    report = ledger.report()
+        monitor.finish(group(WRONG, WRONG), dropped_for="equal_scores")
+    report = monitor.report()
     assert (report.recent.finished, report.recent.sent) == (40, 0)
     assert (report.total.finished, report.total.sent) == (100, 60)
 
 
 def test_groups_that_teach_nothing_are_told_with_which_way_they_went_and_what_to_do():
-    ledger = Ledger("gsm8k")
+    monitor = EnvMonitor("gsm8k")
     for number in range(40):
         same = RIGHT if number < 2 else WRONG
-        ledger.finish(group(same, same), dropped_for="equal_scores")
-    report = ledger.report()
+        monitor.finish(group(same, same), dropped_for="equal_scores")
+    report = monitor.report()
     assert report.problem == (
         "dropped 40 of its last 40 groups because all their scores were equal (38 all wrong, 2 all right)"
     )
@@ -92,37 +92,37 @@ def test_groups_that_teach_nothing_are_told_with_which_way_they_went_and_what_to
     ],
 )
 def test_what_is_wrong_is_said_in_words(scores, dropped_for, problem, fix):
-    ledger = Ledger("gsm8k")
+    monitor = EnvMonitor("gsm8k")
     for _ in range(40):
-        ledger.finish(group(*scores), dropped_for=dropped_for)
-    report = ledger.report()
+        monitor.finish(group(*scores), dropped_for=dropped_for)
+    report = monitor.report()
     assert problem in report.problem
     assert fix in report.fix
     assert bool(report.problem) == bool(report.fix) == bool(problem)
 
 
 def test_a_few_groups_are_not_judged():
-    ledger = Ledger("gsm8k")
+    monitor = EnvMonitor("gsm8k")
     for _ in range(9):
-        ledger.finish(group(WRONG, WRONG), dropped_for="equal_scores")
-    assert ledger.report().problem == ""
+        monitor.finish(group(WRONG, WRONG), dropped_for="equal_scores")
+    assert monitor.report().problem == ""
 
 
 def test_what_is_in_flight_is_a_wait_with_its_name_that_may_be_late():
-    ledger = Ledger("gsm8k")
-    with ledger.flying("item 17", 1, patience_s=0.0):
-        (wait,) = ledger.waits.now
+    monitor = EnvMonitor("gsm8k")
+    with monitor.track_groups("item 17", 1, patience_s=0.0):
+        (wait,) = monitor.waits.now
         assert wait.wanted.what == "item 17 to be sampled and scored"
         assert wait.wanted.holding == "1 group"
         assert wait.is_late
-        assert ledger.report().as_about().state == "1 group in flight"
-    assert ledger.waits.now == []
+        assert monitor.report().as_about().state == "1 group in flight"
+    assert monitor.waits.now == []
 
 
 def test_a_report_can_be_sent_as_it_is():
-    ledger = Ledger("gsm8k")
-    ledger.finish(group(RIGHT, WRONG))
-    report = ledger.report()
+    monitor = EnvMonitor("gsm8k")
+    monitor.finish(group(RIGHT, WRONG))
+    report = monitor.report()
     assert msgspec.json.decode(msgspec.json.encode(report), type=EnvReport) == report
 
 
@@ -163,17 +163,17 @@ class TrainingHub(HubDouble):
         )
 
 
-async def serve(tmp_path, hub, ledger, **settings):
+async def serve(tmp_path, hub, monitor, **settings):
     engine_double = EngineDouble(
         save_tokenizer(tmp_path / "model"), lambda _, request: (["yes", "no"] * 9)[: request.n]
     )
     config = EnvConfig(**{"group_size": 4, "state_dir": tmp_path / "state", **settings})
     async with (
         EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
-        HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app), waits=ledger.waits) as client,
-        open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+        HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app), waits=monitor.waits) as client,
+        open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
     ):
-        await asyncio.wait_for(run(desk, client, ledger), 60)
+        await asyncio.wait_for(run(context, client, monitor), 60)
 
 
 def warnings_of(caplog, event):
@@ -182,15 +182,15 @@ def warnings_of(caplog, event):
 
 
 def test_a_run_of_which_all_first_groups_are_dropped_says_so_early_and_once(tmp_path, caplog):
-    ledger = Ledger("test-too-hard")
+    monitor = EnvMonitor("test-too-hard")
     hub = TrainingHub(batch_size=16, num_steps=2)
-    asyncio.run(serve(tmp_path, hub, ledger, name="test-too-hard", args={"first_right": 30}))
+    asyncio.run(serve(tmp_path, hub, monitor, name="test-too-hard", args={"first_right": 30}))
     (told,) = warnings_of(caplog, "no_group_was_sent_yet")
     assert told["problem"] == (
         "dropped 12 of its last 12 groups because all their scores were equal (12 all wrong)"  # three batches of four
     )
     assert "too hard" in told["fix"]
-    report = ledger.report()
+    report = monitor.report()
     assert report.total.sent == 8
     assert report.total.dropped == {"equal_scores": 30}
     assert report.total.all_wrong == 30
@@ -199,23 +199,23 @@ def test_a_run_of_which_all_first_groups_are_dropped_says_so_early_and_once(tmp_
 
 def test_a_run_that_drops_few_groups_says_nothing(tmp_path, caplog):
     hub = TrainingHub(batch_size=16, num_steps=2)
-    asyncio.run(serve(tmp_path, hub, Ledger("x"), name="test-too-hard", args={"first_right": 5}))
+    asyncio.run(serve(tmp_path, hub, EnvMonitor("x"), name="test-too-hard", args={"first_right": 5}))
     assert warnings_of(caplog, "no_group_was_sent_yet") == []
 
 
 def test_groups_of_waves_are_in_the_report_too(tmp_path):
-    ledger = Ledger("echo")
-    asyncio.run(serve(tmp_path, HubDouble(batch_size=8, num_steps=3), ledger, name="arithmetic", num_eval=0))
-    report = ledger.report()
+    monitor = EnvMonitor("echo")
+    asyncio.run(serve(tmp_path, HubDouble(batch_size=8, num_steps=3), monitor, name="arithmetic", num_eval=0))
+    report = monitor.report()
     assert (report.total.finished, report.total.sent, report.rollouts) == (6, 6, 24)
     assert report.total.all_wrong == 6
 
 
 def test_an_evaluation_that_goes_on_is_reported_with_how_far_it_has_come():
-    ledger = Ledger("gsm8k")
-    with ledger.evaluating(20, total=256) as tell:
-        tell(64, "40 % right")
-        work = ledger.report().as_about().work
+    monitor = EnvMonitor("gsm8k")
+    with monitor.track_evaluation(20, total=256) as report_progress:
+        report_progress(64, "40 % right")
+        work = monitor.report().as_about().work
         assert work is not None
         assert (work.what, work.done, work.total) == ("evaluating at step 20", 64, 256)
-    assert ledger.report().evaluation is None
+    assert monitor.report().evaluation is None

@@ -9,7 +9,7 @@ import pytest
 from treadle.envs.base import Score
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import Completion
-from treadle.envs.grouping import build_group, why_useless
+from treadle.envs.grouping import build_group, drop_reason
 from treadle.envs.rollout import Rollout
 
 
@@ -49,6 +49,6 @@ def test_a_rollout_without_a_score_teaches_nothing_and_leaves_the_mean_as_it_is(
     assert group.scores == [1.0, 0.0, 0.5]
     assert group.overrides[2] == {"set_advantage_to_zero": True, "outcome": "timed_out", "error": "10 s"}
     assert (group.metrics["score_timed_out"], group.metrics["score_errors"]) == (1.0, 1.0)
-    assert why_useless([lost, lost], drop_equal_scores=False) == "unscored"
-    assert why_useless([rollout(1.0, "stop"), lost], drop_equal_scores=True) == "equal_scores"
-    assert why_useless([rollout(1.0, "stop"), rollout(0.0, "stop")], drop_equal_scores=True) is None
+    assert drop_reason([lost, lost], drop_equal_scores=False) == "unscored"
+    assert drop_reason([rollout(1.0, "stop"), lost], drop_equal_scores=True) == "equal_scores"
+    assert drop_reason([rollout(1.0, "stop"), rollout(0.0, "stop")], drop_equal_scores=True) is None

@@ -12,7 +12,7 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
@@ -50,8 +50,8 @@ class Scene:
             HubClient("http://hub", patience=QUICK, transport=hub_network) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
-            async with open_desk(load_environment(self.config), engine, tokenizer) as desk:
-                await asyncio.wait_for(run(desk, hub), 60)
+            async with open_context(load_environment(self.config), engine, tokenizer) as context:
+                await asyncio.wait_for(run(context, hub), 60)
 
     def serve_to_the_end(self):
         asyncio.run(self.serve())
@@ -332,8 +332,8 @@ def test_scoring_errors_are_counted_in_the_group(tmp_path):
             HubClient("http://hub", transport=FlakyNetwork(scene.hub.app)) as hub,
         ):
             fragile = Fragile(load_environment(scene.config).config)
-            async with open_desk(fragile, engine, ChatTokenizer.load(scene.engine.folder)) as desk:
-                await run(desk, hub)
+            async with open_context(fragile, engine, ChatTokenizer.load(scene.engine.folder)) as context:
+                await run(context, hub)
 
     asyncio.run(scenario())
     group = scene.hub.deliveries[0][1][0]

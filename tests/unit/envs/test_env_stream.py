@@ -19,11 +19,10 @@ from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
-from treadle.envs.serving.cursor import Cursor
+from treadle.envs.process import open_context
+from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.pace import FlightLimit, choose_pace, room
 from treadle.envs.serving.runner import run
-from treadle.envs.serving.selection import ByDifficulty
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
@@ -117,8 +116,8 @@ class Scene:
             tokenizer = ChatTokenizer.load(self.engine.folder)
             loaded = load_environment(self.config)
             task = loaded if self.environment is None else self.environment(loaded.config)
-            async with open_desk(task, engine, tokenizer) as desk:
-                await asyncio.wait_for(run(desk, hub), 60)
+            async with open_context(task, engine, tokenizer) as context:
+                await asyncio.wait_for(run(context, hub), 60)
 
     @property
     def folder(self):
@@ -407,18 +406,18 @@ def test_groups_in_flight_follow_what_the_engine_takes():
 
 
 def test_the_cursor_forgets_nothing(tmp_path):
-    cursor = Cursor(tmp_path / "cursor.json")
+    cursor = ItemCursor(tmp_path / "cursor.json")
     assert [cursor.take() for _ in range(5)] == [0, 1, 2, 3, 4]
     for index in (0, 2, 3):
         cursor.finish(index)
     asyncio.run(cursor.save())
-    again = Cursor(tmp_path / "cursor.json")
+    again = ItemCursor(tmp_path / "cursor.json")
     assert (again.num_done, [again.take() for _ in range(3)]) == (3, [1, 4, 5])
     again.give_back(4)
     assert [again.take(), again.take()] == [4, 6]
     (tmp_path / "cursor.json").write_text("{")
     with pytest.raises(ConfigError, match="delete it"):
-        Cursor(tmp_path / "cursor.json")
+        ItemCursor(tmp_path / "cursor.json")
 
 
 def test_items_that_are_sometimes_right_come_more_often(tmp_path):
@@ -426,15 +425,15 @@ def test_items_that_are_sometimes_right_come_more_often(tmp_path):
         def __init__(self, right):
             self.score = type("S", (), {"reward": float(right), "is_right": right})()
 
-    chooser = ByDifficulty(10, seed=0, path=tmp_path / "difficulty.json")
+    chooser = DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json")
     for _ in range(2):
         for place in range(10):
             chooser.learn(place, [Told((place == 3 and n == 0) or place > 6) for n in range(2)])
-    counts = [sum(chooser.place_of(index) == place for index in range(400)) for place in range(10)]
+    counts = [sum(chooser.item_index(index) == place for index in range(400)) for place in range(10)]
     assert counts[3] == max(counts)
     assert counts[3] > 2 * sorted(counts)[-2]
     assert json.loads((tmp_path / "difficulty.json").read_text())["3"] == 0.5
-    assert ByDifficulty(10, seed=0, path=tmp_path / "difficulty.json").place_of(7) == chooser.place_of(7)
+    assert DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json").place_of(7) == chooser.item_index(7)
 
 
 def test_waves_are_refused_where_they_cannot_be(tmp_path):

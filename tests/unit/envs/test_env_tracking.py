@@ -18,7 +18,7 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.tracking import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
@@ -48,9 +48,9 @@ def serve(tmp_path: Path, trackers: tuple[str, ...], **settings: Any) -> Path:
         async with (
             EngineClient(ServerConfig(), transport=FlakyNetwork(engine_double.app)) as engine,
             HubClient("http://hub", transport=FlakyNetwork(hub_double.app)) as hub,
-            open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+            open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
-            await asyncio.wait_for(run(desk, hub), 60)
+            await asyncio.wait_for(run(context, hub), 60)
 
     asyncio.run(scenario())
     return tmp_path / "state" / "arithmetic" / "tracker-run"

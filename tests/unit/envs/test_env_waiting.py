@@ -13,8 +13,8 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
-from treadle.envs.serving.evaluations import wait_for_step
+from treadle.envs.process import open_context
+from treadle.envs.serving.eval_schedule import wait_for_step
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
@@ -188,9 +188,9 @@ def serve(tmp_path, scene, hub, **settings):
         async with (
             EngineClient(ServerConfig(), patience=OFTEN, transport=FlakyNetwork(engine_double.app)) as engine,
             HubClient("http://hub", patience=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
-            open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+            open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
-            await asyncio.wait_for(run(desk, client), 60)
+            await asyncio.wait_for(run(context, client), 60)
 
     asyncio.run(life())
 

@@ -1,10 +1,10 @@
-"""Waves over many lives: whatever is killed, resumed, dropped or resized, each item comes once and nobody is stuck."""
+"""Waves over many restarts: whatever is killed, resumed, dropped or resized, items come once, nobody hangs."""
 
 from __future__ import annotations
 
 import random
 
-from treadle.envs.serving.wave_count import Wave, WaveCount
+from treadle.envs.serving.waves import PlannedWave, WaveSchedule
 from treadle.wire.hub import EnvStanding
 
 NUM_LIVES = 2000
@@ -43,8 +43,8 @@ class Life:
             share=1.0,
         )
 
-    def start_env(self) -> WaveCount:
-        return WaveCount.at_start(self.standing(), groups_accepted=len(self.delivered), group_size=self.group_size)
+    def start_env(self) -> WaveSchedule:
+        return WaveSchedule.at_start(self.standing(), groups_accepted=len(self.delivered), group_size=self.group_size)
 
     def live(self) -> None:
         for _ in range(MOST_ROUNDS):
@@ -72,7 +72,7 @@ class Life:
         if fault.startswith("env dies") or self.chance.random() < 0.3:
             self.count = self.start_env()
 
-    def next_wave(self) -> Wave | None:
+    def next_wave(self) -> PlannedWave | None:
         """None: it is not time yet."""
         self.count = self.count.corrected(self.standing())
         wave = self.count.next_wave()
@@ -107,7 +107,7 @@ class Life:
             del self.queue[:num_groups]
 
 
-def items_of(wave: Wave) -> list[int]:
+def items_of(wave: PlannedWave) -> list[int]:
     return list(range(wave.first_item, wave.first_item + wave.num_prompts))
 
 

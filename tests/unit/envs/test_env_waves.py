@@ -1,4 +1,4 @@
-"""Waves when things are not as they were counted: another batch size, lost groups, a trainer that went back."""
+"""WaveRunner when things are not as they were counted: another batch size, lost groups, a trainer that went back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.process import open_desk
+from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.serving.wave_count import Wave, WaveCount
+from treadle.envs.serving.waves import PlannedWave, WaveSchedule
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
 from treadle.errors import ConfigError
@@ -84,9 +84,9 @@ def serve(tmp_path, hub, **settings):
         async with (
             EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
             HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client,
-            open_desk(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as desk,
+            open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
-            await asyncio.wait_for(run(desk, client), 60)
+            await asyncio.wait_for(run(context, client), 60)
 
     asyncio.run(life())
 
@@ -131,7 +131,7 @@ def test_what_the_hub_lost_is_made_up_for(tmp_path, caplog):
     hub = TrainingHub(batch_size=8, num_steps=5, loses={2: 4})
     serve(tmp_path, hub, max_age=1)
     assert hub.trained == [8] * 5
-    assert [record for record in caplog.records if record.getMessage() == "waves_counted_anew"]
+    assert [record for record in caplog.records if record.getMessage() == "wave_schedule_corrected"]
 
 
 def test_a_trainer_that_wants_more_steps_gets_more_waves(tmp_path):
@@ -167,38 +167,38 @@ def standing(**values):
 
 
 def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
-    count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
-    assert count.next_wave() == Wave(step=11, first_item=80, num_prompts=8)
+    count = WaveSchedule.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
+    assert count.next_wave() == PlannedWave(step=11, first_item=80, num_prompts=8)
     assert count.corrected(standing(step=4)) == count
     assert count.corrected(standing(step=7, untrained_sequences=0)) == count
 
 
 def test_a_trainer_that_waits_for_what_was_delivered_is_believed():
-    count = WaveCount.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
+    count = WaveSchedule.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
     wave = count.corrected(standing(step=4, untrained_sequences=40, trainer_waits=True)).next_wave()
-    assert wave == Wave(step=5, first_item=80, num_prompts=3, first_place=5)
+    assert wave == PlannedWave(step=5, first_item=80, num_prompts=3, first_place=5)
 
 
 def test_of_a_wave_that_came_in_part_the_rest_is_sampled_for_the_places_that_are_left():
-    count = WaveCount.at_start(standing(step=1, untrained_sequences=24), groups_accepted=11, group_size=8)
-    assert count.next_wave() == Wave(step=2, first_item=11, num_prompts=5, first_place=3)
-    assert count.after(count.next_wave()).next_wave() == Wave(step=3, first_item=16, num_prompts=8)
+    count = WaveSchedule.at_start(standing(step=1, untrained_sequences=24), groups_accepted=11, group_size=8)
+    assert count.next_wave() == PlannedWave(step=2, first_item=11, num_prompts=5, first_place=3)
+    assert count.after(count.next_wave()).next_wave() == PlannedWave(step=3, first_item=16, num_prompts=8)
 
 
 def test_a_batch_size_that_changed_while_the_environment_was_away_repeats_no_item():
     # Seven waves of two prompts, and now there are four in one: 14 is no multiple of it.
-    count = WaveCount.at_start(standing(step=7, batch_size=32), groups_accepted=14, group_size=8)
-    assert count.next_wave() == Wave(step=8, first_item=14, num_prompts=4)
+    count = WaveSchedule.at_start(standing(step=7, batch_size=32), groups_accepted=14, group_size=8)
+    assert count.next_wave() == PlannedWave(step=8, first_item=14, num_prompts=4)
 
 
 def test_a_wave_of_another_size_for_a_step_that_is_repeated_has_another_name():
-    earlier = WaveCount.at_start(standing(step=2, batch_size=16), groups_accepted=4, group_size=8).next_wave()
-    later = WaveCount.at_start(standing(step=2, batch_size=32), groups_accepted=8, group_size=8).next_wave()
+    earlier = WaveSchedule.at_start(standing(step=2, batch_size=16), groups_accepted=4, group_size=8).next_wave()
+    later = WaveSchedule.at_start(standing(step=2, batch_size=32), groups_accepted=8, group_size=8).next_wave()
     assert (earlier.step, earlier.first_item) == (3, 4)
     assert (later.step, later.first_item) == (3, 8)
     assert earlier.name != later.name
 
 
 def test_a_new_hub_beside_an_old_checkpoint_gets_the_waves_that_come_and_not_those_that_were():
-    count = WaveCount.at_start(standing(step=50), groups_accepted=0, group_size=8)
-    assert count.next_wave() == Wave(step=51, first_item=400, num_prompts=8)
+    count = WaveSchedule.at_start(standing(step=50), groups_accepted=0, group_size=8)
+    assert count.next_wave() == PlannedWave(step=51, first_item=400, num_prompts=8)

@@ -18,7 +18,7 @@ from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, read_group_file, split_text
-from treadle.envs.process import open_desk, run_until_signal
+from treadle.envs.process import open_context, run_until_signal
 from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import Patience
 from treadle.envs.writing import Tally, groups_path, num_groups_to_write, write_all, write_groups
@@ -241,9 +241,9 @@ def test_an_engine_that_goes_away_leaves_what_was_written(tmp_path):
         patience = Patience(give_up_after_s=0.1, first_pause_s=0.01, longest_pause_s=0.02)
         async with EngineClient(ServerConfig(), patience=patience, transport=network) as client:
             tokenizer = ChatTokenizer.load(engine.folder)
-            async with open_desk(load_environment(config), client, tokenizer) as desk:
+            async with open_context(load_environment(config), client, tokenizer) as context:
                 with GroupFile(tmp_path / "g.jsonl") as file:
-                    await write_all(desk, file, 10, Tally(), lambda done, note: None)
+                    await write_all(context, file, 10, Tally(), lambda done, note: None)
 
     with pytest.raises(EngineError):
         asyncio.run(work())

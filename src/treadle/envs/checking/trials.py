@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import Completion, Engine, Generation
-from treadle.envs.rollout import Desk, roll_one
+from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
@@ -92,11 +92,11 @@ class Trials:
         if self._hung is not None:
             return self._hung
         script = cast(Engine, _Script(text))  # a rollout of several turns asks it for nothing but `generate`
-        desk = Desk(self._environment, script, _byte_tokenizer(), self._judge)
+        context = EnvContext(self._environment, script, _byte_tokenizer(), self._judge)
         sampling = Sampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
         try:
             async with asyncio.timeout(ROLLOUT_LIMIT_S):
-                rollout = await roll_one(desk, item, sampling)
+                rollout = await roll_one(context, item, sampling)
         except TimeoutError:
             error = f"rollout() of '{item.prompt[-60:]}' had not returned after {ROLLOUT_LIMIT_S:g} s"
             self._hung = Score(None, is_right=False, outcome="timed_out", error=error)

@@ -199,12 +199,12 @@ async def _try_answers(environment: Environment, judge: Judge, items: Sequence[I
     tried: list[Trial] = []
     num_failures = 0
     num_to_try = min(len(items), _MAX_WITH_TURNS) if environment.has_turns else len(items)
-    with show_progress("items tried", num_to_try) as tell:
+    with show_progress("items tried", num_to_try) as report_progress:
         for place in range(num_to_try):
             answers = await trials.on(place)
             tried += answers
             num_failures += sum(answer.score.reward is None for answer in answers)
-            tell(place + 1, f"{len(tried):,} answers scored")
+            report_progress(place + 1, f"{len(tried):,} answers scored")
             if num_failures >= _MAX_FAILURES:
                 return Tried(tried, f": stopped after {num_failures} failures of scoring")
             if time.monotonic() > deadline and place + 1 < num_to_try:

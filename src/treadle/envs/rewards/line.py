@@ -24,7 +24,7 @@ class Batch:
     done: asyncio.Future[None]
     results: dict[int, CallResult] = field(default_factory=dict)  # by place
 
-    def settle(self, place: int, result: CallResult) -> None:
+    def apply_group_rules(self, place: int, result: CallResult) -> None:
         self.results[place] = result
         if len(self.results) == len(self.calls) and not self.done.done():
             self.done.set_result(None)
@@ -48,8 +48,8 @@ class Call:
         """Its caller still waits."""
         return not self.batch.done.done()
 
-    def settle(self, result: CallResult) -> None:
-        self.batch.settle(self.place, result)
+    def apply_group_rules(self, result: CallResult) -> None:
+        self.batch.apply_group_rules(self.place, result)
 
 
 class CallLine:

@@ -166,7 +166,7 @@ class RewardPool:
                 self._note_duration(batch.key, result.seconds)
             if result.outcome == "out_of_memory" and worker.num_calls > 1:
                 return False  # perhaps what earlier calls left behind: once more, in a fresh worker
-            waiting.popleft().settle(result)
+            waiting.popleft().apply_group_rules(result)
             if result.outcome in ("timed_out", "worker_died", "out_of_memory"):
                 return False
         return True

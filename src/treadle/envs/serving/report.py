@@ -1,9 +1,9 @@
-"""What an environment process knows of its own work, as one value: what became of its groups, and what it waits for.
+"""Count what became of an environment's groups, and report it with the current waits and a diagnosis.
 
-    ledger = Ledger("gsm8k")            # everyone who does something writes it there
-    ledger.report()                     # EnvReport(in_flight=12, recent=GroupCounts(finished=40, sent=0, ...), ...)
+    monitor = EnvMonitor("gsm8k")
+    monitor.report()                     # EnvReport(in_flight=12, recent=GroupCounts(finished=40, sent=0, ...), ...)
 
-Counts begin with the process. A report takes about 30 µs to make, and can be sent as it is.
+Counts start with the process. Building a report takes about 30 µs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import msgspec
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.tracking import Tracking
-from treadle.envs.side_by_side import Tell
+from treadle.envs.side_by_side import ReportProgress
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
 from treadle.wire.hub import WorkReport
 
 RECENT_GROUPS = 40
 TOO_FEW_TO_JUDGE = 10
-TOO_FEW_LESSONS = 40  # a model that learns has left its first, hopeless groups behind by then
-MOST = 0.9  # of the recent groups: from here on something is wrong
+TOO_FEW_LESSONS = 40  # a model that learns has passed its first groups, which are all wrong, by then
+MOST = 0.9  # share of the recent groups that counts as a problem
 
 
 class GroupCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,28 +35,28 @@ class GroupCounts(msgspec.Struct, frozen=True, kw_only=True):
     finished: int = 0  # sent + dropped
     sent: int = 0  # to the hub, or to disk while it is away
     dropped: dict[str, int] = {}  # by reason: equal_scores, unscored, nothing_sampled, oversize, failed
-    equal: int = 0  # whose scores were all the same, sent or dropped
+    equal: int = 0  # groups whose scores were all the same, sent or dropped
     all_right: int = 0  # of the equal ones
     all_wrong: int = 0
 
 
 class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How an environment process stands."""
+    """State of an environment process."""
 
     total: GroupCounts  # since the process began
     recent: GroupCounts  # of the last RECENT_GROUPS
-    rollouts: int  # that came to an end
+    rollouts: int  # finished
     unscored_rollouts: dict[str, int]  # of them, by outcome: timed_out, raised, out_of_memory, worker_died, too_short
-    asked_again: int  # groups that failed as a whole (the engine, a time-out) and were asked again
+    asked_again: int  # groups that failed as a whole (engine error, timeout) and were retried
     in_flight: int  # groups that are being sampled or scored
-    undelivered: int  # groups on disk that the hub has not taken yet
-    env_id: int | None  # as the hub registered it
-    evaluation: WorkReport | None  # how far the one has come that goes on
-    problem: str  # what is wrong with the recent groups, in words: "dropped 40 of its last 40 groups because ..."
+    undelivered: int  # groups on disk that the hub has not accepted yet
+    env_id: int | None  # as registered at the hub
+    evaluation: WorkReport | None  # progress of the current evaluation
+    problem: str  # diagnosis of the recent groups: "dropped 40 of its last 40 groups because ..."
     fix: str
 
     def as_about(self) -> About:
-        """As the watchdog sends it to the hub; it knows the waits by itself."""
+        """The form in which the watchdog sends it to the hub; the watchdog adds the waits."""
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
         unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
         return About(
@@ -81,34 +81,34 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Ending(msgspec.Struct, frozen=True):
+class GroupOutcome(msgspec.Struct, frozen=True):
     """How one group ended."""
 
     dropped_for: str | None  # None: it was sent
     scores: Scores
 
 
-class Ledger:
-    """Everything that the report tells, written down as it happens; a thread may ask for the report meanwhile."""
+class EnvMonitor:
+    """Collects the numbers of the report; `report()` may be called from another thread."""
 
     def __init__(self, env_name: str, waits: Waits | None = None) -> None:
         self.waits = waits or Waits()
         self.num_undelivered = 0
         self.env_id: int | None = None
-        self.tracking = Tracking(None, 0)  # until the hub has said where the trainer logs to
+        self.tracking = Tracking(None, 0)  # replaced after registration, when the trainer's trackers are known
         self._evaluation: WorkReport | None = None
         self._env_name = env_name
         self._lock = threading.Lock()
-        self._total: Counter[Ending] = Counter()
-        self._recent: deque[Ending] = deque(maxlen=RECENT_GROUPS)
+        self._total: Counter[GroupOutcome] = Counter()
+        self._recent: deque[GroupOutcome] = deque(maxlen=RECENT_GROUPS)
         self._num_rollouts = 0
         self._unscored: Counter[str] = Counter()
         self._asked_again = 0
         self._num_in_flight = 0
 
     @contextmanager
-    def flying(self, what: str, num_groups: int, patience_s: float) -> Iterator[None]:
-        """While groups are sampled and scored; `what` names them: "item 17"."""
+    def track_groups(self, what: str, num_groups: int, patience_s: float) -> Iterator[None]:
+        """Count groups as in flight while they are sampled and scored; `what` names them: "item 17"."""
         self._num_in_flight += num_groups
         flight = Wanted(f"{what} to be sampled and scored", holding=_groups(num_groups), deadline_s=patience_s)
         try:
@@ -118,8 +118,8 @@ class Ledger:
             self._num_in_flight -= num_groups
 
     def finish(self, rollouts: Sequence[Rollout], *, dropped_for: str | None = None) -> None:
-        """A group came to an end. Without rollouts: it was given up."""
-        ending = Ending(dropped_for, compare_scores(rollouts))
+        """Record the end of a group; one without rollouts was given up."""
+        ending = GroupOutcome(dropped_for, compare_scores(rollouts))
         with self._lock:
             self._total[ending] += 1
             self._recent.append(ending)
@@ -129,20 +129,20 @@ class Ledger:
             self.tracking.add(rollouts, may_log=self._evaluation is None)
 
     @contextmanager
-    def evaluating(self, step: int, total: int) -> Iterator[Tell]:
-        """While held-out prompts are asked; to be told how many are answered."""
+    def track_evaluation(self, step: int, total: int) -> Iterator[ReportProgress]:
+        """Report an evaluation as running; yields the callback for its progress."""
         what = f"evaluating at step {step}"
         self._evaluation = WorkReport(what=what, done=0, total=total)
 
-        def tell(num_done: int, _: str) -> None:
+        def report_progress(num_done: int, _: str) -> None:
             self._evaluation = WorkReport(what=what, done=num_done, total=total)
 
         try:
-            yield tell
+            yield report_progress
         finally:
             self._evaluation = None
 
-    def ask_again(self) -> None:
+    def count_retry(self) -> None:
         self._asked_again += 1
 
     @property
@@ -153,7 +153,7 @@ class Ledger:
     def report(self) -> EnvReport:
         with self._lock:
             recent, unscored = count_groups(Counter(self._recent)), dict(self._unscored)
-        problem, fix = judge(recent, self._env_name)
+        problem, fix = diagnose(recent, self._env_name)
         return EnvReport(
             total=self.total,
             recent=recent,
@@ -173,7 +173,7 @@ def _groups(count: int) -> str:
     return f"{count} group{'' if count == 1 else 's'}"
 
 
-def count_groups(endings: Mapping[Ending, int]) -> GroupCounts:
+def count_groups(endings: Mapping[GroupOutcome, int]) -> GroupCounts:
     dropped: Counter[str] = Counter()
     scores: Counter[Scores] = Counter()
     for ending, times in endings.items():
@@ -191,8 +191,8 @@ def count_groups(endings: Mapping[Ending, int]) -> GroupCounts:
     )
 
 
-def judge(groups: GroupCounts, env_name: str) -> tuple[str, str]:
-    """What is wrong with these groups and what to do, in words; two empty texts where nothing is."""
+def diagnose(groups: GroupCounts, env_name: str) -> tuple[str, str]:
+    """The problem with these groups and its fix; two empty strings if there is none."""
     if groups.finished < TOO_FEW_TO_JUDGE:
         return "", ""
     of_them = f"of its last {groups.finished} groups"
@@ -201,11 +201,11 @@ def judge(groups: GroupCounts, env_name: str) -> tuple[str, str]:
         reason = max(groups.dropped, key=lambda name: groups.dropped[name])
         why, fix = _WHY_DROPPED.get(reason, (reason, _ASK_VALIDATE))
         if reason == "equal_scores":
-            why, fix = f"{why} ({_which_way(groups)})", _fix_of_equal_scores(groups)
+            why, fix = f"{why} ({_which_way(groups)})", _fix_for_equal_scores(groups)
         return f"dropped {num_dropped} {of_them} because {why}", fix.format(env_name)
     if groups.finished >= TOO_FEW_LESSONS and groups.equal >= MOST * groups.finished:
         found = f"{groups.equal} {of_them} have no learning signal: all their scores are equal ({_which_way(groups)})"
-        return found, _fix_of_equal_scores(groups).format(env_name)
+        return found, _fix_for_equal_scores(groups).format(env_name)
     return "", ""
 
 
@@ -232,7 +232,7 @@ def _which_way(groups: GroupCounts) -> str:
     return ", ".join(f"{count} {way}" for way, count in ways.items() if count)
 
 
-def _fix_of_equal_scores(groups: GroupCounts) -> str:
+def _fix_for_equal_scores(groups: GroupCounts) -> str:
     if groups.all_right > groups.equal / 2:
         return "the task is too easy for this model: make it harder, or take rewards that tell good answers apart"
     return (

@@ -1,10 +1,11 @@
-"""Groups one by one, as many at once as keep the engine busy and the data fresh.
+"""Stream pace: sample groups one by one, enough at once to keep the engine busy and few enough to keep the data fresh.
 
-    every POLL_S: how things stand at the hub (pace.room)  -->  begin so many items
-    an item:      roll its group --> worth sending? --> on disk (delivery) --> done (cursor)
+    every POLL_S: read the standing at the hub, start as many items as pace.room allows
+    an item:      sample its group --> worth sending? --> write it to the spool --> mark it finished
 
-Nothing that runs is thrown away when there is enough: fewer are begun. An item that fails is asked again later; one
-that always fails is left out with a count, and when nothing succeeds any more the process ends and says why.
+Groups in flight are never cancelled when there is enough data; fewer are started instead. An item that fails is
+retried later; one that always fails is dropped and counted. When nothing succeeds any more, the process ends with an
+error.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ from dataclasses import dataclass, field, replace
 
 from treadle.envs.base import Item
 from treadle.envs.chat import Sampling
-from treadle.envs.grouping import build_group, settle, why_useless
-from treadle.envs.hub_client import HubClient
-from treadle.envs.rollout import Desk, Rollout, roll_group
+from treadle.envs.grouping import apply_group_rules, build_group, drop_reason
+from treadle.envs.hub_client import CurrentWait, HubClient, next_step
+from treadle.envs.rollout import EnvContext, Rollout, roll_group
 from treadle.envs.seeds import stable_seed
-from treadle.envs.serving.course import Course, check_fills_batches
-from treadle.envs.serving.cursor import Cursor
+from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches
 from treadle.envs.serving.delivery import Delivery
+from treadle.envs.serving.item_selection import ItemCursor, ItemSelection
 from treadle.envs.serving.pace import FlightLimit, room
-from treadle.envs.serving.pause import Pause, next_step
-from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, Ledger, judge
-from treadle.envs.serving.selection import Selection
+from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.watch.waits import Wanted
@@ -41,46 +40,46 @@ POLL_S = 0.1
 ENGINE_LOOK_S = 1.0
 MAX_TRIES = 3  # of one item
 MAX_FAILURES = 12  # in a row, of any items
-EARLY_BATCHES = 3  # when all groups of so many are dropped at the beginning, that is said
+EARLY_BATCHES = 3  # warn when all groups of the first batches were dropped
 
 
-def key_of(name: str, seed: int, index: int) -> str:
-    """What the hub knows the delivery of an item by: `key_of("gsm8k", 0, 126) == "gsm8k-0-item-126"`."""
+def delivery_key(name: str, seed: int, index: int) -> str:
+    """Idempotency key of an item's delivery: `delivery_key("gsm8k", 0, 126) == "gsm8k-0-item-126"`."""
     return f"{name}-{seed}-item-{index}"
 
 
-def item_of(key: str) -> int:
+def item_of_key(key: str) -> int:
     return int(key.rpartition("-")[2])
 
 
 @dataclass
-class Stream:
-    """The items in flight, and what became of the others."""
+class StreamRunner:
+    """Samples and delivers items until the trainer has taken its last step."""
 
-    desk: Desk
-    course: Course
-    cursor: Cursor
-    selection: Selection
+    context: EnvContext
+    assignment: RunAssignment
+    cursor: ItemCursor
+    selection: ItemSelection
     delivery: Delivery
     limit: FlightLimit
-    keep: Callable[[ScoredGroup], None]
-    ledger: Ledger
+    save_group: Callable[[ScoredGroup], None]
+    monitor: EnvMonitor
     in_flight: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by item
     dropped: Counter[str] = field(default_factory=Counter)  # groups, by reason; since the last group that was sent
     _tries: Counter[int] = field(default_factory=Counter)
     _failures_in_a_row: int = 0
     _unscored_in_a_row: int = 0
-    _group_sequences: float = 0.0  # of a group, on average; the late ones count more
+    _group_sequences: float = 0.0  # sequences of a group, as an exponential moving average
 
     def __post_init__(self) -> None:
-        self._group_sequences = float(self.desk.config.group_size)
+        self._group_sequences = float(self.context.config.group_size)
 
-    async def keep_going(self, hub: HubClient, num_steps: int | None) -> None:
-        """Until the trainer has taken its last step. Leaves nothing running behind it."""
+    async def run(self, hub: HubClient, num_steps: int | None) -> None:
+        """Run until the trainer has taken its last step, then cancel everything that is in flight."""
         watch = asyncio.create_task(self._watch_engine())
         try:
-            with Pause(self.ledger.waits) as pause:
-                while not await self._look(hub, num_steps, pause):
+            with CurrentWait(self.monitor.waits) as current_wait:
+                while not await self._poll_hub(hub, num_steps, current_wait):
                     await self.cursor.save()
                     await self._wait_for_a_change()
         finally:
@@ -89,52 +88,54 @@ class Stream:
             await asyncio.gather(watch, *self.in_flight.values(), return_exceptions=True)
             await self.cursor.save()
 
-    async def _look(self, hub: HubClient, num_steps: int | None, pause: Pause) -> bool:
-        """How things stand at the hub: begin what there is room for; whether the last step is taken."""
-        # Counted before the look: what is delivered meanwhile counts twice for a moment, and is never left out.
+    async def _poll_hub(self, hub: HubClient, num_steps: int | None, current_wait: CurrentWait) -> bool:
+        """Start as many items as there is room for; returns whether the last step is taken."""
+        # Counted before the request: a group delivered meanwhile counts twice for a moment, and is never missed.
         num_spooled, num_in_flight = self.delivery.num_waiting, len(self.in_flight)
-        self.ledger.num_undelivered = num_spooled
-        standing = await hub.standing(self.course.env_id)
+        self.monitor.num_undelivered = num_spooled
+        standing = await hub.standing(self.assignment.env_id)
         if num_steps is not None:
             standing.num_steps = min(standing.num_steps, num_steps)
         if standing.batch_size and standing.step >= standing.num_steps:
             return True
-        self._follow(standing)
-        self._begin(
+        self._follow_trainer(standing)
+        self._start_items(
             room(
                 standing,
-                max_age=self.desk.config.max_age,
+                max_age=self.context.config.max_age,
                 group_sequences=self._group_sequences,
                 num_spooled=num_spooled,
                 num_in_flight=num_in_flight,
                 limit=self.limit.value,
             )
         )
-        pause.wait_for(self._why_idle(standing, hub))
+        current_wait.set(self._idle_wait(standing, hub))
         return False
 
-    def _follow(self, standing: EnvStanding) -> None:
-        """A trainer that was started again may want batches of another size."""
-        if standing.batch_size in (0, self.course.batch_size):
+    def _follow_trainer(self, standing: EnvStanding) -> None:
+        """Take over the batch size of a restarted trainer."""
+        if standing.batch_size in (0, self.assignment.batch_size):
             return
-        before, self.course = self.course, replace(self.course, batch_size=standing.batch_size)
+        before, self.assignment = self.assignment, replace(self.assignment, batch_size=standing.batch_size)
         log.warning("trainer_changed", batch_size=standing.batch_size, batch_size_before=before.batch_size)
-        if not self.desk.environment.has_turns:
-            check_fills_batches(self.course)
+        if not self.context.environment.has_turns:
+            check_can_fill_batches(self.assignment)
 
-    def _begin(self, count: int) -> None:
+    def _start_items(self, count: int) -> None:
         for _ in range(count):
             index = self.cursor.take()
-            self.in_flight[index] = asyncio.create_task(self._bring(index))
+            self.in_flight[index] = asyncio.create_task(self._process_item(index))
 
-    def _why_idle(self, standing: EnvStanding, hub: HubClient) -> Wanted | None:
-        """What has to happen before anything is begun; None while something runs."""
+    def _idle_wait(self, standing: EnvStanding, hub: HubClient) -> Wanted | None:
+        """What must happen before the next item is started; None while items are in flight."""
         if self.in_flight:
             return None
-        return next_step(standing.step, self.desk.config.trainer_patience_s) if standing.batch_size else hub.trainer
+        if not standing.batch_size:
+            return hub.trainer_wanted
+        return next_step(standing.step, self.context.config.trainer_patience_s)
 
     async def _wait_for_a_change(self) -> None:
-        """An item that ends, a hub that refuses, or a while."""
+        """Wait until an item ends, the delivery fails, or POLL_S have passed."""
         await asyncio.wait(
             [self.delivery.failed, *self.in_flight.values()], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -143,52 +144,54 @@ class Stream:
         for index, task in list(self.in_flight.items()):
             if task.done():
                 del self.in_flight[index]
-                task.result()  # a mistake of ours ends the process
+                task.result()  # an unexpected exception ends the process
 
-    async def _bring(self, index: int) -> None:
-        """One item, from its prompt to a group that is safe on disk."""
+    async def _process_item(self, index: int) -> None:
+        """Sample one item and write its group to the spool."""
         try:
-            async with asyncio.timeout(self.desk.config.worker_timeout):
-                with self.ledger.flying(f"item {index}", 1, self.desk.config.worker_timeout / 2):
+            async with asyncio.timeout(self.context.config.worker_timeout):
+                with self.monitor.track_groups(f"item {index}", 1, self.context.config.worker_timeout / 2):
                     await self._roll_and_send(index)
         except TimeoutError:
-            self._ask_again(index, EngineError(f"a group took longer than {self.desk.config.worker_timeout:.0f} s"))
+            self._retry_later(
+                index, EngineError(f"a group took longer than {self.context.config.worker_timeout:.0f} s")
+            )
         except (EngineError, UserError) as error:
-            self._ask_again(index, error)
+            self._retry_later(index, error)
         else:
             self._failures_in_a_row = 0
 
     async def _roll_and_send(self, index: int) -> None:
-        config = self.desk.config
+        config = self.context.config
         sampling = Sampling(
             max_tokens=config.max_token_length,
             temperature=config.temperature,
             seed=stable_seed(config.seed, "item", index, self._tries[index]),
-            longest_sequence=self.course.longest_sequence,
+            longest_sequence=self.assignment.longest_sequence,
         )
-        place = self.selection.place_of(index)
+        item_index = self.selection.item_index(index)
         started = time.monotonic()
-        rollouts = await roll_group(self.desk, self._item(place), sampling, num_rollouts=config.group_size)
-        self.desk.judge.require_scores([rollout.score for rollout in rollouts])
-        self.selection.learn(place, rollouts)
-        rollouts = settle(self.desk.environment, rollouts)
-        reason = why_useless(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
+        rollouts = await roll_group(self.context, self._item(item_index), sampling, num_rollouts=config.group_size)
+        self.context.judge.require_scores([rollout.score for rollout in rollouts])
+        self.selection.learn(item_index, rollouts)
+        rollouts = apply_group_rules(self.context.environment, rollouts)
+        reason = drop_reason(rollouts, drop_equal_scores=config.ensure_scores_are_not_same)
         if reason is not None:
-            log.info("group_dropped", item=place, reason=reason)
+            log.info("group_dropped", item=item_index, reason=reason)
             self._drop(rollouts, reason)
             self._count_unscored(rollouts, reason)
         else:
-            await self._send(index, place, rollouts, time.monotonic() - started)
+            await self._send(index, item_index, rollouts, time.monotonic() - started)
         self.cursor.finish(index)
 
-    def _item(self, place: int) -> Item:
+    def _item(self, item_index: int) -> Item:
         try:
-            return self.desk.environment.train_item(place)
+            return self.context.environment.train_item(item_index)
         except TreadleError:
             raise
-        except Exception as error:  # the border to code that a user writes
-            log.error("item_failed", exc_info=True, item=place)
-            raise ConfigError(f"train_item({place}) raised {type(error).__name__}: {error}") from error
+        except Exception as error:  # user code
+            log.error("item_failed", exc_info=True, item=item_index)
+            raise ConfigError(f"train_item({item_index}) raised {type(error).__name__}: {error}") from error
 
     def _count_unscored(self, rollouts: list[Rollout], reason: str) -> None:
         self._unscored_in_a_row = 0 if reason == "equal_scores" else self._unscored_in_a_row + 1
@@ -196,16 +199,16 @@ class Stream:
             errors = Counter(rollout.score.error or reason for rollout in rollouts).most_common(1)
             raise ProcessDied(
                 f"of {MAX_FAILURES} groups in a row, none was fit to be trained on: {errors[0][0]}",
-                fix=f"treadle env {self.desk.config.name} validate",
+                fix=f"treadle env {self.context.config.name} validate",
             )
 
-    async def _send(self, index: int, place: int, rollouts: list[Rollout], seconds: float) -> None:
-        config = self.desk.config
+    async def _send(self, index: int, item_index: int, rollouts: list[Rollout], seconds: float) -> None:
+        config = self.context.config
         self._unscored_in_a_row = 0
         group = build_group(rollouts, temperature=config.temperature)
-        group.item, group.env_id = place, self.course.env_id
-        if len(group.tokens) > self.course.batch_size:
-            log.warning("group_dropped", item=place, reason="oversize", sequences=len(group.tokens))
+        group.item, group.env_id = item_index, self.assignment.env_id
+        if len(group.tokens) > self.assignment.batch_size:
+            log.warning("group_dropped", item=item_index, reason="oversize", sequences=len(group.tokens))
             self._drop(rollouts, "oversize")
             return
         self._group_sequences += 0.1 * (len(group.tokens) - self._group_sequences)
@@ -216,29 +219,29 @@ class Stream:
             "in_flight": float(len(self.in_flight)),
             **{f"dropped_{reason}": float(count) for reason, count in dropped.items()},
         }
-        self.keep(group)
-        await self.delivery.accept(key_of(self.desk.name, config.seed, index), group)
-        self.ledger.finish(rollouts)
+        self.save_group(group)
+        await self.delivery.accept(delivery_key(self.context.name, config.seed, index), group)
+        self.monitor.finish(rollouts)
 
     def _drop(self, rollouts: Sequence[Rollout], reason: str) -> None:
-        """When nothing but dropped groups comes at the beginning, no step is ever taken: that is said at once."""
+        """Count a dropped group; warn if all groups of the first batches were dropped: no step would ever be taken."""
         self.dropped[reason] += 1
-        self.ledger.finish(rollouts, dropped_for=reason)
-        groups = self.ledger.total
-        num_early = EARLY_BATCHES * math.ceil(self.course.batch_size / self.desk.config.group_size)
+        self.monitor.finish(rollouts, dropped_for=reason)
+        groups = self.monitor.total
+        num_early = EARLY_BATCHES * math.ceil(self.assignment.batch_size / self.context.config.group_size)
         if groups.sent == 0 and groups.finished == max(num_early, TOO_FEW_TO_JUDGE):
-            problem, fix = judge(groups, self.desk.config.name)
+            problem, fix = diagnose(groups, self.context.config.name)
             log.warning("no_group_was_sent_yet", problem=problem, fix=fix)
 
-    def _ask_again(self, index: int, error: TreadleError) -> None:
+    def _retry_later(self, index: int, error: TreadleError) -> None:
         self._tries[index] += 1
         self._failures_in_a_row += 1
-        # What was in flight when an engine went away fails all at once: that is one failure, not many.
+        # When an engine goes away, everything in flight fails at once: that is one failure, not many.
         if self._failures_in_a_row >= max(MAX_FAILURES, 3 * self.limit.value):
             raise error
         if self._tries[index] < MAX_TRIES:
             log.warning("group_failed", item=index, again=True, problem=str(error))
-            self.ledger.ask_again()
+            self.monitor.count_retry()
             self.cursor.give_back(index)
         else:
             log.error("item_left_out", item=index, tries=self._tries[index], problem=str(error))
@@ -246,11 +249,11 @@ class Stream:
             self.cursor.finish(index)
 
     async def _watch_engine(self) -> None:
-        """How much the engine has to do, now and then; one that is away is noticed by those who ask it."""
+        """Adapt the limit to the engine's queue. Requests that fail, not this loop, detect an engine that is away."""
         while True:
             await asyncio.sleep(ENGINE_LOOK_S)
             try:
-                health = await self.desk.engine.health()
+                health = await self.context.engine.health()
             except EngineError as error:
                 log.warning("engine_not_seen", problem=str(error))
                 continue

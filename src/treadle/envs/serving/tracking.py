@@ -1,7 +1,7 @@
 """Log evaluations and some rollouts of an environment to the trackers that the trainer uses.
 
-An environment is a run of its own there, in the trainer's group: the last evaluation comes after the trainer has ended.
-Its files are in state_dir/NAME/tracker-RUN. What goes wrong with a tracker is logged, and stops nothing.
+An environment is a separate run there, in the trainer's group, because its last evaluation comes after the trainer has
+ended. Its files are in state_dir/NAME/tracker-RUN. Errors of a tracker are logged and stop nothing.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Tracking:
         self._next_table = STEPS_PER_TABLE
 
     def add(self, rollouts: Sequence[Rollout], *, may_log: bool) -> None:
-        """The rollouts of a group that is sent: the first of them is a row of the next table.
+        """Add the first rollout of a delivered group to the next table.
 
-        While an evaluation runs, nothing is logged: its step is lower, and a service takes steps in order only.
+        While an evaluation runs, nothing is logged: its step is lower, and tracking services need increasing steps.
         """
         if self._tracker is None or not self._num_rows or not rollouts or not rollouts[0].transcripts:
             return
@@ -107,7 +107,7 @@ class Tracking:
 
 @contextmanager
 def _only_logged() -> Iterator[None]:
-    """For what may fail by its file; the sinks beside it never raise."""
+    """Log errors of the metrics file; the other sinks never raise."""
     try:
         yield
     except (TreadleError, OSError) as error:

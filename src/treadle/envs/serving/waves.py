@@ -1,22 +1,29 @@
-"""Waves: all prompts of one optimizer step, generated side by side, so that the same seed gives the same curve."""
+"""Wave pace: sample all prompts of an optimizer step together, so that the same seed gives the same curve.
+
+Wave w is the batch of optimizer step w: usually all its prompts. A trainer that resumes from an older checkpoint
+repeats steps on groups that the hub has kept, and needs no wave for them.
+
+When the trainer changes its batch size, or waits although all waves are delivered (the hub dropped groups), the
+schedule is recomputed from what the hub has: the next wave completes the batch that is incomplete there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
-from treadle.envs.grouping import build_group, settle
-from treadle.envs.hub_client import HubClient
-from treadle.envs.rollout import Desk, check_lengths, score_generation
+from treadle.envs.grouping import apply_group_rules, build_group
+from treadle.envs.hub_client import CurrentWait, HubClient, next_step
+from treadle.envs.rollout import EnvContext, check_lengths, score_generation
 from treadle.envs.scoring import none_scored
 from treadle.envs.seeds import stable_seed
-from treadle.envs.serving.course import Course, check_divides
-from treadle.envs.serving.evaluations import STATUS_POLL_S, evaluate_if_due
-from treadle.envs.serving.pause import Pause, next_step
-from treadle.envs.serving.report import Ledger
-from treadle.envs.serving.wave_count import Wave, WaveCount
+from treadle.envs.serving.assignment import RunAssignment, check_batch_divisible
+from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate_if_due
+from treadle.envs.serving.report import EnvMonitor
 from treadle.log import get_logger
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding
@@ -24,74 +31,131 @@ from treadle.wire.hub import EnvStanding
 log = get_logger("env")
 
 
-class Waves:
-    """The waves of a run, one after the other, until the trainer has taken its last step."""
+@dataclass(frozen=True)
+class PlannedWave:
+    step: int  # the optimizer step that trains on it
+    first_item: int
+    num_prompts: int
+    first_position: int = 0  # of its prompts in the batch, after those that the hub has already
+
+    @property
+    def name(self) -> str:
+        """Unique: an item is delivered once, but a step may get several waves."""
+        return f"{self.step}-item-{self.first_item}"
+
+
+@dataclass(frozen=True)
+class WaveSchedule:
+    """What was delivered: all waves up to `step`, made of the items before `next_item`. Pure."""
+
+    step: int
+    next_item: int
+    batch_size: int
+    group_size: int
+    num_started: int = 0  # sequences of the next batch that the hub has already
+
+    @classmethod
+    def at_start(cls, standing: EnvStanding, *, groups_accepted: int, group_size: int) -> Self:
+        """The schedule after registration: the next item is the first that the hub does not have.
+
+        The number of delivered waves is an estimate, because earlier batches may have had another size; a wrong one is
+        corrected as soon as the trainer waits. For a hub without groups, the trainer's step decides.
+        """
+        prompts_per_wave = standing.batch_size // group_size
+        num_whole, num_started = divmod(standing.untrained_sequences, standing.batch_size)
+        step = max(groups_accepted // prompts_per_wave, standing.step + num_whole)
+        return cls(step, groups_accepted or step * prompts_per_wave, standing.batch_size, group_size, num_started)
+
+    def corrected(self, standing: EnvStanding) -> Self:
+        """This schedule, or one recomputed from what the hub has, if the batch size changed or groups were lost."""
+        has_other_size = standing.batch_size != self.batch_size
+        owed = (self.step - standing.step) * self.batch_size
+        if not has_other_size and not (standing.trainer_waits and standing.untrained_sequences < owed):
+            return self
+        num_whole, num_started = divmod(standing.untrained_sequences, standing.batch_size)
+        return replace(self, step=standing.step + num_whole, batch_size=standing.batch_size, num_started=num_started)
+
+    def next_wave(self) -> PlannedWave:
+        num_prompts = math.ceil((self.batch_size - self.num_started) / self.group_size)
+        return PlannedWave(self.step + 1, self.next_item, num_prompts, self.batch_size // self.group_size - num_prompts)
+
+    def after(self, wave: PlannedWave) -> Self:
+        return replace(self, step=wave.step, next_item=wave.first_item + wave.num_prompts, num_started=0)
+
+
+class WaveRunner:
+    """Delivers one wave after the other until the trainer has taken its last step."""
 
     def __init__(
-        self, desk: Desk, hub: HubClient, course: Course, ledger: Ledger, keep: Callable[[ScoredGroup], None]
+        self,
+        context: EnvContext,
+        hub: HubClient,
+        assignment: RunAssignment,
+        monitor: EnvMonitor,
+        save_group: Callable[[ScoredGroup], None],
     ) -> None:
-        self._desk = desk
+        self._context = context
         self._hub = hub
-        self._course = course
-        self._ledger = ledger
-        self._keep = keep
+        self._assignment = assignment
+        self._monitor = monitor
+        self._save_group = save_group
         self._last_evaluated_for = 0  # step of the wave
 
-    async def keep_going(self) -> None:
-        check_divides(self._course)
+    async def run(self) -> None:
+        check_batch_divisible(self._assignment)
         standing = await self._wait_until(lambda _: True)
-        await self._follow(standing)
-        count = WaveCount.at_start(
-            standing, groups_accepted=self._course.groups_accepted, group_size=self._course.group_size
+        await self._follow_trainer(standing)
+        schedule = WaveSchedule.at_start(
+            standing, groups_accepted=self._assignment.groups_accepted, group_size=self._assignment.group_size
         )
         while True:
-            await self._follow(standing)
-            if standing.step >= self._course.num_steps:
+            await self._follow_trainer(standing)
+            if standing.step >= self._assignment.num_steps:
                 break
-            count = self._correct(count, standing)
-            wave = count.next_wave()
-            if wave.step <= min(self._course.num_steps, standing.step + 1 + self._desk.config.max_age):
+            schedule = self._correct_schedule(schedule, standing)
+            wave = schedule.next_wave()
+            if wave.step <= min(self._assignment.num_steps, standing.step + 1 + self._context.config.max_age):
                 await self._evaluate_before(wave)
                 await self._deliver(wave)
-                count = count.after(wave)
-            standing = await self._wait_until_it_is_time(count)
-        await evaluate_if_due(self._desk, self._hub, self._course, self._ledger, self._course.num_steps)
+                schedule = schedule.after(wave)
+            standing = await self._wait_for_next_wave(schedule)
+        await evaluate_if_due(self._context, self._hub, self._assignment, self._monitor, self._assignment.num_steps)
 
-    async def _wait_until_it_is_time(self, count: WaveCount) -> EnvStanding:
-        """Until the next wave may be sampled, the run is at its end, or things are not as they were counted."""
-        course = self._course
-        needed = count.step - self._desk.config.max_age if count.step < course.num_steps else course.num_steps
+    async def _wait_for_next_wave(self, schedule: WaveSchedule) -> EnvStanding:
+        """Wait until the next wave may be sampled, the run ends, or the schedule or the trainer's settings change."""
+        num_steps = self._assignment.num_steps
+        needed = schedule.step - self._context.config.max_age if schedule.step < num_steps else num_steps
         return await self._wait_until(
-            lambda now: now.step >= needed or count.corrected(now) != count or self._is_other(now)
+            lambda now: now.step >= needed or schedule.corrected(now) != schedule or self._has_changed(now)
         )
 
     async def _wait_until(self, is_time: Callable[[EnvStanding], bool]) -> EnvStanding:
-        """How things stand at that time. There is a trainer then: a hub that was reset knows of none for a while."""
-        with Pause(self._ledger.waits) as pause:
+        """Poll the hub until `is_time`; also waits for a trainer, because a hub that was reset knows none at first."""
+        with CurrentWait(self._monitor.waits) as current_wait:
             while True:
-                standing = await self._hub.standing(self._course.env_id)
+                standing = await self._hub.standing(self._assignment.env_id)
                 if standing.batch_size == 0:
-                    pause.wait_for(self._hub.trainer)
+                    current_wait.set(self._hub.trainer_wanted)
                 elif is_time(standing):
                     return standing
                 else:
-                    pause.wait_for(next_step(standing.step, self._desk.config.trainer_patience_s))
+                    current_wait.set(next_step(standing.step, self._context.config.trainer_patience_s))
                 await asyncio.sleep(STATUS_POLL_S)
 
     def _num_steps(self, standing: EnvStanding) -> int:
-        total = self._desk.config.total_steps
+        total = self._context.config.total_steps
         return standing.num_steps if total < 0 else min(standing.num_steps, total)
 
-    def _is_other(self, standing: EnvStanding) -> bool:
-        wanted = (self._course.batch_size, self._course.num_steps)
+    def _has_changed(self, standing: EnvStanding) -> bool:
+        wanted = (self._assignment.batch_size, self._assignment.num_steps)
         return (standing.batch_size, self._num_steps(standing)) != wanted
 
-    async def _follow(self, standing: EnvStanding) -> None:
-        """A trainer that was started again may want other batches, and more steps."""
-        if not self._is_other(standing):
+    async def _follow_trainer(self, standing: EnvStanding) -> None:
+        """Take over the batch size and number of steps of a restarted trainer."""
+        if not self._has_changed(standing):
             return
-        before = self._course
-        self._course = replace(
+        before = self._assignment
+        self._assignment = replace(
             before,
             num_steps=self._num_steps(standing),
             batch_size=standing.batch_size,
@@ -99,39 +163,41 @@ class Waves:
         )
         log.warning(
             "trainer_changed",
-            batch_size=self._course.batch_size,
+            batch_size=self._assignment.batch_size,
             batch_size_before=before.batch_size,
-            steps=self._course.num_steps,
+            steps=self._assignment.num_steps,
             steps_before=before.num_steps,
         )
-        check_divides(self._course)
+        check_batch_divisible(self._assignment)
 
-    def _correct(self, count: WaveCount, standing: EnvStanding) -> WaveCount:
-        corrected = count.corrected(standing)
-        if corrected != count:
+    def _correct_schedule(self, schedule: WaveSchedule, standing: EnvStanding) -> WaveSchedule:
+        corrected = schedule.corrected(standing)
+        if corrected != schedule:
             log.warning(
-                "waves_counted_anew",
-                waves_delivered=count.step,
+                "wave_schedule_corrected",
+                waves_delivered=schedule.step,
                 hub_has_up_to=corrected.step,
                 untrained_sequences=standing.untrained_sequences,
                 batch_size=standing.batch_size,
             )
         return corrected
 
-    async def _evaluate_before(self, wave: Wave) -> None:
-        """At the step whose policy the wave is sampled under: it cannot change before the wave is delivered."""
-        step = wave.step - 1 - self._desk.config.max_age
+    async def _evaluate_before(self, wave: PlannedWave) -> None:
+        """Evaluate the policy that the wave is sampled with: it cannot change before the wave is delivered."""
+        step = wave.step - 1 - self._context.config.max_age
         if wave.step > self._last_evaluated_for and (step > 0 or wave.step == 1):
             self._last_evaluated_for = wave.step
-            await evaluate_if_due(self._desk, self._hub, self._course, self._ledger, max(step, 0))
+            await evaluate_if_due(self._context, self._hub, self._assignment, self._monitor, max(step, 0))
 
-    async def _deliver(self, wave: Wave) -> None:
+    async def _deliver(self, wave: PlannedWave) -> None:
         started = time.monotonic()
-        with self._ledger.flying(f"the wave of step {wave.step}", wave.num_prompts, self._desk.config.worker_timeout):
-            groups = await roll_wave(self._desk, wave, self._course, self._ledger)
+        with self._monitor.track_groups(
+            f"the wave of step {wave.step}", wave.num_prompts, self._context.config.worker_timeout
+        ):
+            groups = await roll_wave(self._context, wave, self._assignment, self._monitor)
         for group in groups:
-            self._keep(group)
-        await self._hub.post_groups(groups, key=f"{self._desk.name}-{self._desk.config.seed}-wave-{wave.name}")
+            self._save_group(group)
+        await self._hub.post_groups(groups, key=f"{self._context.name}-{self._context.config.seed}-wave-{wave.name}")
         log.info(
             "wave_delivered",
             wave=wave.step,
@@ -141,32 +207,34 @@ class Waves:
         )
 
 
-async def roll_wave(desk: Desk, wave: Wave, course: Course, ledger: Ledger) -> list[ScoredGroup]:
-    """Sample and score a wave. The same seed always asks for the same wave."""
-    config = desk.config
+async def roll_wave(
+    context: EnvContext, wave: PlannedWave, assignment: RunAssignment, monitor: EnvMonitor
+) -> list[ScoredGroup]:
+    """Sample and score a wave; the same seed gives the same wave."""
+    config = context.config
     indexes = range(wave.first_item, wave.first_item + wave.num_prompts)
-    items = [desk.environment.train_item(index) for index in indexes]
-    prompts = [desk.tokenizer.encode_chat(item.messages) for item in items]
-    check_lengths(prompts, config.max_token_length, course.longest_sequence)
-    generations = await desk.engine.generate_wave(
-        f"{desk.name}-train-{wave.name}",
+    items = [context.environment.train_item(index) for index in indexes]
+    prompts = [context.tokenizer.encode_chat(item.messages) for item in items]
+    check_lengths(prompts, config.max_token_length, assignment.longest_sequence)
+    generations = await context.engine.generate_wave(
+        f"{context.name}-train-{wave.name}",
         prompts,
         n=config.group_size,
         max_tokens=config.max_token_length,
         temperature=config.temperature,
-        seeds=[stable_seed(config.seed, "train", wave.step, wave.first_place + i) for i in range(wave.num_prompts)],
+        seeds=[stable_seed(config.seed, "train", wave.step, wave.first_position + i) for i in range(wave.num_prompts)],
     )
     scored = await asyncio.gather(
-        *(score_generation(desk, *one) for one in zip(items, prompts, generations, strict=True))
+        *(score_generation(context, *one) for one in zip(items, prompts, generations, strict=True))
     )
     scores = [rollout.score for rollouts in scored for rollout in rollouts]
     if all(score.reward is None for score in scores):
         raise none_scored(len(scores), scores[0], config)
     groups = []
     for index, rollouts in zip(indexes, scored, strict=True):
-        settled = settle(desk.environment, rollouts)
-        ledger.finish(settled)
+        settled = apply_group_rules(context.environment, rollouts)
+        monitor.finish(settled)
         group = build_group(settled, temperature=config.temperature)
-        group.item, group.env_id = index, course.env_id
+        group.item, group.env_id = index, assignment.env_id
         groups.append(group)
     return groups

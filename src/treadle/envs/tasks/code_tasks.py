@@ -15,7 +15,7 @@ _WORDS = ("loom", "weft", "a", "shuttle", "warp", "of", "heddle", "reed", "bobbi
 
 @dataclass(frozen=True)
 class CodeTask:
-    """A function to write, one that is right, and tests that tell."""
+    """A function to write, a correct solution, and its tests."""
 
     question: str
     solution: str

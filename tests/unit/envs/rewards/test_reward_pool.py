@@ -353,7 +353,7 @@ def test_the_line_is_bounded_and_first_come_first_served():
         await putting
         rest = await line.take(lambda key: 64)
         for call in [*first, *rest]:
-            call.settle(CallResult(scores=[1.0]))
+            call.apply_group_rules(CallResult(scores=[1.0]))
         assert batch.done.done()
         return [INPUTS.decode(call.inputs)[0].text for call in [*first, *rest]]
 

@@ -1,4 +1,4 @@
-"""What a process is to deliver, as the hub told it when it registered. Pure."""
+"""Derive what an environment process must deliver from its registration at the hub. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from treadle.config.env import EnvConfig
 from treadle.errors import ConfigError, HubError
 from treadle.wire.hub import BatchInfo, RegisteredEnv
 
-ALMOST_ALL = 0.999  # of a batch; shares are floating-point numbers
+ALMOST_ALL = 0.999  # of a batch; shares are floats
 
 
 @dataclass(frozen=True)
-class Course:
-    """What this process is to deliver, and how."""
+class RunAssignment:
+    """What this process must deliver to the current run."""
 
     env_id: int
     run_id: str
-    groups_accepted: int  # by the hub, in this environment's earlier lives
+    groups_accepted: int  # by the hub, before this process started
     num_steps: int
     batch_size: int  # in sequences
     group_size: int
@@ -25,8 +25,8 @@ class Course:
     is_alone: bool  # no other environment fills the batches
 
 
-def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, share: float) -> Course:
-    """What the hub said -> what to deliver. Pure."""
+def make_assignment(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, share: float) -> RunAssignment:
+    """Combine the registration, the batch settings and this environment's share into an assignment."""
     if registered.env_id is None or registered.num_steps is None or info.batch_size < 1:
         raise HubError(
             "the hub registered this environment but knows of no trainer",
@@ -38,7 +38,7 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, s
             fix=f"treadle train --batch-size {config.group_size}, or --gradient-accumulation-steps {config.group_size}",
         )
     num_steps = registered.num_steps
-    return Course(
+    return RunAssignment(
         env_id=registered.env_id,
         run_id=registered.run_id,
         groups_accepted=registered.groups_accepted,
@@ -50,16 +50,16 @@ def plan_course(config: EnvConfig, registered: RegisteredEnv, info: BatchInfo, s
     )
 
 
-def check_fills_batches(course: Course) -> None:
-    """Of groups of one size; other environments may have groups that fit beside them."""
-    if course.is_alone:
-        check_divides(course)
+def check_can_fill_batches(assignment: RunAssignment) -> None:
+    """Check divisibility unless other environments can fill the rest of a batch."""
+    if assignment.is_alone:
+        check_batch_divisible(assignment)
 
 
-def check_divides(course: Course) -> None:
-    """Groups of one size that never add up to a batch would be sampled in vain."""
-    if course.batch_size % course.group_size:
+def check_batch_divisible(assignment: RunAssignment) -> None:
+    """Raise ConfigError if groups of this size never add up to a full batch."""
+    if assignment.batch_size % assignment.group_size:
         raise ConfigError(
-            f"the batch of {course.batch_size} sequences is no multiple of group_size {course.group_size}",
+            f"the batch of {assignment.batch_size} sequences is no multiple of group_size {assignment.group_size}",
             fix="choose --env.group-size so that it divides the trainer's batch size",
         )
