@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from treadle.envs import environment
 from treadle.envs.rewards import RewardInput, reward
-from treadle.envs.rewards.plain_numbers import read_number
+from treadle.envs.rewards.parsing import read_number
 from treadle.envs.tasks.gsm8k import Gsm8k
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -66,7 +66,7 @@ class Run:
             "--engine", "transformers", "--weights-file", str(folder / "weights.bin"),
         )  # fmt: skip
         wait_until_healthy(f"{self.engine_url}/health", engine, folder / "engine.log")
-        self.trainer_wanted = self._start(
+        self.trainer = self._start(
             "train", "--model", str(model), "--training-steps", str(STEPS), "--batch-size", "24",
             "--gradient-accumulation-steps", "1", "--atropos-url", self.hub_url, "--engine-url", self.engine_url,
             "--save-path", str(folder / "checkpoints"), "--lr", "1e-3", "--weight-bridge-mode", "shared_vllm",
@@ -93,12 +93,12 @@ class Run:
     def wait_for_step(self, step, timeout_s=90):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            assert self.trainer_wanted.poll() in (None, 0), end_of(self.folder / "train.log")
+            assert self.trainer.poll() in (None, 0), end_of(self.folder / "train.log")
             try:
                 if self.status()["step"] >= step:
                     return
             except httpx.TransportError:
-                assert self.trainer_wanted.poll() is None
+                assert self.trainer.poll() is None
             time.sleep(0.05)
         logs = [self.folder / f"{verb}.log" for verb in ("env", "train", "engine", "hub")]
         raise AssertionError(f"step {step} was not reached:\n{end_of(*logs)}")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from treadle.envs.rewards.addresses import load_address
 from treadle.envs.rewards.registry import BUILT_IN
-from treadle.envs.rewards.source import find
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.prefix) / "bin" / "uv"  # the set-up leaves it there
@@ -32,7 +32,7 @@ def test_every_line_of_the_constraints_names_a_version_and_its_hashes():
 
 def test_the_quickstart_installs_what_the_built_in_rewards_need():
     extras = re.search(r"scripts/setup\.sh (\S+)", (ROOT / "quickstart").read_text())
-    needed = {find(address).needs[0] for address in BUILT_IN.values() if find(address).needs}
+    needed = {load_address(address).needs[0] for address in BUILT_IN.values() if load_address(address).needs}
     assert needed == {"envs"}
     assert extras is not None
     assert {"train", *needed} <= set(extras[1].split(","))

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from treadle.config.env import EnvConfig
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import Outcome, RewardLike, RewardResult, registry
+from treadle.envs.rewards.addresses import user_code_location
 from treadle.envs.rewards.calls import describe
-from treadle.envs.rewards.source import place_of
 from treadle.envs.seeds import stable_shuffle
 from treadle.errors import ConfigError, TreadleError, as_user_error
 
@@ -150,9 +150,9 @@ class Environment(ABC):
 
     def gold_completion(self, item: Item) -> str:
         """The right answer, written as the task asks for it; `treadle env NAME validate` scores it."""
-        from treadle.envs.gold import written_for
+        from treadle.envs.rewards.combined import format_gold_answer
 
-        return written_for(self.rewards, item.answer)
+        return format_gold_answer(self.rewards, item.answer)
 
     async def rollout(self, item: Item, model: Model) -> Score | float | None:
         """Talk to the model, and say what that was worth; None: `rewards` judge the last reply.
@@ -189,7 +189,7 @@ def prepare_task(environment: Environment) -> None:
     except TreadleError:
         raise
     except (Exception, SystemExit) as error:  # the border to code that a user writes
-        if not place_of(error):
+        if not user_code_location(error):
             raise  # none of theirs: a mistake of ours, and all of it is to be seen
         known = as_user_error(error)
         name = environment.config.name

@@ -11,7 +11,7 @@ from treadle.config.env import EnvConfig
 from treadle.config.load import parse, suggest
 from treadle.envs.base import Environment
 from treadle.envs.rewards import registry
-from treadle.envs.rewards.source import is_of_session, load_file
+from treadle.envs.rewards.addresses import is_session_code, load_file
 from treadle.errors import ConfigError
 
 E = TypeVar("E", bound=type[Environment])
@@ -36,7 +36,7 @@ def environment(name: str) -> Callable[[E], E]:
 
     def register(cls: E) -> E:
         earlier = _REGISTRY.get(name, cls)
-        if earlier is not cls and not (is_of_session(earlier) or is_of_session(cls)):
+        if earlier is not cls and not (is_session_code(earlier) or is_session_code(cls)):
             raise ConfigError(f"two environments are called '{name}'", fix="rename one of them")
         _REGISTRY[name] = cls
         return cls

@@ -1,11 +1,11 @@
 """Write functions and classes of a script or a notebook into a file that other processes can import.
 
-The environment and the workers that score are processes of their own, and import code by its address
-(rewards/source.py). What stands in a notebook cell, in the script that is running, or inside a function has no address,
-so its source is copied, with everything that it uses:
+The environment and the reward workers are separate processes and import code by its address (rewards/addresses.py).
+Code in a notebook cell, in the running script, or inside a function has no address, so its source is copied, with
+everything that it uses:
 
 modules, and what can be imported from them     as import statements
-functions and classes of the same session       copied in turn, with their aliases
+functions and classes of the same session       copied recursively, with their aliases
 numbers, texts, lists, dicts, compiled patterns by value
 secrets, and anything else                      refused with a ConfigError that names it
 """
@@ -28,8 +28,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from treadle.config.secret_settings import NOT_STORED, without_secrets
+from treadle.envs.rewards.addresses import COPIED
 from treadle.envs.rewards.base import FunctionReward
-from treadle.envs.rewards.source import COPIED
 from treadle.errors import ConfigError
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -39,7 +39,7 @@ _MIN_SECRET_CHARS = 8  # a shorter value of an environment variable such as X_TO
 
 
 class CopiedSource:
-    """The text of one file. Things keep their names.
+    """Builds the text of one file. Names are kept.
 
     source = CopiedSource()
     name = source.add(my_reward)
@@ -61,7 +61,7 @@ class CopiedSource:
         return "\n\n".join([head, *self._parts]) + "\n"
 
     def add(self, thing: Any) -> str:
-        """A function, a class, or a function with @reward above it; returns the name that it has in the file."""
+        """Add a function, a class, or a function decorated with @reward; returns its name in the file."""
         name: str = _function_in(thing).__name__
         if name == "<lambda>":
             raise ConfigError("a reward cannot be a lambda: it needs a name", fix="write it with def")
@@ -96,7 +96,7 @@ class CopiedSource:
         self._parts.append(written)
 
     def _copy(self, name: str, value: Any) -> str:
-        """The source of a function or class, after that of everything that it uses."""
+        """The source of a function or class, after adding everything that it uses."""
         target = _function_in(value)
         if target.__name__ == "<lambda>":
             raise ConfigError(f"'{name}' is a lambda, which cannot be copied", fix="write it with def")
@@ -118,7 +118,7 @@ class CopiedSource:
         return text
 
     def _as_import(self, name: str, value: Any) -> str:
-        """How another process imports it; "" where it cannot."""
+        """The import statement for another process; "" if it cannot be imported."""
         if isinstance(value, ModuleType):
             return f"import {value.__name__} as {name}" if self._can_import(value.__name__) else ""
         target = _function_in(value)
@@ -135,7 +135,7 @@ class CopiedSource:
         return f"from {module} import {path}" + (f" as {name}" if name != path else "")
 
     def _can_import(self, module: str) -> bool:
-        """Whether another process can import a module; the file then adds the folder of one that is not installed."""
+        """Whether another process can import a module; the folder of one that is not installed is added to sys.path."""
         found = sys.modules.get(module)
         if found is None or module == "__main__" or getattr(found, COPIED, False):
             return False
@@ -149,7 +149,7 @@ class CopiedSource:
         return self._use_folder(folder.parent if Path(file).name == "__init__.py" else folder)
 
     def _use_folder(self, folder: Path) -> bool:
-        """Let the copy import from a folder too; False: it is not on sys.path."""
+        """Let the copy import from a folder; False: it is not on sys.path here."""
         is_by_name = str(folder) in {str(Path(place or ".").resolve()) for place in sys.path}
         if is_by_name and not str(folder).startswith((*_INSTALLED, _OWN_FOLDER)):
             self._folders[str(folder)] = None
@@ -157,7 +157,7 @@ class CopiedSource:
 
 
 def source_text(target: Any) -> str:
-    """The source of a function or class, with its decorators, as it can stand at the top of a file."""
+    """The source of a function or class with its decorators, valid at the top level of a file."""
     wanted = ast.ClassDef if inspect.isclass(target) else ast.FunctionDef | ast.AsyncFunctionDef
     for file, line in _places_of(target):
         lines = linecache.getlines(file)
@@ -166,7 +166,7 @@ def source_text(target: Any) -> str:
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if line is None or first <= line <= (node.end_lineno or first):
                     text = "".join(lines[first - 1 : node.end_lineno]).rstrip()
-                    # Indented lines stay as they are: those inside of strings must not change.
+                    # Not dedented: lines inside of strings must not change.
                     return f"if True:\n{text}" if text[0].isspace() else text
     raise ConfigError(
         f"the source of '{target.__name__}' cannot be found, so it cannot be copied to the process that scores",
@@ -179,7 +179,7 @@ def _function_in(value: Any) -> Any:
 
 
 def _num_wrappers(target: Any) -> int:
-    """How often it was wrapped with functools.wraps."""
+    """How many times it was wrapped with functools.wraps."""
     num = 0
     while (target := getattr(target, "__wrapped__", None)) is not None:
         num += 1
@@ -187,13 +187,13 @@ def _num_wrappers(target: Any) -> int:
 
 
 def _num_decorators(text: str) -> int:
-    """Above the outermost function or class of this source."""
+    """Number of decorators of the outermost function or class in this source."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return next(len(node.decorator_list) for node in _nodes_of(text) if isinstance(node, kinds))
 
 
 def _check_is_whole(value: Any) -> None:
-    """Refuse the inner function of a decorator without functools.wraps: its source has that decorator."""
+    """Refuse the inner function of a decorator without functools.wraps: its source includes that decorator."""
     if not inspect.isfunction(value):
         return
     inner = inspect.unwrap(value)
@@ -208,15 +208,15 @@ def _check_is_whole(value: Any) -> None:
 def _nodes_of(text: str) -> list[ast.AST]:
     try:
         return list(ast.walk(ast.parse(text)))
-    except SyntaxError:  # no Python
+    except SyntaxError:  # not Python
         return []
 
 
 def _places_of(target: Any) -> Iterator[tuple[str, int | None]]:
-    """Where its source may be: the file and line of its code, else the script, else the notebook's newest cells."""
+    """Where its source may be: the file and line of its code, then the script, then the notebook's newest cells."""
     for function in _functions_of(target):
         yield function.__code__.co_filename, function.__code__.co_firstlineno
-    if inspect.isclass(target):  # it may have no code of its own, as a dataclass
+    if inspect.isclass(target):  # it may have no methods, like a dataclass
         script = getattr(sys.modules.get(target.__module__), "__file__", None)
         cells = [name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None]
         yield from ((file, None) for file in [*([script] if script else []), *cells])
@@ -231,7 +231,7 @@ def _functions_of(target: Any) -> Iterator[FunctionType]:
 
 
 def _scope_of(target: Any) -> Mapping[str, Any]:
-    """What the names in a function or class stand for, other than built-in ones."""
+    """The values of the names that a function or class can see, except builtins."""
     scope = dict(vars(sys.modules[target.__module__]))
     for function in _functions_of(target):
         scope |= function.__globals__
@@ -243,7 +243,7 @@ def _scope_of(target: Any) -> Mapping[str, Any]:
 
 
 def _names_read(text: str) -> list[str]:
-    """The names that come from outside of this source; not those in annotations, which nobody evaluates."""
+    """The names that this source takes from outside; not those in annotations, which are not evaluated."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -263,7 +263,7 @@ def _names_read(text: str) -> list[str]:
 
 
 def _as_value(name: str, value: Any) -> str:
-    """An assignment; "" for what has no literal form."""
+    """An assignment; "" for values without a literal form."""
     if isinstance(value, re.Pattern):
         return f"{name} = re.compile({value.pattern!r}, {int(value.flags) & ~int(re.UNICODE)})"
     return f"{name} = {value!r}" if _is_plain(value) else ""
@@ -280,7 +280,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_secret(name: str, value: Any) -> bool:
-    """By its name, by the name of a key in it, or because a variable such as OPENAI_API_KEY has the same value."""
+    """By its name, the name of a key in it, or because a variable such as OPENAI_API_KEY has the same value."""
     if isinstance(value, int | float):
         return False
     if NOT_STORED in str(without_secrets({name: value})):

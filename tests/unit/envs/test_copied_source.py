@@ -14,7 +14,7 @@ import pytest
 
 from treadle.envs.copied_source import CopiedSource
 from treadle.envs.rewards import FunctionReward, RewardInput, registry
-from treadle.envs.rewards.source import find
+from treadle.envs.rewards.addresses import find
 from treadle.errors import ConfigError
 
 Cell = Callable[[str], dict[str, Any]]

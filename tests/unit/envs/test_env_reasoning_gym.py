@@ -12,7 +12,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import RewardInput, RewardPool
-from treadle.envs.rewards.reasoning_gym import HARMLESS, Place, entry_at, said_in
+from treadle.envs.rewards.reasoning_gym import SAFE_ANSWERS, EntryIndex, entry_at, extract_answer
 from treadle.envs.scoring import Judge
 from treadle.envs.tasks.reasoning_gym import KNOWN_BROKEN, NUM_HELD_OUT
 from treadle.errors import ConfigError
@@ -55,7 +55,7 @@ def test_a_task_of_few_questions_keeps_them_apart_all_the_same():
 def test_a_task_with_nothing_left_to_train_on_says_so():
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     env = opened("chain_sum", args=settings)
-    env._held_out = {env._item_at(Place(seed, n)).prompt: None for seed in (0, 1000, 2000) for n in range(1000)}
+    env._held_out = {env._item_at(EntryIndex(seed, n)).prompt: None for seed in (0, 1000, 2000) for n in range(1000)}
     with pytest.raises(ConfigError, match="hardly a question"):
         env.train_item(0)
 
@@ -80,9 +80,9 @@ def test_the_last_answer_in_tags_counts(text, worth):
 
 
 def test_the_tags_nearest_to_each_other_belong_together():
-    assert said_in("<answer>a <answer> b </answer>") == "b"
-    assert said_in("<answer></answer>") == ""
-    assert said_in("nothing") is None
+    assert extract_answer("<answer>a <answer> b </answer>") == "b"
+    assert extract_answer("<answer></answer>") == ""
+    assert extract_answer("nothing") is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_in_the_workers_the_tasks_own_scorer_judges(task):
     assert not wrong.is_right
 
 
-@pytest.mark.parametrize("task", sorted(HARMLESS))
+@pytest.mark.parametrize("task", sorted(SAFE_ANSWERS))
 def test_answers_that_a_scorer_would_run_as_python_are_not_shown_to_it(task, tmp_path):
     flag = tmp_path / "was-here"
     attack = f"__import__('pathlib').Path({str(flag)!r}).touch()"
@@ -117,11 +117,11 @@ def test_answers_that_a_scorer_would_run_as_python_are_not_shown_to_it(task, tmp
     assert not flag.exists()
 
 
-@pytest.mark.parametrize("task", sorted(set(HARMLESS) - {"intermediate_integration"}))
+@pytest.mark.parametrize("task", sorted(set(SAFE_ANSWERS) - {"intermediate_integration"}))
 def test_right_answers_are_made_of_harmless_signs(task):
     for number in range(10):
-        answer = entry_at(task, "{}", Place(0, number))["answer"]
-        assert HARMLESS[task].fullmatch(answer), answer
+        answer = entry_at(task, "{}", EntryIndex(0, number))["answer"]
+        assert SAFE_ANSWERS[task].fullmatch(answer), answer
 
 
 def test_a_scorer_that_runs_code_without_the_guard_does():
@@ -154,7 +154,7 @@ def test_every_refused_task_exists():
     from reasoning_gym.factory import DATASETS
 
     assert set(KNOWN_BROKEN) <= set(DATASETS)
-    assert set(HARMLESS) <= set(DATASETS)
+    assert set(SAFE_ANSWERS) <= set(DATASETS)
 
 
 @pytest.mark.parametrize(

@@ -433,7 +433,9 @@ def test_items_that_are_sometimes_right_come_more_often(tmp_path):
     assert counts[3] == max(counts)
     assert counts[3] > 2 * sorted(counts)[-2]
     assert json.loads((tmp_path / "difficulty.json").read_text())["3"] == 0.5
-    assert DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json").place_of(7) == chooser.item_index(7)
+    assert DifficultySelection(10, seed=0, path=tmp_path / "difficulty.json").user_code_location(
+        7
+    ) == chooser.item_index(7)
 
 
 def test_waves_are_refused_where_they_cannot_be(tmp_path):

@@ -1,4 +1,4 @@
-"""Rewards: what a completion is worth.
+"""Rewards: score completions.
 
 from treadle.envs.rewards import RewardInput, RewardPool, registry, reward
 
@@ -13,20 +13,19 @@ async with RewardPool(num_workers=2, time_limit_s=10) as pool:
 
 from __future__ import annotations
 
-from treadle.envs.rewards.base import FunctionReward, Judged, Reward, RewardInput
-from treadle.envs.rewards.batch_function import BatchFunctionReward
+from treadle.envs.rewards.base import BatchFunctionReward, FunctionReward, Judged, Reward, RewardInput
 from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
-from treadle.envs.rewards.combined import CombinedReward, R1Reward
-from treadle.envs.rewards.cosine import CosineScaledReward
-from treadle.envs.rewards.match import ExactMatchReward, JsonSchemaReward, RegexReward
-from treadle.envs.rewards.outcome import Outcome, RewardResult
-from treadle.envs.rewards.pool import RewardPool
+from treadle.envs.rewards.calls import Outcome, RewardResult
+from treadle.envs.rewards.combined import CombinedReward, CosineScaledReward, R1Reward
 from treadle.envs.rewards.registry import Registry, RewardLike, registry, reward
-from treadle.envs.rewards.scorer import InlineScorer, Isolation, Scorer, make_scorer
-from treadle.envs.rewards.shape import (
+from treadle.envs.rewards.scorers import InlineScorer, Isolation, RewardPool, Scorer, make_scorer
+from treadle.envs.rewards.text import (
+    ExactMatchReward,
     FormatReward,
+    JsonSchemaReward,
     LengthReward,
     ReasoningStepsReward,
+    RegexReward,
     RepetitionPenaltyReward,
     ThinkFormatReward,
 )

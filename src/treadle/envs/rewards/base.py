@@ -1,4 +1,4 @@
-"""What a reward is: a frozen value with a weight, its settings, and one method.
+"""Base classes of rewards: a frozen value with a weight, settings and one method.
 
     @reward
     def is_polite(completion: RewardInput) -> float:
@@ -11,48 +11,60 @@
         def score(self, completion: RewardInput) -> float:
             return abs(float(completion.text) - float(completion.answer)) <= self.tolerance
 
-Settings are fields with a type, not arguments of `__init__`: so they are checked when they come from a file, and can be
+Settings are typed fields, not arguments of `__init__`, so that they are validated when they come from a file and can be
 sent to the process that scores.
+
+A function with a parameter `prompts`, `completions` or `completion_ids` is called once for a group, as by TRL:
+
+    prompts          list of texts; of message lists if the data row has the prompt as a chat
+    completions      list of texts, or of [{"role": "assistant", "content": ...}] for such a chat
+    completion_ids   list of lists of token ids
+    answer, ...      every column of the data row, as a list
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any, ClassVar, Self
 
 import msgspec
 
-from treadle.envs.rewards.source import source_of
+from treadle.envs.rewards.addresses import address_of
 from treadle.errors import ConfigError, require
+
+CALLED_WITH = ("prompts", "completions", "completion_ids")
+_OF_TRL_ALONE = ("trainer_state", "environments", "log_extra", "log_metric")  # objects of TRL's trainer
 
 
 class RewardInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion and what it is judged by: `RewardInput("The answer is 4.", answer="4")`."""
+    """One completion and the data to score it with: `RewardInput("The answer is 4.", answer="4")`."""
 
     text: str
     answer: str = ""
     prompt: str = ""
-    num_tokens: int | None = None  # of the completion, where the engine told
+    num_tokens: int | None = None  # of the completion, if known
     finish_reason: str = "stop"  # "length": it was cut off
     metadata: dict[str, Any] = {}  # the rest of the data row
-    # Filled in for functions that take lists (batch_function.py).
-    messages: list[dict[str, Any]] = []  # the prompt, where the data row has it as a chat
+    # Filled in for functions that take lists (BatchFunctionReward).
+    messages: list[dict[str, Any]] = []  # the prompt, if the data row has it as a chat
     token_ids: list[int] = []  # of the completion
 
     @property
     def length(self) -> int:
-        """In tokens where they were counted, else in words."""
+        """In tokens if their number is known, else in words."""
         return len(self.text.split()) if self.num_tokens is None else self.num_tokens
 
 
 class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of all rewards. Override `score`; or `score_group`, when a completion is judged beside the others."""
+    """Base class of all rewards. Override `score`, or `score_group` to compare the completions of a group."""
 
-    needs: ClassVar[tuple[str, ...]] = ()  # packages that are not always installed, behind their extra
+    needs: ClassVar[tuple[str, ...]] = ()  # an extra, and the optional packages of it that are needed
 
     weight: float = 1.0
     name: str = ""  # what its part of the score is called; by default the name it is registered under
@@ -65,26 +77,26 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
         self.check()
 
     def __setattr__(self, field: str, value: Any) -> None:
-        # As frozen=True would, which type checkers want repeated on every subclass.
+        # Like frozen=True, which type checkers want repeated on every subclass.
         raise AttributeError(f"a reward does not change: make another with {field}={value!r}")
 
     def check(self) -> None:
-        """Raise ConfigError for settings that cannot be right."""
+        """Raise ConfigError for invalid settings."""
 
     def check_installed(self) -> None:
-        """Raise MissingExtra for a package that it needs and that is not installed."""
+        """Raise MissingExtra if a needed package is not installed."""
         if self.needs:
             require(*self.needs)
 
     def warm_up(self) -> None:
-        """Import and build what is expensive. Called once in each process that scores; its time is not counted."""
+        """Import and build expensive things. Called once in each worker; its time is not counted."""
 
     def score(self, completion: RewardInput) -> float:
-        """What this completion is worth, before the weight; `Judged(0.7, correct=True)` also says that it is right."""
+        """The score of a completion, before the weight; `Judged(0.7, correct=True)` also says that it is right."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score or score_group")
 
     def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
-        """What each completion of a group is worth, in the same order."""
+        """The score of each completion of a group, in the same order."""
         return [self.score(completion) for completion in group]
 
     @property
@@ -93,25 +105,25 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def may_abstain(self) -> bool:
-        """Whether None is a result ("not applicable") and not a mistake."""
+        """Whether None is a valid result ("not applicable")."""
         return False
 
     def judged(self, value: Any) -> Judged | None:
-        """What `score` returned, or one value of what `score_group` did; None: not applicable."""
+        """Validate a value returned by `score` or `score_group`; None: not applicable."""
         return None if value is None and self.may_abstain else judged(value)
 
     @property
     def source(self) -> str:
-        """Where another process finds it: `package.module:Name` or `/path/file.py:Name`."""
-        return source_of(type(self))
+        """Its address, for other processes: `package.module:Name` or `/path/file.py:Name`."""
+        return address_of(type(self))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All fields but weight and name."""
+        """All fields except weight and name."""
         return {field: getattr(self, field) for field in self.__struct_fields__ if field not in ("weight", "name")}
 
     def to_config(self) -> dict[str, Any]:
-        """What `registry.create` makes the same reward from, in any process."""
+        """The configuration from which `registry.create` builds the same reward in any process."""
         return {"type": self.source, "weight": self.weight, "name": self.name, "params": self.settings}
 
     @classmethod
@@ -123,7 +135,7 @@ class Reward(msgspec.Struct, dict=True, forbid_unknown_fields=True, kw_only=True
 
 
 class FunctionReward(Reward):
-    """A plain function as a reward; it can still be called as one. Its keyword arguments are its settings."""
+    """A function as a reward; it can still be called. Its keyword arguments are its settings."""
 
     function: Callable[..., Any]
     params: dict[str, Any] = {}
@@ -157,7 +169,7 @@ class FunctionReward(Reward):
 
     @property
     def source(self) -> str:
-        return source_of(self.function)
+        return address_of(self.function)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def registered_name(class_name: str) -> str:
 
 
 class Judged(float):
-    """A score with the reward's own verdict: `Judged(0.7, correct=True)`. None: it does not say whether it is right."""
+    """A score with the reward's own verdict: `Judged(0.7, correct=True)`; None: no verdict."""
 
     correct: bool | None
 
@@ -196,9 +208,9 @@ class Judged(float):
 
 
 def judged(value: Any) -> Judged:
-    """What a reward returned: a finite number, or {"score": 0.7, "correct": True}.
+    """Validate the value that a reward returned: a finite number, or {"score": 0.7, "correct": True}.
 
-    None, text and NaN are mistakes of the reward, not zeros.
+    None, text and NaN are errors of the reward, not zeros.
     """
     score, correct = value, getattr(value, "correct", None)
     if isinstance(value, Mapping):
@@ -211,3 +223,93 @@ def judged(value: Any) -> Judged:
     if correct not in (None, True, False):
         raise ValueError(f"'correct' is {correct!r}, not True or False")
     return Judged(float(score), correct=None if correct is None else bool(correct))
+
+
+def is_batch_function(function: Callable[..., Any]) -> bool:
+    return not set(inspect.signature(function).parameters).isdisjoint(CALLED_WITH)
+
+
+class BatchFunctionReward(FunctionReward):
+    """A function that takes lists; it may be a coroutine function, and None in its result means "not applicable"."""
+
+    per_group: bool = True
+
+    def check(self) -> None:
+        parameters = inspect.signature(self.function).parameters
+        foreign = [name for name in self._required if name in _OF_TRL_ALONE]
+        if foreign:
+            raise ConfigError(
+                f"reward '{self.name}' takes '{foreign[0]}', an object of TRL's trainer, which is not here",
+                fix="leave it out, or give it a default",
+            )
+        unknown = [name for name in self.params if name not in parameters]
+        if unknown and not self._takes_any:
+            known = ", ".join(name for name, one in parameters.items() if one.default is not one.empty) or "none"
+            raise ConfigError(f"reward '{self.name}' has no argument '{unknown[0]}'", fix=f"its settings are: {known}")
+
+    @property
+    def may_abstain(self) -> bool:
+        return True
+
+    @property
+    def looks_at_groups(self) -> bool:
+        return True
+
+    def score(self, completion: RewardInput) -> float:
+        return self.score_group([completion])[0]
+
+    def score_group(self, group: Sequence[RewardInput]) -> Sequence[float]:
+        columns = {**columns_of(group), **self.params}
+        missing = [name for name in self._required if name not in columns]
+        if missing:
+            raise ValueError(f"it takes '{missing[0]}', and the data row has no such column: {', '.join(columns)}")
+        if not self._takes_any:
+            columns = {name: columns[name] for name in inspect.signature(self.function).parameters if name in columns}
+        scores = self.function(**columns)
+        if inspect.isawaitable(scores):
+            scores = _finished(scores)
+        scores = scores.tolist() if hasattr(scores, "tolist") else scores  # of NumPy or torch
+        if not isinstance(scores, Sequence) or isinstance(scores, str):
+            raise TypeError(f"it returned {scores!r:.80}, not a list with a score for each completion")
+        return scores
+
+    @property
+    def _required(self) -> list[str]:
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(self.function).parameters.values()
+        return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
+
+    @property
+    def _takes_any(self) -> bool:
+        parameters = inspect.signature(self.function).parameters.values()
+        return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def columns_of(group: Sequence[RewardInput]) -> dict[str, list[Any]]:
+    """A group as columns.
+
+    >>> columns_of([RewardInput("4", answer="4", prompt="2 + 2?", metadata={"level": 1})])["level"]
+    [1]
+    """
+    names = dict.fromkeys(name for one in group for name in one.metadata)
+    return {
+        "answer": [one.answer for one in group],
+        **{name: [one.metadata.get(name) for one in group] for name in names},
+        "prompts": [one.messages or one.prompt for one in group],
+        "completions": [_as_chat(one.text) if one.messages else one.text for one in group],
+        "completion_ids": [one.token_ids for one in group],
+    }
+
+
+def _as_chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def _finished(coroutine: Any) -> Any:
+    """The result of a coroutine, run in a thread because the calling thread may already run an event loop."""
+
+    async def result() -> Any:
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, result()).result()

@@ -1,4 +1,4 @@
-"""Mathematical answers in a box, verified by value: 1/2, 0.5 and \\frac{1}{2} are the same."""
+"""Verify mathematical answers in a box by value: 1/2, 0.5 and \\frac{1}{2} are equal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import logging
 from typing import Any, ClassVar
 
 from treadle.envs.rewards.base import Judged, Reward, RewardInput
-from treadle.envs.rewards.passages import answer_text, last_box
-from treadle.envs.rewards.plain_numbers import compare, read_number
+from treadle.envs.rewards.parsing import answer_text, compare_numbers, last_box, read_number
 from treadle.errors import require
 
 
@@ -42,13 +41,13 @@ class AccuracyReward(BoxedMath):
 
 
 def is_right(text: str, gold: str) -> bool:
-    """Whether the answer in a completion has the value of `gold`; ValueError when `gold` itself cannot be read."""
+    """Whether the answer in a completion has the value of `gold`; ValueError if `gold` cannot be parsed."""
     if not gold.strip():
         raise ValueError("the gold answer is empty")
     said = answer_text(text)
     box = last_box(said)
     if box is None:
-        return "answer" in said.lower() and _verify(said, gold)  # no sentence without that word is looked at
+        return "answer" in said.lower() and _verify(said, gold)  # math-verify needs that word outside of a box
     return is_equal(gold, box)
 
 
@@ -56,7 +55,7 @@ def is_equal(gold: str, said: str) -> bool:
     """Whether two LaTeX expressions have the same value."""
     gold_number, said_number = _gold_number(gold), read_number(said)
     if gold_number is not None and said_number is not None:
-        verdict = compare(gold_number, said_number)
+        verdict = compare_numbers(gold_number, said_number)
         if verdict is not None:
             return verdict
     if not said.strip():
@@ -70,7 +69,7 @@ def _gold_number(gold: str) -> Any:
 
 
 def _verify(said: str, gold: str) -> bool:
-    """The slow half. It sets no time limit of its own: those need signals, and the pool limits every call."""
+    """Verify with math-verify (slow). Without its time limit, which needs signals: the pool limits every call."""
     library = _library()
     wanted = _parsed_gold(gold)
     if not wanted:
@@ -96,14 +95,14 @@ class _Library:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
 
-        # It warns, once for each process, that nobody limits its time; the pool does.
+        # It warns, once per process, about the missing time limit; the pool has one.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self.parse: Any = parse
         self.verify: Any = verify
         self.gold_rules = [LatexExtractionConfig()]
         self.answer_rules = [
             LatexExtractionConfig(
-                # Of an equation with several signs the parser itself takes what stands behind the last.
+                # For an equation with several signs the parser takes the part after the last one.
                 normalization_config=NormalizationConfig(
                     basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
                 ),

@@ -1,7 +1,8 @@
-"""Several rewards as one score."""
+"""Rewards made of other rewards: weighted sums and scaling by length; and the answer format that rewards expect."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,20 +10,21 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from treadle.envs.rewards.base import Judged, Reward, RewardInput
-from treadle.envs.rewards.boxed_math import AccuracyReward
-from treadle.envs.rewards.outcome import CallResult, RewardResult
-from treadle.envs.rewards.registry import registry
-from treadle.envs.rewards.shape import ThinkFormatReward
+from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
+from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
+from treadle.envs.rewards.calls import CallResult, RewardResult
+from treadle.envs.rewards.registry import RewardLike, registry
+from treadle.envs.rewards.text import ThinkFormatReward
 from treadle.errors import ConfigError
 
 NOT_APPLICABLE = CallResult(outcome="raised", detail="returned None (not applicable), as did all others that count")
+Rewards = RewardLike | Sequence[RewardLike]
 
 
 class CombinedReward(Reward):
-    """The weighted sum of rewards. A weight of 0 only records: that part neither counts nor can fail the completion.
+    """The weighted sum of rewards. A part with weight 0 is only recorded; its failure does not fail the completion.
 
-    `normalization`: "none" leaves the sum as it is; "sum" divides it by the sum of the weights; "minmax" stretches it
+    `normalization`: "none" leaves the sum as it is; "sum" divides it by the sum of the weights; "minmax" scales it
     over the group from 0 (the worst) to 1 (the best), and is 0 for all of a group without differences.
     """
 
@@ -75,7 +77,7 @@ class CombinedReward(Reward):
 
 
 class _Settings(msgspec.Struct, forbid_unknown_fields=True):
-    """What a combination has beside its parts."""
+    """Settings of a combination, besides its parts."""
 
     weight: float = 1.0
     name: str = ""
@@ -83,23 +85,23 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class R1Reward(CombinedReward):
-    """1 for the right answer and half as much for thinking first."""
+    """1 for the right answer and 0.5 for the think format."""
 
     rewards: tuple[Reward, ...] = (AccuracyReward(), ThinkFormatReward(weight=0.5))
 
 
 def leaves(reward: Reward) -> list[Reward]:
-    """The rewards that are really called, in order."""
+    """The rewards that are actually called, in order."""
     if isinstance(reward, CombinedReward):
         return [leaf for part in reward.rewards for leaf in leaves(part)]
     return [reward]
 
 
 def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """Scores of the leaves by name -> the combined score of each completion, before the reward's own weight.
+    """Combine the scores of the leaves, by name, into one score per completion, before the reward's own weight.
 
-    None goes through: a completion that a part with a weight could not score has no score. NaN: not applicable; such a
-    part adds nothing, and the result is NaN where no part applies.
+    None: a part with a weight could not score the completion, so it has no score. NaN: the part is not applicable and
+    adds nothing; the result is NaN if no part applies.
     """
     if not isinstance(reward, CombinedReward):
         return list(raw[reward.name])
@@ -111,20 +113,20 @@ def combine(reward: Reward, raw: Mapping[str, Sequence[float | None]]) -> list[f
 
 
 def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judged | None]]]) -> list[RewardResult]:
-    """What the calls of each leaf gave for each completion -> one result for each completion.
+    """Combine the calls of all leaves into one result per completion.
 
     A part that is not applicable adds nothing; a completion to which no part with a weight is applicable has no score.
     """
     parts = {name: [None if score is None else float(score) for _, score in column] for name, column in calls.items()}
-    # A call that went well and has no score for a completion: the reward is not applicable to it.
+    # A successful call without a score for a completion: the reward is not applicable to it.
     raw = {
         name: [_or_nan(score) if call.outcome == "scored" else score for call, score in column]
         for name, column in calls.items()
     }
     counts = _counting_names(reward)
     results = []
-    for place, combined in enumerate(combine(reward, raw)):
-        found = {name: column[place] for name, column in calls.items()}
+    for index, combined in enumerate(combine(reward, raw)):
+        found = {name: column[index] for name, column in calls.items()}
         failures = [(name, call) for name, (call, _) in found.items() if call.outcome != "scored"]
         given = [score for _, score in found.values() if score is not None]
         if combined is not None and math.isnan(combined):
@@ -133,7 +135,7 @@ def assemble(reward: Reward, calls: Mapping[str, Sequence[tuple[CallResult, Judg
         results.append(
             RewardResult(
                 score=None if combined is None or blamed else reward.weight * combined,
-                parts={name: column[place] for name, column in parts.items()},
+                parts={name: column[index] for name, column in parts.items()},
                 correct=next((score.correct for score in given if score.correct is not None), None),
                 outcome=blamed.outcome if blamed else "scored",
                 detail="; ".join(f"{name}: {call.detail}" for name, call in failures),
@@ -172,3 +174,64 @@ def _normalized(sums: Sequence[float | None], reward: CombinedReward) -> list[fl
     else:
         low, span = min(known), max(known) - min(known)
     return [value if value is None or math.isnan(value) else (value - low) / span if span else 0.0 for value in sums]
+
+
+class CosineScaledReward(Reward):
+    """Another reward, scaled by length: right answers score more if short, wrong ones cost less if long.
+
+    Between 0 and `max_tokens` the score follows half a cosine wave. An answer is right if the reward `of` calls it
+    correct or, without a verdict, scores it above 0.
+
+    >>> brief = CosineScaledReward(of="exact_match", max_tokens=100)
+    >>> [round(brief.score(RewardInput("4", answer="4", num_tokens=n)), 3) for n in (0, 50, 100)]
+    [1.0, 0.75, 0.5]
+    """
+
+    of: str | dict[str, Any] = "boxed_math"
+    max_tokens: int = 2048
+    right_short: float = 1.0
+    right_long: float = 0.5
+    wrong_short: float = -1.0
+    wrong_long: float = -0.5
+
+    def check(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"reward '{self.name}' has max_tokens {self.max_tokens}", fix="give 1 or more")
+        if self._inner.looks_at_groups:
+            raise ConfigError(f"reward '{self.name}' cannot follow one that looks at groups", fix="choose another 'of'")
+
+    def check_installed(self) -> None:
+        self._inner.check_installed()
+
+    def warm_up(self) -> None:
+        self._inner.warm_up()
+
+    def score(self, completion: RewardInput) -> float:
+        said = judged(self._inner.score(completion))
+        correct = said > 0 if said.correct is None else said.correct
+        short, long = (self.right_short, self.right_long) if correct else (self.wrong_short, self.wrong_long)
+        progress = min(1.0, completion.length / self.max_tokens)
+        return Judged(long + (short - long) * (1 + math.cos(math.pi * progress)) / 2, correct=correct)
+
+    @functools.cached_property
+    def _inner(self) -> Reward:
+        return registry.create(self.of)
+
+
+def format_gold_answer(rewards: Rewards, answer: str) -> str:
+    r"""`format_gold_answer(["boxed_math"], "7") == "\\boxed{7}"`; other rewards take the answer as it is."""
+    text = f"\\boxed{{{answer}}}" if expects_box(rewards) else answer
+    thinks = any(isinstance(part, ThinkFormatReward) for part in _parts(rewards))
+    return f"<think>The reasoning stands here.</think>\n{text}" if thinks else text
+
+
+def expects_box(rewards: Rewards) -> bool:
+    return any(isinstance(part, BoxedMath) for part in _parts(rewards))
+
+
+def _parts(rewards: Rewards) -> list[Reward]:
+    if not rewards:
+        return []
+    parts = leaves(registry.create(rewards))
+    inner = [registry.create(part.of) for part in parts if isinstance(part, CosineScaledReward)]
+    return [*parts, *(leaf for reward in inner for leaf in leaves(reward))]

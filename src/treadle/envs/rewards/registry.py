@@ -1,7 +1,7 @@
-"""Rewards by name: `registry.create("length", target=200)`, `registry.create({"type": "boxed_math", "weight": 0.5})`.
+"""Create rewards by name: `registry.create("length", target=200)`, `registry.create({"type": "boxed_math"})`.
 
-The built-in ones are listed here by address and imported when they are asked for, so that every name works in a fresh
-interpreter and always stands for the same class.
+Built-in rewards are listed by address and imported on first use, so that every name works in a fresh interpreter and
+always gives the same class.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from treadle.envs.rewards.base import FunctionReward, Reward, registered_name
-from treadle.envs.rewards.batch_function import BatchFunctionReward, is_batch_function
-from treadle.envs.rewards.source import find, is_of_session
+from treadle.envs.rewards.addresses import is_session_code, load_address
+from treadle.envs.rewards.base import BatchFunctionReward, FunctionReward, Reward, is_batch_function, registered_name
 from treadle.errors import ConfigError
 
 R = TypeVar("R", bound=type[Reward])
@@ -22,16 +21,16 @@ RewardLike = Reward | str | Mapping[str, Any] | Callable[..., Any] | Sequence["R
 
 _HERE = "treadle.envs.rewards"
 BUILT_IN = {
-    "length": f"{_HERE}.shape:LengthReward",
-    "think_format": f"{_HERE}.shape:ThinkFormatReward",
-    "format": f"{_HERE}.shape:FormatReward",
-    "repetition_penalty": f"{_HERE}.shape:RepetitionPenaltyReward",
-    "reasoning_steps": f"{_HERE}.shape:ReasoningStepsReward",
-    "cosine_scaled": f"{_HERE}.cosine:CosineScaledReward",
-    "cosine_length": f"{_HERE}.cosine:CosineScaledReward",
-    "exact_match": f"{_HERE}.match:ExactMatchReward",
-    "regex": f"{_HERE}.match:RegexReward",
-    "json_schema": f"{_HERE}.match:JsonSchemaReward",
+    "length": f"{_HERE}.text:LengthReward",
+    "think_format": f"{_HERE}.text:ThinkFormatReward",
+    "format": f"{_HERE}.text:FormatReward",
+    "repetition_penalty": f"{_HERE}.text:RepetitionPenaltyReward",
+    "reasoning_steps": f"{_HERE}.text:ReasoningStepsReward",
+    "cosine_scaled": f"{_HERE}.combined:CosineScaledReward",
+    "cosine_length": f"{_HERE}.combined:CosineScaledReward",
+    "exact_match": f"{_HERE}.text:ExactMatchReward",
+    "regex": f"{_HERE}.text:RegexReward",
+    "json_schema": f"{_HERE}.text:JsonSchemaReward",
     "boxed_math": f"{_HERE}.boxed_math:BoxedMath",
     "accuracy": f"{_HERE}.boxed_math:AccuracyReward",
     "unit_tests": f"{_HERE}.unit_tests:UnitTestsReward",
@@ -51,7 +50,7 @@ def _build(entry: type[Reward] | FunctionReward, settings: Mapping[str, Any], na
 
 
 def _refusal(what: object) -> ConfigError:
-    """What is neither a reward nor a list of them: most likely a class of rewards."""
+    """The error for a value that is neither a reward nor a list: most likely a class."""
     name = getattr(what, "__name__", repr(what))
     if inspect.isclass(what):
         return ConfigError(f"{name} is a class, not a reward", fix=f"make one of it: {name}()")
@@ -61,7 +60,7 @@ def _refusal(what: object) -> ConfigError:
 def _from_function(
     function: Callable[..., Any], *, name: str = "", weight: float = 1.0, per_group: bool = False
 ) -> FunctionReward:
-    """Of a completion (or with `per_group` of a group), or of lists, by the names of its arguments."""
+    """A function of lists if its parameter names say so, else of one completion (`per_group`: of a group)."""
     if not per_group and is_batch_function(function):
         return BatchFunctionReward(function=function, name=name, weight=weight)
     taken = _with_one_argument(function, per_group=per_group)
@@ -69,7 +68,7 @@ def _from_function(
 
 
 def _with_one_argument(function: Callable[..., Any], *, per_group: bool = False) -> Callable[..., Any]:
-    """The function itself, when it can be called with a completion (or a group of them) and nothing else."""
+    """The function, if it can be called with one argument; else ConfigError."""
     parameters = inspect.signature(function).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
@@ -90,14 +89,14 @@ def _key(name: str) -> str:
 
 
 def _address(entry: type[Reward] | FunctionReward) -> tuple[str, str]:
-    """What tells two rewards apart; not their module's name, which a file run as a script changes."""
+    """Identity of a reward; without the module name, which differs when a file is run as a script."""
     thing = entry.function if isinstance(entry, FunctionReward) else entry
     code = inspect.getsourcefile(thing) or thing.__module__
     return code, thing.__qualname__
 
 
-def _is_of_session(entry: type[Reward] | FunctionReward) -> bool:
-    return is_of_session(entry.function if isinstance(entry, FunctionReward) else entry)
+def _is_session_code(entry: type[Reward] | FunctionReward) -> bool:
+    return is_session_code(entry.function if isinstance(entry, FunctionReward) else entry)
 
 
 class Registry:
@@ -115,9 +114,10 @@ class Registry:
         key = _key(name)
         if key in self._addresses:
             raise ConfigError(f"'{name}' is the name of a built-in reward", fix="call yours something else")
-        # A file that is run twice (as a script and as a module) brings the same reward twice; a notebook cell, another.
+        # A file that is run twice (as a script and as a module) registers the same reward twice; a notebook cell may
+        # register a changed one.
         earlier = self._added[key][1] if key in self._added else entry
-        if not (_is_of_session(earlier) or _is_of_session(entry)) and _address(earlier) != _address(entry):
+        if not (_is_session_code(earlier) or _is_session_code(entry)) and _address(earlier) != _address(entry):
             raise ConfigError(f"two rewards are called '{name}'", fix="rename one: @reward(name=...)")
         self._added[key] = (name, entry)
 
@@ -153,7 +153,7 @@ class Registry:
     def _entry(self, name: str) -> type[Reward] | FunctionReward:
         key = _key(name)
         if ":" in name:
-            entry = find(name)
+            entry = load_address(name)
             if inspect.isfunction(entry):
                 return _from_function(entry)
             if isinstance(entry, FunctionReward) or (inspect.isclass(entry) and issubclass(entry, Reward)):
@@ -163,7 +163,7 @@ class Registry:
             return self._added[key][1]
         if key in self._addresses:
             return self._entry(self._addresses[key][1])
-        from treadle.config.load import suggest  # only here: a process that scores has no use for it
+        from treadle.config.load import suggest  # imported late: reward workers do not need it
 
         hint = suggest(name, self.names) or f"known rewards: {', '.join(self.names)}; or give file.py:name"
         raise ConfigError(f"unknown reward '{name}'", fix=hint)
@@ -179,7 +179,7 @@ def reward(target: Callable[..., Any], /) -> FunctionReward: ...
 @overload
 def reward(*, name: str = "", weight: float = 1.0, group: bool = False) -> Callable[[Any], Any]: ...
 def reward(target: Any = None, /, *, name: str = "", weight: float = 1.0, group: bool = False) -> Any:
-    """Make a function a reward, or register a class of them. `group=True`: the function takes a whole group.
+    """Turn a function into a reward, or register a class. `group=True`: the function takes a whole group.
 
     A function with an argument `completions`, `prompts` or `completion_ids` is called with lists, as by TRL.
 

@@ -1,4 +1,4 @@
-"""Code, judged by running its tests in a sandbox (`treadle.envs.sandbox` says what that keeps out)."""
+"""Score code by running its tests in a sandbox (see `treadle.envs.sandbox` for its guarantees)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 
 from treadle.envs.rewards.base import Reward, RewardInput
-from treadle.envs.rewards.passages import answer_text
+from treadle.envs.rewards.parsing import answer_text
 from treadle.envs.sandbox.runs import Case, Limits, check_fences, run_cases, run_tests
 from treadle.errors import ConfigError
 
 
 class RowTests(msgspec.Struct, frozen=True):
-    """What a row says about its tests; a reward finds it in the metadata.
+    """The tests of a data row, from the metadata.
 
-    `tests` is Python (a source, or a list of them, asserts for example), or a list of {"input", "output"} for a
-    program that reads its standard input. `setup` runs before each Python test.
+    `tests` is Python (one source or a list, for example of asserts), or a list of {"input", "output"} for a program
+    that reads its standard input. `setup` runs before each Python test.
     """
 
     tests: str | list[str | dict[str, str]]
     setup: str = ""
-    names: list[str] = []  # of the answer that hide a builtin or a standard module: tests get the answer's
+    names: list[str] = []  # names that the answer defines although they hide a builtin or a standard module
 
     def __post_init__(self) -> None:
         if not self.tests:
@@ -34,7 +34,7 @@ class RowTests(msgspec.Struct, frozen=True):
             raise ValueError("tests are Python or pairs of input and output, not both")
         if any(set(case) != {"input", "output"} for case in self.cases):
             raise ValueError("a pair has the fields 'input' and 'output', and no others")
-        self.sources  # noqa: B018  # ValueError when one of them runs nothing
+        self.sources  # noqa: B018  # ValueError if one of them runs nothing
 
     @property
     def cases(self) -> list[dict[str, str]]:
@@ -42,15 +42,15 @@ class RowTests(msgspec.Struct, frozen=True):
 
     @property
     def sources(self) -> list[str]:
-        """One for each test. Of a source with functions or methods test_..., each of them is a test."""
+        """One source per test. In a source with functions or methods test_..., each of them is a test."""
         given = [self.tests] if isinstance(self.tests, str) else [test for test in self.tests if isinstance(test, str)]
         return [f"{self.setup}\n{test}".lstrip("\n") for source in given for test in _split(source)]
 
 
 class UnitTestsReward(Reward):
-    """The share of its row's tests that an answer passes, 0 to 1; `all_or_nothing`: 1 when it passes all, else 0.
+    """The share of tests that an answer passes, 0 to 1; `all_or_nothing`: 1 if it passes all, else 0.
 
-    The answer is the last Python block behind the last `</think>`, or else all of it.
+    The answer is the last Python block after the last `</think>`, or else all text there.
     """
 
     all_or_nothing: bool = False
@@ -77,13 +77,13 @@ class UnitTestsReward(Reward):
         )
 
     def score(self, completion: RewardInput) -> float:
-        problems = run(code_in(completion.text), read_tests(completion.metadata), self.limits)
+        problems = run(extract_code(completion.text), read_tests(completion.metadata), self.limits)
         share = problems.count("") / len(problems)
         return float(share == 1.0) if self.all_or_nothing else share
 
 
 def read_tests(metadata: Mapping[str, Any]) -> RowTests:
-    """ValueError when a row has no tests, or none that can be run."""
+    """Parse the tests of a row; ValueError if there are none, or none that can be run."""
     try:
         return msgspec.convert(dict(metadata), RowTests)
     except msgspec.ValidationError as error:
@@ -91,16 +91,16 @@ def read_tests(metadata: Mapping[str, Any]) -> RowTests:
 
 
 def run(source: str, tests: RowTests, limits: Limits) -> list[str]:
-    """For each test "" when it passed, else why not."""
+    """For each test "" if it passed, else the reason."""
     if tests.cases:
         return run_cases(source, [Case(case["input"], case["output"]) for case in tests.cases], limits)
     return run_tests(source, tests.sources, limits, names=tests.names)
 
 
-def code_in(text: str) -> str:
-    """The last block that is marked as Python; else the last that is marked as nothing; else the whole text.
+def extract_code(text: str) -> str:
+    """The last block marked as Python; else the last unmarked one; else the whole text.
 
-    >>> code_in("Like this:\\n```python\\nx = 1\\n```\\nDone.")
+    >>> extract_code("Like this:\\n```python\\nx = 1\\n```\\nDone.")
     'x = 1\\n'
     """
     said = answer_text(text)
@@ -113,7 +113,7 @@ def code_in(text: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and code of each block between lines of ```, line by line; one that is cut off ends with the text."""
+    """Language and code of each block between lines of ```; an unclosed block ends with the text."""
     language: str | None = None
     code: list[str] = []
     for line in io.StringIO(text):
@@ -130,7 +130,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _split(source: str) -> list[str]:
-    """ValueError when nothing in it would be run: such a test would pass whatever the answer is."""
+    """Split a source into tests; ValueError if nothing in it would run: such a test passes for every answer."""
     try:
         statements = ast.parse(source).body
     except SyntaxError:
@@ -153,7 +153,7 @@ def _is_runner(statement: ast.stmt) -> bool:
 
 
 def _test_cases(statements: Sequence[ast.stmt]) -> set[str]:
-    """The classes that derive from unittest's, straight or by way of another one here."""
+    """The classes that derive from unittest.TestCase, directly or through another one here."""
     found: set[str] = set()
     for statement in statements:
         if isinstance(statement, ast.ClassDef):
@@ -164,7 +164,7 @@ def _test_cases(statements: Sequence[ast.stmt]) -> set[str]:
 
 
 def _calls_of_tests(statement: ast.stmt, cases: Set[str]) -> Iterator[str]:
-    """What runs a function test_..., or each method test_... of a test class, as unittest and pytest would."""
+    """Code that runs a function test_..., or each method test_... of a test class, like unittest and pytest."""
     match statement:
         case ast.FunctionDef(name=name) if name.startswith("test_"):
             yield f"{name}()"
@@ -186,7 +186,7 @@ def _calls_of_tests(statement: ast.stmt, cases: Set[str]) -> Iterator[str]:
 
 
 def _runs_something(statements: Sequence[ast.AST]) -> bool:
-    """Whether an assert, a raise or a call stands outside of functions, classes and what only a script would run."""
+    """Whether there is an assert, raise or call outside of functions, classes and `if __name__ ...`."""
     for statement in statements:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

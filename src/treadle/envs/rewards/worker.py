@@ -1,7 +1,8 @@
-"""A worker: a process that calls rewards, so that whatever they do can be ended from outside.
+"""Reward worker process: calls rewards, so that whatever they do can be killed from outside.
 
-`python -m treadle.envs.rewards.worker FD PARENT_PID`. It greets with Loaded, then answers orders (messages.py). Rewards
-run in its main thread; another thread listens, and ends the process when the pool is gone.
+`python -m treadle.envs.rewards.worker FD PARENT_PID`. It starts with a Loaded message, then answers requests (see
+worker_handle.py). Rewards run in the main thread; another thread reads requests, and ends the process when the pool is
+gone.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ from pathlib import Path
 import msgspec
 
 from treadle.envs.rewards.base import Reward
-from treadle.envs.rewards.calls import describe, judge
-from treadle.envs.rewards.messages import IN_WORKER, INPUTS, ORDERS, Answer, Load, Loaded, Order, Setup, frame
-from treadle.envs.rewards.outcome import CallResult
+from treadle.envs.rewards.calls import CallResult, call_reward, describe
 from treadle.envs.rewards.registry import registry
+from treadle.envs.rewards.worker_handle import (
+    IN_WORKER,
+    INPUTS,
+    REQUESTS,
+    Load,
+    Loaded,
+    Setup,
+    WorkerReply,
+    WorkerRequest,
+    encode_frame,
+)
 from treadle.errors import TreadleError
 from treadle.net.frames import read_exactly, read_length
 
@@ -34,62 +44,62 @@ def main(fd: int, parent: int) -> None:
     end_with(parent)
     os.environ[IN_WORKER] = "1"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a reward that crashes leaves no file behind
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
     line = socket.socket(fileno=fd)
-    threading.Thread(target=_listen, args=(line, orders), daemon=True).start()
+    threading.Thread(target=_listen, args=(line, requests), daemon=True).start()
     rewards: dict[int, Reward] = {}
     memory_limit_mb = 0
     _answer(line, Loaded())
     while True:
-        order = orders.get()
-        if isinstance(order, Setup):
-            sys.path[:] = order.sys_path
-            memory_limit_mb = order.memory_limit_mb
-        elif isinstance(order, Load):
+        request = requests.get()
+        if isinstance(request, Setup):
+            sys.path[:] = request.sys_path
+            memory_limit_mb = request.memory_limit_mb
+        elif isinstance(request, Load):
             lift_memory_limit()
-            _answer(line, _load(order, rewards))
+            _answer(line, _load(request, rewards))
             limit_memory(memory_limit_mb)
         else:
-            reward = rewards[order.key]
-            for packed in order.calls:
-                _answer(line, _judge(reward, packed))
+            reward = rewards[request.key]
+            for packed in request.calls:
+                _answer(line, _call(reward, packed))
 
 
-def _load(order: Load, rewards: dict[int, Reward]) -> Loaded:
+def _load(request: Load, rewards: dict[int, Reward]) -> Loaded:
     try:
-        reward = registry.create(order.config)
+        reward = registry.create(request.config)
         reward.warm_up()
     except TreadleError as error:
         return Loaded(problem=error.message, fix=error.fix)
-    except BaseException as error:  # it is the reward's file that fails, not this process
+    except BaseException as error:  # also SystemExit of the reward's file
         return Loaded(problem=describe(error), fix="correct the reward, or install what it imports")
-    rewards[order.key] = reward
+    rewards[request.key] = reward
     return Loaded()
 
 
-def _judge(reward: Reward, packed: msgspec.Raw) -> CallResult:
+def _call(reward: Reward, packed: msgspec.Raw) -> CallResult:
     try:
         inputs = INPUTS.decode(packed)
-    except msgspec.ValidationError as error:  # a text that is none, for example
+    except msgspec.ValidationError as error:  # for example a text that is not a string
         return CallResult(outcome="raised", detail=describe(error))
-    return judge(reward, inputs)
+    return call_reward(reward, inputs)
 
 
-def _answer(line: socket.socket, answer: Answer) -> None:
-    line.sendall(frame(answer))
+def _answer(line: socket.socket, answer: WorkerReply) -> None:
+    line.sendall(encode_frame(answer))
 
 
-def _listen(line: socket.socket, orders: queue.SimpleQueue[Order]) -> None:
-    """Take orders until the pool is gone; then end everything here, whatever the main thread is at."""
+def _listen(line: socket.socket, requests: queue.SimpleQueue[WorkerRequest]) -> None:
+    """Read requests until the pool is gone; then kill this process group, whatever the main thread does."""
     try:
         while True:
-            orders.put(ORDERS.decode(read_exactly(line, read_length(line))))
+            requests.put(REQUESTS.decode(read_exactly(line, read_length(line))))
     finally:
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # our own group: the worker and what its rewards started
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # the worker and everything that its rewards started
 
 
 def end_with(parent: int) -> None:
-    """Be killed with the parent, where the system can: C code that holds the interpreter keeps `_listen` waiting."""
+    """Die with the parent, also (on Linux) when C code holds the GIL and `_listen` cannot run."""
     if IS_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
@@ -97,7 +107,7 @@ def end_with(parent: int) -> None:
 
 
 def limit_memory(limit_mb: int) -> None:
-    """Let calls take `limit_mb` beyond what the process has now. Linux only; elsewhere this limit does not hold."""
+    """Let calls allocate `limit_mb` more than the process has now. Linux only; there is no limit elsewhere."""
     if IS_LINUX and limit_mb:
         data_pages = int(Path("/proc/self/statm").read_text().split()[5])
         limit = data_pages * resource.getpagesize() + limit_mb * 2**20

@@ -10,7 +10,7 @@ from typing import ClassVar
 from treadle.envs.base import Item
 from treadle.envs.catalogue import environment
 from treadle.envs.data import DataEnvironment
-from treadle.envs.rewards.plain_numbers import read_number
+from treadle.envs.rewards.parsing import read_number
 from treadle.envs.rows import Row, RowError
 
 _SYSTEM_PROMPT = (

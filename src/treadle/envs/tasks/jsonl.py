@@ -17,9 +17,8 @@ from treadle.envs.args import parse_args
 from treadle.envs.base import Item, Message
 from treadle.envs.catalogue import environment
 from treadle.envs.data import DataEnvironment
-from treadle.envs.gold import wants_box
 from treadle.envs.rewards import BatchFunctionReward, registry
-from treadle.envs.rewards.combined import leaves
+from treadle.envs.rewards.combined import expects_box, leaves
 from treadle.envs.rows import Row, RowError
 
 PROMPT_FIELDS = ("messages", "prompt", "question")
@@ -81,7 +80,7 @@ class Jsonl(DataEnvironment):
         return f"if these are the fields that you mean, pass --env.args '{args}'" if named else ""
 
     def own_system_prompt(self) -> str:
-        return "Put your final answer into \\boxed{}." if wants_box(self.rewards) else ""
+        return "Put your final answer into \\boxed{}." if expects_box(self.rewards) else ""
 
 
 def _as_messages(given: list[Any]) -> list[Message]:

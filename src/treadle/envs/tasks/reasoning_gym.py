@@ -18,7 +18,7 @@ from treadle.config.load import suggest
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment
 from treadle.envs.rewards import RewardResult
-from treadle.envs.rewards.reasoning_gym import BLOCK, Place, ReasoningGymReward, dataset, entry_at
+from treadle.envs.rewards.reasoning_gym import BLOCK, EntryIndex, ReasoningGymReward, dataset, entry_at
 from treadle.envs.seeds import stable_seed
 from treadle.errors import ConfigError, require
 
@@ -70,7 +70,7 @@ class ReasoningGym(Environment):
 
     async def open(self) -> None:
         # In a thread, because some tasks take a third of a second for each.
-        items = await asyncio.to_thread(lambda: [self._item_at(Place(0, n)) for n in range(NUM_HELD_OUT)])
+        items = await asyncio.to_thread(lambda: [self._item_at(EntryIndex(0, n)) for n in range(NUM_HELD_OUT)])
         self._held_out = {item.prompt: item for item in items}
 
     def train_item(self, index: int) -> Item:
@@ -78,7 +78,7 @@ class ReasoningGym(Environment):
         block, number = divmod(index, BLOCK)
         first = 1 + stable_seed("reasoning_gym", self.config.seed) % _NUM_BLOCKS
         for attempt in range(_NUM_ATTEMPTS):
-            item = self._item_at(Place((first + block + attempt * _NUM_BLOCKS) * BLOCK, number))
+            item = self._item_at(EntryIndex((first + block + attempt * _NUM_BLOCKS) * BLOCK, number))
             if item.prompt not in self._held_out:
                 return item
         raise ConfigError(
@@ -96,7 +96,7 @@ class ReasoningGym(Environment):
         """Many scorers give a part for what is nearly right."""
         return result.score is not None and result.score > 0.99
 
-    def _item_at(self, place: Place) -> Item:
+    def _item_at(self, place: EntryIndex) -> Item:
         entry = entry_at(self.config.task, self._settings, place)
         given = self.config.system_prompt
         return Item.ask(

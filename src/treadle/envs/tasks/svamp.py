@@ -12,7 +12,7 @@ from treadle.envs.base import Item, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.data import DataEnvironment
 from treadle.envs.engine_client import Completion
-from treadle.envs.rewards.passages import answer_text
+from treadle.envs.rewards.parsing import answer_text
 from treadle.envs.rows import Row, RowError
 from treadle.envs.tasks.arithmetic import last_number
 

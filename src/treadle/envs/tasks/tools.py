@@ -17,7 +17,7 @@ from treadle.envs.args import parse_args
 from treadle.envs.base import Environment, Item, Message, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
-from treadle.envs.rewards.passages import answer_text, last_box
+from treadle.envs.rewards.parsing import answer_text, last_box
 from treadle.envs.seeds import stable_seed
 from treadle.envs.tasks.arithmetic import last_number, only_number
 from treadle.envs.tasks.calculator import calculate

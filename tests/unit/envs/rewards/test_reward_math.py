@@ -10,7 +10,7 @@ import pytest
 
 from treadle.envs.rewards import AccuracyReward, BoxedMath, RewardInput
 from treadle.envs.rewards.boxed_math import _verify
-from treadle.envs.rewards.plain_numbers import compare, read_number
+from treadle.envs.rewards.parsing import compare, read_number
 
 RIGHT = [
     ("5", "5"), ("5.0", "5"), ("+5", "5"), ("-5", "-5"), ("−5", "-5"), ("1,234", "1234"), ("1{,}234", "1234"),

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import naughty_rewards
+import misbehaving_rewards
 import psutil
 import pytest
 import uvloop
@@ -18,9 +18,9 @@ import uvloop
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment
 from treadle.envs.rewards import LengthReward, RewardInput, RewardPool, make_scorer, registry
-from treadle.envs.rewards.line import Batch, CallLine
-from treadle.envs.rewards.messages import INPUTS, pack_inputs
-from treadle.envs.rewards.outcome import CallResult
+from treadle.envs.rewards.calls import CallResult
+from treadle.envs.rewards.scorers import CallBatch, CallQueue
+from treadle.envs.rewards.worker_handle import INPUTS, pack_inputs
 from treadle.errors import ConfigError, ProcessDied, TreadleError
 
 PATIENCE_S = 60.0  # for what must happen, on a busy machine
@@ -66,10 +66,10 @@ def test_the_verdict_of_a_reward_decides_and_else_the_threshold_does():
         return [judge(result) for result in scored(registry.create(rewards), inputs)]
 
     inputs = [RewardInput("4", answer="4"), RewardInput("5", answer="4")]
-    assert is_right([naughty_rewards.half]) == [False, False], "some points are not a right answer"
-    assert is_right([naughty_rewards.half], right=0.5) == [True, True]
-    assert is_right([naughty_rewards.shaped]) == [True, False]
-    assert is_right([naughty_rewards.half, naughty_rewards.shaped], right=0.1) == [True, False]
+    assert is_right([misbehaving_rewards.half]) == [False, False], "some points are not a right answer"
+    assert is_right([misbehaving_rewards.half], right=0.5) == [True, True]
+    assert is_right([misbehaving_rewards.shaped]) == [True, False]
+    assert is_right([misbehaving_rewards.half, misbehaving_rewards.shaped], right=0.1) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_verdict_of_a_reward_decides_and_else_the_threshold_does():
     ],
 )
 def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outcome, detail):
-    before, blamed, after = scored(naughty_rewards.naughty, said("1", misdeed, "2"))
+    before, blamed, after = scored(misbehaving_rewards.naughty, said("1", misdeed, "2"))
     assert (before.score, before.outcome) == (1.0, "scored")
     assert (after.score, after.outcome) == (2.0, "scored")
     assert (blamed.score, blamed.parts, blamed.outcome) == (None, {"naughty": None}, outcome)
@@ -101,11 +101,11 @@ def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outc
 def test_a_time_out_in_a_chunk_is_blamed_on_the_right_completion_and_order_is_kept():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.5) as pool:
-            await pool.score(naughty_rewards.naughty, said(*map(str, range(100))))  # now it is known to be cheap
+            await pool.score(misbehaving_rewards.naughty, said(*map(str, range(100))))  # now it is known to be cheap
             texts = [str(number) for number in range(120)]
             texts[17] = texts[18] = "loop"
             texts[70] = "os._exit"
-            return await pool.score(naughty_rewards.naughty, said(*texts))
+            return await pool.score(misbehaving_rewards.naughty, said(*texts))
 
     results = asyncio.run(score())
     assert {place: r.outcome for place, r in enumerate(results) if r.outcome != "scored"} == {
@@ -120,7 +120,7 @@ def test_200_concurrent_callers_each_get_their_own_results():
     async def score():
         async with RewardPool(num_workers=2, time_limit_s=2.0, max_waiting=32) as pool:
             callers = [
-                pool.score(naughty_rewards.naughty, said(bad.get(caller, str(caller)), str(caller + 0.5)))
+                pool.score(misbehaving_rewards.naughty, said(bad.get(caller, str(caller)), str(caller + 0.5)))
                 for caller in range(200)
             ]
             return await asyncio.wait_for(asyncio.gather(*callers), PATIENCE_S)
@@ -134,7 +134,7 @@ def test_the_event_loop_goes_on_while_rewards_hang():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
             num_turns = 0
-            scoring = asyncio.create_task(pool.score(naughty_rewards.naughty, said("regex")))
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("regex")))
             while not scoring.done():
                 await asyncio.sleep(0.01)
                 num_turns += 1
@@ -149,8 +149,8 @@ def test_the_event_loop_goes_on_while_rewards_hang():
 def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=2.0) as pool:
-            await pool.score(naughty_rewards.naughty, said("1"))  # the worker is up
-            scoring = asyncio.create_task(pool.score(naughty_rewards.naughty, said("nap")))
+            await pool.score(misbehaving_rewards.naughty, said("1"))  # the worker is up
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("nap")))
             await asyncio.sleep(0.1)  # the nap of half a second begins
             time.sleep(2.5)  # noqa: ASYNC251  # somebody's code blocks the loop
             return await scoring
@@ -162,7 +162,7 @@ def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
 def test_it_works_under_uvloop():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            return await pool.score(naughty_rewards.naughty, said("1", "loop", "2"))
+            return await pool.score(misbehaving_rewards.naughty, said("1", "loop", "2"))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(score())
@@ -170,7 +170,7 @@ def test_it_works_under_uvloop():
 
 
 def test_memory_that_earlier_calls_left_behind_is_not_blamed_on_a_later_completion():
-    results = scored(naughty_rewards.hoarding, said(*"12345678"), memory_limit_mb=200, time_limit_s=10)
+    results = scored(misbehaving_rewards.hoarding, said(*"12345678"), memory_limit_mb=200, time_limit_s=10)
     assert [result.score for result in results] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -181,36 +181,36 @@ def test_a_reward_that_looks_at_groups_is_called_once_with_all_of_them():
 
 
 def test_a_group_call_that_fails_marks_the_whole_group():
-    results = scored(naughty_rewards.rank, said("a", "loop"))
+    results = scored(misbehaving_rewards.rank, said("a", "loop"))
     assert [result.outcome for result in results] == ["timed_out", "timed_out"]
 
 
 def test_a_failed_part_leaves_the_other_parts_and_a_part_without_weight_fails_nothing():
-    both = registry.create([LengthReward(target=2), naughty_rewards.naughty])
+    both = registry.create([LengthReward(target=2), misbehaving_rewards.naughty])
     (failed,) = scored(both, said("raise"))
     assert (failed.score, failed.parts) == (None, {"length": 0.5, "naughty": None})
-    recorded = registry.create([LengthReward(target=2), {"type": naughty_rewards.naughty.source, "weight": 0}])
+    recorded = registry.create([LengthReward(target=2), {"type": misbehaving_rewards.naughty.source, "weight": 0}])
     (fine,) = scored(recorded, said("raise"))
     assert (fine.score, fine.outcome, fine.parts["naughty"]) == (0.5, "scored", None)
     assert "KeyError" in fine.detail
 
 
 def test_nothing_to_score_is_nothing():
-    assert scored(naughty_rewards.naughty, []) == []
-    assert scored(naughty_rewards.rank, []) == []
+    assert scored(misbehaving_rewards.naughty, []) == []
+    assert scored(misbehaving_rewards.rank, []) == []
 
 
 def test_the_time_to_load_a_reward_is_not_its_completions():
-    (result,) = scored(naughty_rewards.SleepyReward(load_s=1.0), said("x"), time_limit_s=0.9)
+    (result,) = scored(misbehaving_rewards.SleepyReward(load_s=1.0), said("x"), time_limit_s=0.9)
     assert result.score == 1.0
 
 
 @pytest.mark.parametrize(
     ("reward", "error", "words"),
     [
-        (naughty_rewards.BrokenReward(), ConfigError, "no module named 'verifier'"),
-        (naughty_rewards.CrashingReward(), ProcessDied, "exit code 9"),
-        (naughty_rewards.SleepyReward(load_s=60), ProcessDied, "took longer than 3 s"),
+        (misbehaving_rewards.BrokenReward(), ConfigError, "no module named 'verifier'"),
+        (misbehaving_rewards.CrashingReward(), ProcessDied, "exit code 9"),
+        (misbehaving_rewards.SleepyReward(load_s=60), ProcessDied, "took longer than 3 s"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_an_error_and_the_pool_goes_on(reward, error, words):
@@ -218,7 +218,7 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_and_the_pool_goes_on(reward,
         async with RewardPool(num_workers=1, time_limit_s=5, load_limit_s=3) as pool:
             with pytest.raises(error, match=words):
                 await pool.score(reward, said("1", "2"))
-            return await pool.score(naughty_rewards.naughty, said("1"))
+            return await pool.score(misbehaving_rewards.naughty, said("1"))
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -228,15 +228,15 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_a_way_out():
         return 1.0
 
     with pytest.raises(ConfigError, match="inline"):
-        scored(registry.create(naughty_rewards.naughty.with_settings({})).__class__(function=local), said("1"))
+        scored(registry.create(misbehaving_rewards.naughty.with_settings({})).__class__(function=local), said("1"))
     with pytest.raises(ConfigError, match="cannot be sent"):
         scored(registry.create("rank", step=object()), said("1"))
     with pytest.raises(ConfigError, match="cannot be sent"):
-        scored(naughty_rewards.naughty, [RewardInput("1", metadata={"row": object()})])
+        scored(misbehaving_rewards.naughty, [RewardInput("1", metadata={"row": object()})])
 
 
 def test_a_completion_without_text_is_marked_alone():
-    broken, fine = scored(naughty_rewards.naughty, [RewardInput(None), RewardInput("1")])
+    broken, fine = scored(misbehaving_rewards.naughty, [RewardInput(None), RewardInput("1")])
     assert (broken.outcome, fine.score) == ("raised", 1.0)
 
 
@@ -244,7 +244,7 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     async def score():
         pool = RewardPool(num_workers=2, time_limit_s=30)
         async with pool:
-            waiting = [asyncio.create_task(pool.score(naughty_rewards.naughty, said("loop"))) for _ in range(4)]
+            waiting = [asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop"))) for _ in range(4)]
             while len(pool.workers) < 2:
                 await asyncio.sleep(0.01)
             pids = [worker.pid for worker in pool.workers]
@@ -255,13 +255,15 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     assert all(isinstance(outcome, TreadleError) for outcome in outcomes)
     assert not [pid for pid in pids if is_alive(pid)]
     with pytest.raises(TreadleError, match="not open"):
-        asyncio.run(pool.score(naughty_rewards.naughty, said("1")))
+        asyncio.run(pool.score(misbehaving_rewards.naughty, said("1")))
 
 
 def test_closing_tells_those_who_could_not_even_stand_in_line():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=30, max_waiting=1) as pool:
-            waiting = [asyncio.create_task(pool.score(naughty_rewards.naughty, said("loop", "1"))) for _ in range(5)]
+            waiting = [
+                asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop", "1"))) for _ in range(5)
+            ]
             while not pool.workers:
                 await asyncio.sleep(0.01)
         return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S)
@@ -272,11 +274,11 @@ def test_closing_tells_those_who_could_not_even_stand_in_line():
 def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            gone = asyncio.create_task(pool.score(naughty_rewards.naughty, said(*["loop"] * 100)))
+            gone = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said(*["loop"] * 100)))
             while not pool.workers:
                 await asyncio.sleep(0.01)
             gone.cancel()
-            return await asyncio.wait_for(pool.score(naughty_rewards.naughty, said("1")), 50)  # not 100 s
+            return await asyncio.wait_for(pool.score(misbehaving_rewards.naughty, said("1")), 50)  # not 100 s
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -284,7 +286,7 @@ def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
 def test_what_a_reward_started_is_killed_with_its_worker(tmp_path, monkeypatch):
     note = tmp_path / "pid"
     monkeypatch.setenv("CHILD_PID_FILE", str(note))
-    (result,) = scored(naughty_rewards.naughty, said("child"))
+    (result,) = scored(misbehaving_rewards.naughty, said("child"))
     assert result.outcome == "timed_out"
     wait_until_gone([int(note.read_text())])
 
@@ -292,13 +294,13 @@ def test_what_a_reward_started_is_killed_with_its_worker(tmp_path, monkeypatch):
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {folder!r})
-import naughty_rewards
+import misbehaving_rewards
 from treadle.envs.rewards import RewardInput, RewardPool
 
 async def main():
     async with RewardPool(num_workers=2, time_limit_s=600) as pool:
-        scoring = asyncio.create_task(pool.score(naughty_rewards.naughty, [RewardInput({misdeed!r})]))
-        idle = await pool.score(naughty_rewards.naughty, [RewardInput("1")])
+        scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, [RewardInput({misdeed!r})]))
+        idle = await pool.score(misbehaving_rewards.naughty, [RewardInput("1")])
         while len(pool.workers) < 2:
             await asyncio.sleep(0.01)
         print(*[worker.pid for worker in pool.workers], flush=True)
@@ -343,8 +345,10 @@ def test_a_worker_opens_no_pool_of_its_own(tmp_path):
 
 def test_the_line_is_bounded_and_first_come_first_served():
     async def stand_in_line():
-        line = CallLine(max_waiting=3)
-        batch = Batch(0, {}, [pack_inputs(said(str(n))) for n in range(5)], asyncio.get_running_loop().create_future())
+        line = CallQueue(max_waiting=3)
+        batch = CallBatch(
+            0, {}, [pack_inputs(said(str(n))) for n in range(5)], asyncio.get_running_loop().create_future()
+        )
         putting = asyncio.create_task(line.put(batch))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -353,7 +357,7 @@ def test_the_line_is_bounded_and_first_come_first_served():
         await putting
         rest = await line.take(lambda key: 64)
         for call in [*first, *rest]:
-            call.apply_group_rules(CallResult(scores=[1.0]))
+            call.set_result(CallResult(scores=[1.0]))
         assert batch.done.done()
         return [INPUTS.decode(call.inputs)[0].text for call in [*first, *rest]]
 
@@ -362,17 +366,17 @@ def test_the_line_is_bounded_and_first_come_first_served():
 
 def test_two_who_wait_for_one_call_take_one_call():
     async def stand_in_line():
-        line = CallLine(max_waiting=3)
+        line = CallQueue(max_waiting=3)
         takers = [asyncio.create_task(line.take(lambda key: 1)) for _ in range(2)]
-        batch = Batch(0, {}, [pack_inputs(said(text)) for text in "ab"], asyncio.get_running_loop().create_future())
+        batch = CallBatch(0, {}, [pack_inputs(said(text)) for text in "ab"], asyncio.get_running_loop().create_future())
         await asyncio.sleep(0)  # both wait
-        await line.put(Batch(0, {}, batch.calls[:1], batch.done))
+        await line.put(CallBatch(0, {}, batch.calls[:1], batch.done))
         while not any(taker.done() for taker in takers):
             await asyncio.sleep(0)
         for _ in range(10):
             await asyncio.sleep(0)
         assert sorted(taker.done() for taker in takers) == [False, True]
-        await line.put(Batch(0, {}, batch.calls[1:], batch.done))
+        await line.put(CallBatch(0, {}, batch.calls[1:], batch.done))
         calls = [call for taken in await asyncio.gather(*takers) for call in taken]
         return sorted(INPUTS.decode(call.inputs)[0].text for call in calls)
 
@@ -383,9 +387,9 @@ def test_all_workers_are_still_at_work_after_single_calls():
     async def score():
         async with RewardPool(num_workers=3, time_limit_s=30) as pool:
             for number in range(20):
-                await pool.score(naughty_rewards.naughty, said(str(number)))
-            hanging = [asyncio.create_task(pool.score(naughty_rewards.naughty, said("loop"))) for _ in range(2)]
-            (result,) = await asyncio.wait_for(pool.score(naughty_rewards.naughty, said("7")), 60)
+                await pool.score(misbehaving_rewards.naughty, said(str(number)))
+            hanging = [asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop"))) for _ in range(2)]
+            (result,) = await asyncio.wait_for(pool.score(misbehaving_rewards.naughty, said("7")), 60)
             for task in hanging:
                 task.cancel()
             return result.score
@@ -396,7 +400,7 @@ def test_all_workers_are_still_at_work_after_single_calls():
 def test_inline_scoring_gives_the_same_results_without_processes():
     async def score():
         async with make_scorer("inline") as scorer:
-            return await scorer.score(naughty_rewards.naughty, said("1", "raise", "sys.exit", "2"))
+            return await scorer.score(misbehaving_rewards.naughty, said("1", "raise", "sys.exit", "2"))
 
     results = asyncio.run(score())
     assert [result.outcome for result in results] == ["scored", "raised", "raised", "scored"]

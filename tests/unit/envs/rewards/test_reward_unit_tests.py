@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.envs.fences import needs_fences
 from treadle.envs.rewards import RewardInput, RewardPool, registry
-from treadle.envs.rewards.reasoning_gym import HARMLESS
-from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, code_in, read_tests
+from treadle.envs.rewards.reasoning_gym import SAFE_ANSWERS
+from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, extract_code, read_tests
 from treadle.envs.sandbox.runs import Limits, check_fences
 from treadle.errors import ConfigError
 
@@ -45,7 +45,7 @@ def score(text, reward=None, **row):
     ],
 )
 def test_the_last_python_block_is_the_answer(text, code):
-    assert code_in(text) == code
+    assert extract_code(text) == code
 
 
 def test_a_slow_start_of_processes_does_not_disable_the_sandbox():
@@ -119,16 +119,16 @@ def test_whatever_runs_something_is_a_test(source):
                          ids=["letters", "spaces and a backtick", "spaces", "fences"])  # fmt: skip
 def test_code_is_found_in_time_however_odd_the_text(text):
     started = time.process_time()
-    code_in(text)
+    extract_code(text)
     assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("text", ["1" * 10**5 + ".", "x**2)+" * 10**4 + "!", "** 2 " * 10**4, "a " * 10**5 + "ab"],
                          ids=["digits", "brackets", "powers", "letters"])  # fmt: skip
-@pytest.mark.parametrize("task", sorted(HARMLESS))
+@pytest.mark.parametrize("task", sorted(SAFE_ANSWERS))
 def test_formulas_of_reasoning_gym_are_judged_in_time_however_long(task, text):
     started = time.process_time()
-    HARMLESS[task].fullmatch(text)
+    SAFE_ANSWERS[task].fullmatch(text)
     assert time.process_time() - started < 2
 
 

@@ -20,7 +20,7 @@ from treadle.envs.rewards import (
     RewardInput,
     ThinkFormatReward,
 )
-from treadle.envs.rewards.passages import answer_text, last_box
+from treadle.envs.rewards.parsing import answer_text, last_box
 from treadle.envs.rewards.registry import BUILT_IN, registry
 
 HUGE = "word " * 200_000

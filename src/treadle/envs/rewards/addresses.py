@@ -1,4 +1,4 @@
-"""A user's code: how another process finds it (`package.module:Name` or `/path/file.py:Name`), and where it failed."""
+"""Address user code for other processes (`package.module:Name` or `/path/file.py:Name`), and locate its errors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 from treadle.errors import ConfigError, TreadleError
 
-COPIED = "COPIED_BY_TREADLE"  # is set in a file that copied_source.py wrote
-# What no user wrote: this package, Python's own modules, and what is installed.
-_NOT_THEIRS = (
+COPIED = "COPIED_BY_TREADLE"  # defined in files that copied_source.py wrote
+# This package, the standard library and installed packages.
+_NOT_USER_CODE = (
     f"{Path(__file__).parents[2]}{os.sep}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
 )
 
 
-def source_of(thing: Any) -> str:
-    """The address of a function or class: `source_of(LengthReward)` ends in `.shape:LengthReward`."""
+def address_of(thing: Any) -> str:
+    """The address of a function or class: `address_of(LengthReward)` ends in `.text:LengthReward`."""
     attribute: str = thing.__qualname__
     if not attribute.replace(".", "").isidentifier():  # <locals>, <lambda>
         raise ConfigError(
@@ -45,13 +45,13 @@ def source_of(thing: Any) -> str:
     return f"{Path(file).resolve()}:{attribute}"
 
 
-def is_of_session(thing: Any) -> bool:
-    """Whether it was defined in a notebook or a script that is running, or copied from one: it may be defined again."""
+def is_session_code(thing: Any) -> bool:
+    """Whether it was defined in a notebook or the running script, or copied from one: it may be defined again."""
     return thing.__module__ == "__main__" or hasattr(sys.modules.get(thing.__module__), COPIED)
 
 
-def find(source: str) -> Any:
-    """The function, reward or class at an address."""
+def load_address(source: str) -> Any:
+    """Import the function, reward or class at an address."""
     place, _, attribute = source.rpartition(":")
     module = load_file(Path(place)) if place.endswith(".py") else _import(place, source)
     found: Any = module
@@ -63,34 +63,34 @@ def find(source: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file as a module, once in a process, whatever folder it is in. ConfigError: why it cannot be run."""
+    """Import a file from any folder, once per process; ConfigError if that fails."""
     try:
         return _load_file(path.resolve())
     except TreadleError:
         raise
-    except (Exception, SystemExit) as error:  # the border to code that a user writes
+    except (Exception, SystemExit) as error:  # user code
         raise _cannot_be_loaded(path, error) from error
 
 
-def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code that an error passed: "my_env.py:12"; "": none did."""
+def user_code_location(error: BaseException) -> str:
+    """The innermost line of user code in the traceback: "my_env.py:12"; "" if there is none."""
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    theirs = ((frame.f_code.co_filename, line) for frame, line in frames if _is_theirs(frame.f_code.co_filename))
+    theirs = ((frame.f_code.co_filename, line) for frame, line in frames if _is_user_code(frame.f_code.co_filename))
     file, line = next(theirs, ("", 0))
     return f"{_shown(file)}:{line}" if file else ""
 
 
-def _is_theirs(file: str) -> bool:
-    return not file.startswith(("<", *_NOT_THEIRS))
+def _is_user_code(file: str) -> bool:
+    return not file.startswith(("<", *_NOT_USER_CODE))
 
 
 def _shown(file: str) -> str:
-    """As the user would write it: from here, where it is below here."""
+    """The path, relative to the current folder if it is below it."""
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _cannot_be_loaded(path: Path, error: BaseException) -> ConfigError:
-    place = place_of(error)
+    place = user_code_location(error)
     if isinstance(error, SyntaxError):
         file = _shown(error.filename or str(path))
         return ConfigError(f"{file} cannot be loaded: line {error.lineno}: {error.msg}", fix="correct that line")
@@ -111,7 +111,7 @@ def _load_file(path: Path) -> ModuleType:
         return main
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", fix="check the path before the colon")
-    # Two files of one name must not become one module.
+    # Two files with the same name must not become the same module.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
