@@ -7,17 +7,17 @@ import json
 
 import pytest
 
-from tests.unit.envs.fences import needs_fences
+from tests.unit.envs.sandbox_support import needs_sandbox
 from treadle.config.env import EnvConfig
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
-from treadle.envs.sandbox.runs import Limits, run_tests
+from treadle.envs.sandbox.execution import SandboxLimits, run_tests
 from treadle.envs.scoring import Judge
 from treadle.envs.tasks.code_tasks import NUM_TESTS, generated_tasks
 from treadle.errors import ConfigError
 
-pytestmark = needs_fences
+pytestmark = needs_sandbox
 
 
 def opened(**settings):
@@ -63,8 +63,8 @@ def test_solutions_of_other_patterns_and_numbers_do_not_pass():
     tasks = [task for task, _ in generated_tasks()][::16]  # k = 2 of every pattern
     others = [task for task, _ in generated_tasks()][1::16]  # k = 3
     for task, other in zip(tasks, others, strict=True):
-        assert run_tests(task.solution, task.tests, Limits()) == [""] * NUM_TESTS
-        assert run_tests(other.solution, task.tests, Limits()) != [""] * NUM_TESTS
+        assert run_tests(task.solution, task.tests, SandboxLimits()) == [""] * NUM_TESTS
+        assert run_tests(other.solution, task.tests, SandboxLimits()) != [""] * NUM_TESTS
 
 
 def test_what_is_held_out_is_mixed_and_never_trained_on():

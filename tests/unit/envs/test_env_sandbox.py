@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.envs.fences import needs_fences
-from treadle.envs.sandbox.runs import Case, Limits, run_cases, run_tests
+from tests.unit.envs.sandbox_support import needs_sandbox
+from treadle.envs.sandbox.execution import Case, SandboxLimits, run_cases, run_tests
 
-pytestmark = needs_fences
+pytestmark = needs_sandbox
 
-LIMITS = Limits(test_s=5, total_s=20, memory_mb=256)
+LIMITS = SandboxLimits(test_s=5, total_s=20, memory_mb=256)
 ADD = "def add(a, b):\n    return a + b\n"
 
 
@@ -224,7 +224,7 @@ def test_an_answer_that_dies_in_one_test_is_judged_by_the_others_all_the_same():
 )
 def test_what_takes_too_long_is_ended(source):
     started = time.monotonic()
-    assert "took longer" in problem_of(source, limits=Limits(test_s=0.5, total_s=1.5))
+    assert "took longer" in problem_of(source, limits=SandboxLimits(test_s=0.5, total_s=1.5))
     assert time.monotonic() - started < 5
 
 
@@ -239,7 +239,9 @@ def test_memory_is_limited(source):
 def test_a_bomb_of_processes_or_threads_goes_nowhere():
     assert "PermissionError" in problem_of("import os\nwhile True: os.fork()")
     threads = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
-    assert re.match("RuntimeError|MemoryError|EOFError|took longer", problem_of(threads, limits=Limits(2, 4, 256)))
+    assert re.match(
+        "RuntimeError|MemoryError|EOFError|took longer", problem_of(threads, limits=SandboxLimits(2, 4, 256))
+    )
 
 
 def test_programs_read_their_input_and_are_judged_by_their_output():
@@ -287,16 +289,16 @@ time.sleep(60)
     ],
 )
 def test_a_program_that_does_not_do_its_task_fails(source, problem):
-    (told,) = run_cases(source, [Case("", "x")], Limits(test_s=2, total_s=4))
+    (told,) = run_cases(source, [Case("", "x")], SandboxLimits(test_s=2, total_s=4))
     assert problem in told
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = (
-        "from treadle.envs.sandbox.runs import *\n"
-        "run_tests('import os\\ndef f():\\n    os._exit(1)', ['f()', 'f()'], Limits())\n"
-        "run_cases('while True: pass', [Case('', '')], Limits(test_s=0.3, total_s=1))\n"
+        "from treadle.envs.sandbox.execution import *\n"
+        "run_tests('import os\\ndef f():\\n    os._exit(1)', ['f()', 'f()'], SandboxLimits())\n"
+        "run_cases('while True: pass', [Case('', '')], SandboxLimits(test_s=0.3, total_s=1))\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
@@ -306,11 +308,11 @@ def test_an_answer_dies_with_whoever_runs_it(tmp_path):
     flag = tmp_path / "running"
     script = (
         "import os, pathlib, subprocess, sys\n"
-        "from treadle.envs.sandbox import runs\n"
-        "limits = runs.Limits(test_s=60, total_s=60)\n"
-        "with runs._file_with(b'') as stdin:\n"
+        "from treadle.envs.sandbox import execution\n"
+        "limits = execution.SandboxLimits(test_s=60, total_s=60)\n"
+        "with execution._file_with(b'') as stdin:\n"
         "    orders = {'role': 'program', 'source': 'print(1, flush=True)\\nwhile True: pass'}\n"
-        "    with runs._start(orders, limits, stdin=stdin, stdout=subprocess.PIPE) as child:\n"
+        "    with execution._start(orders, limits, stdin=stdin, stdout=subprocess.PIPE) as child:\n"
         "        child.stdout.readline()\n"
         f"        pathlib.Path({str(flag)!r}).write_text(str(child.pid))\n"
         "        os.kill(os.getpid(), 9)\n"

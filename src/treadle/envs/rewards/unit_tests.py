@@ -12,7 +12,7 @@ import msgspec
 
 from treadle.envs.rewards.base import Reward, RewardInput
 from treadle.envs.rewards.parsing import answer_text
-from treadle.envs.sandbox.runs import Case, Limits, check_fences, run_cases, run_tests
+from treadle.envs.sandbox.execution import Case, SandboxLimits, check_sandbox, run_cases, run_tests
 from treadle.errors import ConfigError
 
 
@@ -68,11 +68,11 @@ class UnitTestsReward(Reward):
             )
 
     def warm_up(self) -> None:
-        check_fences(self.limits)
+        check_sandbox(self.limits)
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> SandboxLimits:
+        return SandboxLimits(
             test_s=self.test_s, total_s=self.total_s, memory_mb=self.memory_mb, allow_weak=self.allow_weak_sandbox
         )
 
@@ -90,7 +90,7 @@ def read_tests(metadata: Mapping[str, Any]) -> RowTests:
         raise ValueError(f"the row's tests cannot be used: {error}") from None
 
 
-def run(source: str, tests: RowTests, limits: Limits) -> list[str]:
+def run(source: str, tests: RowTests, limits: SandboxLimits) -> list[str]:
     """For each test "" if it passed, else the reason."""
     if tests.cases:
         return run_cases(source, [Case(case["input"], case["output"]) for case in tests.cases], limits)

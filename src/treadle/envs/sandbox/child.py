@@ -1,6 +1,6 @@
-"""What a fenced-in process does, from its first line on: `python -P -s -S child.py FD`, where FD holds its orders.
+"""Entry point of a sandboxed process: `python -P -s -S child.py FD`, where FD is an open file with its job as JSON.
 
-It reads its orders, takes its own rights away, and only then runs foreign code.
+It reads the job, restricts itself, and only then runs untrusted code.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-NOT_FENCED = 97  # exit code: this system lacks a fence; standard error says which
+NOT_RESTRICTED = 97  # exit code: this system lacks a restriction; standard error has its name
 
 
-def main(orders_fd: int) -> None:
+def main(job_fd: int) -> None:
     _find_own_modules()
-    from treadle.envs.sandbox.fence import fence_in
+    from treadle.envs.sandbox.restrict import restrict_process
 
-    with os.fdopen(orders_fd, "rb") as file:
-        orders: dict[str, Any] = json.loads(file.read())
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    carry_out = _prepare(orders, nowhere)
-    missing = fence_in(orders["limits"], parent=orders["parent"])
-    if missing and not orders["allow_weak"]:
+    with os.fdopen(job_fd, "rb") as file:
+        job: dict[str, Any] = json.loads(file.read())
+    devnull = os.open(os.devnull, os.O_RDWR)
+    run = _prepare(job, devnull)
+    missing = restrict_process(job["limits"], parent=job["parent"])
+    if missing and not job["allow_weak"]:
         print("; ".join(missing), file=sys.stderr, flush=True)
-        os._exit(NOT_FENCED)
-    os.dup2(nowhere, 2)
-    sys.set_int_max_str_digits(0)  # a number of 5000 digits may be the right one
-    carry_out()
+        os._exit(NOT_RESTRICTED)
+    os.dup2(devnull, 2)
+    sys.set_int_max_str_digits(0)  # a number of 5000 digits may be right
+    run()
 
 
-def _prepare(orders: dict[str, Any], nowhere: int) -> Callable[[], None]:
-    """Import and open whatever the orders need, as long as that is possible."""
-    if orders["role"] == "program":
-        return lambda: _run_program(orders["source"])
-    from treadle.envs.sandbox.values import Line
+def _prepare(job: dict[str, Any], devnull: int) -> Callable[[], None]:
+    """Import and open what the job needs, while that is still possible."""
+    if job["role"] == "program":
+        return lambda: _run_program(job["source"])
+    from treadle.envs.sandbox.values import JsonPipe
 
-    line = Line(os.dup(0), os.dup(1))
-    os.dup2(nowhere, 0)  # what foreign code reads and prints goes nowhere
-    os.dup2(nowhere, 1)
-    if orders["role"] == "answer":
-        from treadle.envs.sandbox.answer import serve_answer
+    pipe = JsonPipe(os.dup(0), os.dup(1))
+    os.dup2(devnull, 0)  # untrusted code reads nothing and prints nowhere
+    os.dup2(devnull, 1)
+    if job["role"] == "answer":
+        from treadle.envs.sandbox.answer_process import serve_answer
 
-        return lambda: serve_answer(orders["source"], line)
-    from treadle.envs.sandbox.examiner import run_tests
+        return lambda: serve_answer(job["source"], pipe)
+    from treadle.envs.sandbox.tests_process import run_tests
 
-    verdicts = Line(os.dup(nowhere), orders["verdict_fd"])
-    return lambda: run_tests(orders["tests"], orders["names"], line, verdicts.send)
+    verdicts = JsonPipe(os.dup(devnull), job["verdict_fd"])
+    return lambda: run_tests(job["tests"], job["names"], pipe, verdicts.send)
 
 
 def _run_program(source: str) -> None:
-    """As if it had been started as a script."""
+    """Run the source like a script."""
     sys.argv[:] = ["answer.py"]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    exec(compile(source, "answer.py", "exec"), module.__dict__)  # noqa: S102  # fenced in
+    exec(compile(source, "answer.py", "exec"), module.__dict__)  # noqa: S102  # restricted
 
 
 def _find_own_modules() -> None:
-    """Let `treadle.envs.sandbox` be imported without what `treadle` and `treadle.envs` import: starting takes half."""
+    """Make `treadle.envs.sandbox` importable without the imports of `treadle` and `treadle.envs`: halves the start."""
     folder = os.path.dirname(os.path.abspath(__file__))
     for name in ("treadle.envs.sandbox", "treadle.envs", "treadle"):
         package = types.ModuleType(name)

@@ -1,4 +1,4 @@
-"""Plain values as JSON and back, between an answer and its tests. What is not plain stays where it is: a reference."""
+"""Encode plain values as JSON and back, between an answer and its tests; other objects become references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GONE = "the process of the answer ended"
 _LONGEST_MESSAGE = 8 * 2**20
 _ATOMS = (bool, int, float, str)
 _GROUPS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-# How other values are written, and read again. Their modules are imported where a value needs them: that takes time.
+# Encoders and decoders of other values. Their modules are imported on demand, to keep the start fast.
 _WRITTEN: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
     "builtins.bytes": (lambda kind, value: kind.hex(value), lambda kind, text: kind.fromhex(text)),
     "builtins.bytearray": (lambda kind, value: kind.hex(value), lambda kind, text: kind.fromhex(text)),
@@ -36,7 +36,7 @@ _WRITTEN: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """Subclasses become what they derive from: whoever compares a value compares nothing but the value."""
+    """Encode a value. Subclasses become their base type, so that only values are compared."""
     if value is None:
         return None
     for atom in _ATOMS:
@@ -55,7 +55,9 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
 def _write(value: Any) -> dict[str, Any] | None:
     for name, (write, _) in _WRITTEN.items():  # a datetime is a date as well, and comes first
         module, _, kind_name = name.partition(".")
-        kind = getattr(sys.modules.get(module), kind_name, None)  # not imported: then there is no such value
+        kind = getattr(
+            sys.modules.get(module), kind_name, None
+        )  # if the module is not imported, there is no such value
         if isinstance(kind, type) and isinstance(value, kind):
             return {name: write(kind, value)}
     return None
@@ -79,7 +81,7 @@ def decode(value: Any, resolve: Callable[[Any], Any]) -> Any:
 
 
 def replace_content(old: Any, new: Any) -> None:
-    """What the other process did in place to its copy of `old`, done here."""
+    """Apply to `old` the change that the other process made to its copy."""
     if isinstance(old, list | bytearray):
         old[:] = new
     elif isinstance(old, dict | set):
@@ -90,8 +92,8 @@ def replace_content(old: Any, new: Any) -> None:
         old.extend(new)
 
 
-class Line:
-    """Messages to and from another process, one JSON text a line."""
+class JsonPipe:
+    """Messages to and from another process, one JSON text per line."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._from: BinaryIO = os.fdopen(read_fd, "rb")
@@ -108,7 +110,7 @@ class Line:
             raise EOFError(GONE) from None
 
     def receive(self) -> Any:
-        """EOFError when the other process is gone, or sends what is no message."""
+        """EOFError if the other process is gone or sends no valid message."""
         line = self._from.readline(_LONGEST_MESSAGE)
         if not line.endswith(b"\n"):
             self.is_closed = True

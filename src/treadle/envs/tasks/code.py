@@ -19,7 +19,7 @@ from treadle.envs.data import Data, DataEnvironment
 from treadle.envs.rewards import RewardResult
 from treadle.envs.rewards.unit_tests import UnitTestsReward, read_tests
 from treadle.envs.rows import Row, RowError
-from treadle.envs.sandbox.runs import check_fences
+from treadle.envs.sandbox.execution import check_sandbox
 from treadle.envs.seeds import stable_shuffle
 from treadle.envs.tasks.code_tasks import CodeTask, generated_tasks
 from treadle.errors import ConfigError
@@ -68,7 +68,7 @@ class Code(DataEnvironment):
         )
 
     async def open(self) -> None:
-        await asyncio.to_thread(check_fences, self._reward.limits)  # before anything is sampled
+        await asyncio.to_thread(check_sandbox, self._reward.limits)  # before anything is sampled
         await super().open()
 
     def to_item(self, row: Row) -> Item:

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from tests.unit.envs.fences import needs_fences
+from tests.unit.envs.sandbox_support import needs_sandbox
 from treadle.envs.rewards import RewardInput, RewardPool, registry
 from treadle.envs.rewards.reasoning_gym import SAFE_ANSWERS
 from treadle.envs.rewards.unit_tests import RowTests, UnitTestsReward, extract_code, read_tests
-from treadle.envs.sandbox.runs import Limits, check_fences
+from treadle.envs.sandbox.execution import SandboxLimits, check_sandbox
 from treadle.errors import ConfigError
 
-pytestmark = needs_fences
+pytestmark = needs_sandbox
 
 ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]
 RIGHT = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -49,7 +49,7 @@ def test_the_last_python_block_is_the_answer(text, code):
 
 
 def test_a_slow_start_of_processes_does_not_disable_the_sandbox():
-    check_fences(Limits(test_s=0.001, total_s=0.001))
+    check_sandbox(SandboxLimits(test_s=0.001, total_s=0.001))
 
 
 def test_the_share_of_tests_that_pass_or_all_or_nothing():

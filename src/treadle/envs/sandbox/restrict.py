@@ -1,7 +1,7 @@
-"""A process takes its own rights away, for good: limits, capabilities, files, system calls. Standard library only.
+"""Irrevocably restrict the current process: limits, capabilities, files, system calls. Standard library only.
 
-This runs in the process that is fenced in, before foreign code does. Nothing here can be undone from inside. As in all
-modules that such a process imports, `typing` stays out: its import alone takes as long as Python's start.
+This runs in the sandboxed process, before untrusted code does. As in all modules that such a process imports, `typing`
+is not imported: that alone takes as long as Python's start.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _SIGKILL = 9
 _EPERM, _ENOSYS = 1, 38
 
 
-class FenceError(Exception):
-    """This system has no such fence."""
+class RestrictionUnavailable(Exception):
+    """This system cannot apply a restriction."""
 
 
-def fence_in(limits: Mapping[str, int], *, parent: int) -> list[str]:
-    """Give up everything that running plain Python does not need; returns which fences this system lacks."""
+def restrict_process(limits: Mapping[str, int], *, parent: int) -> list[str]:
+    """Drop everything that plain Python does not need; returns the restrictions that this system lacks."""
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     missing = []
     libc = ctypes.CDLL(None, use_errno=True)
-    fences = (("privileges", _drop_privileges), ("files", _lock_files), ("system calls", _filter_system_calls))
-    for name, raise_fence in fences:
+    restrictions = (("privileges", _drop_privileges), ("files", _lock_files), ("system calls", _filter_system_calls))
+    for name, apply in restrictions:
         try:
-            raise_fence(libc)
-        except FenceError as error:
+            apply(libc)
+        except RestrictionUnavailable as error:
             missing.append(f"{name} ({error})")
-    if os.getppid() != parent:  # it died before we asked to die with it
+    if os.getppid() != parent:  # the parent died before PDEATHSIG was set
         os._exit(1)
     return missing
 
@@ -43,10 +43,10 @@ def fence_in(limits: Mapping[str, int], *, parent: int) -> list[str]:
 def _call(libc: ctypes.CDLL, name: str, *args: object) -> int:
     function = getattr(libc, name, None)
     if function is None:
-        raise FenceError(f"there is no {name} on {sys.platform}")
+        raise RestrictionUnavailable(f"there is no {name} on {sys.platform}")
     result = function(*args)
     if result < 0:
-        raise FenceError(f"{name}: {os.strerror(ctypes.get_errno())}")
+        raise RestrictionUnavailable(f"{name}: {os.strerror(ctypes.get_errno())}")
     return int(result)
 
 
@@ -57,7 +57,7 @@ def _prctl(libc: ctypes.CDLL, option: int, *args: object) -> None:
 
 def _drop_privileges(libc: ctypes.CDLL) -> None:
     _prctl(libc, _SET_PDEATHSIG, ctypes.c_ulong(_SIGKILL))
-    _prctl(libc, _SET_DUMPABLE, ctypes.c_ulong(0))  # no other process of this user looks into our memory
+    _prctl(libc, _SET_DUMPABLE, ctypes.c_ulong(0))  # no other process of this user can read its memory
     _prctl(libc, _SET_NO_NEW_PRIVS, ctypes.c_ulong(1))
     # Version 3 of the header: two words for each of the three sets of capabilities, all empty.
     _call(libc, "capset", struct.pack("=II", 0x20080522, 0), struct.pack("=6I", 0, 0, 0, 0, 0, 0))
@@ -73,7 +73,7 @@ _NOT_THE_LIBRARY = ("site-packages", "dist-packages")
 def _lock_files(libc: ctypes.CDLL) -> None:
     abi = _syscall(libc, _CREATE_RULESET, None, 0, 1)
     # All rights that this kernel knows are handled, hence refused: files; from 4 on TCP; from 6 on signals and sockets.
-    # Of these, the filter of system calls leaves only reading to Landlock, which has it since its first version.
+    # The system call filter leaves only reading to Landlock, which has it since its first version.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", rights, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _syscall(libc, _CREATE_RULESET, attributes, len(attributes), 0)
@@ -81,7 +81,7 @@ def _lock_files(libc: ctypes.CDLL) -> None:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # another system has it elsewhere, and what is not there needs no right
+            continue  # not on this system
         right = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
         _syscall(libc, _ADD_RULE, ruleset, 1, struct.pack("=Qi", right, place), 0)
         os.close(place)
@@ -91,16 +91,16 @@ def _lock_files(libc: ctypes.CDLL) -> None:
 
 def _syscall(libc: ctypes.CDLL, number: int, *args: object) -> int:
     if sys.platform != "linux":
-        raise FenceError(f"there is no Landlock on {sys.platform}")
+        raise RestrictionUnavailable(f"there is no Landlock on {sys.platform}")
     wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in args]
     try:
         return _call(libc, "syscall", ctypes.c_long(number), *wide)
-    except FenceError as error:
-        raise FenceError(str(error).replace("syscall", "Landlock")) from None
+    except RestrictionUnavailable as error:
+        raise RestrictionUnavailable(str(error).replace("syscall", "Landlock")) from None
 
 
 def _readable() -> Iterator[str]:
-    """The standard library without what was installed beside it, and what its modules load."""
+    """The standard library without installed packages, and the files that its modules load."""
     library = os.path.dirname(os.__file__)
     yield from (entry.path for entry in os.scandir(library) if entry.name not in _NOT_THE_LIBRARY)
     yield from (entry.path for entry in os.scandir(os.path.dirname(library)) if not entry.is_dir())
@@ -113,9 +113,8 @@ def _readable() -> Iterator[str]:
 # -- system calls: seccomp ---------------------------------------------------------------------------------------------
 
 
-# What plain Python does with its own memory, threads, descriptors and time, and what it asks about files. All else is
-# refused: of much that a system call does to files (length, attributes, locks, watching them) Landlock knows nothing,
-# or not in every version.
+# What plain Python needs for its own memory, threads, descriptors and time, and for querying files. Everything else is
+# refused: Landlock does not cover many operations on files (length, attributes, locks, watches) in all versions.
 _ALLOWED: dict[str, tuple[int, int | None]] = {  # on x86_64 and on aarch64
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
@@ -148,16 +147,16 @@ _ALLOWED: dict[str, tuple[int, int | None]] = {  # on x86_64 and on aarch64
     "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278), "exit": (60, 93),
     "exit_group": (231, 94),
 }  # fmt: skip
-# What is allowed with some arguments. (`creat` and `truncate` are not listed at all.)
+# Allowed with some arguments only. (`creat` and `truncate` are not listed at all.)
 _OPEN, _OPENAT, _CLONE, _SOCKETPAIR, _FCNTL, _IOCTL = (2, None), (257, 56), (56, 220), (53, 199), (72, 25), (16, 29)
-# Access mode 3 opens for neither reading nor writing, which Landlock lets pass, but suffices for ioctl and O_TRUNC.
+# Access mode 3 opens for neither reading nor writing, which Landlock allows, but suffices for ioctl and O_TRUNC.
 _NOT_READING = 0o3 | os.O_CREAT | os.O_TRUNC | 0o20000000  # the last is the bit of O_TMPFILE
 _CLONE_THREAD = 0x00010000
 _AF_UNIX, _SOCK_STREAM, _SOCK_KIND = 1, 1, 0xF
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 # TCGETS (for isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# The C library does without these where they are unknown. The flags of the first two lie in memory, out of sight.
+# The C library has fallbacks for these. The flags of the first two are in memory, which the filter cannot read.
 _CLONE3, _OPENAT2, _FIRST_UNKNOWN = 435, 437, 450  # the same on every architecture; from 450 on younger than this list
 _MACHINES = ("x86_64", "aarch64")
 _ARCHITECTURES = (0xC000003E, 0xC00000B7)  # <linux/audit.h>
@@ -170,7 +169,7 @@ _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 def _filter_system_calls(libc: ctypes.CDLL) -> None:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in _MACHINES:
-        raise FenceError(f"no list of system calls for {sys.platform} on {machine}")
+        raise RestrictionUnavailable(f"no list of system calls for {sys.platform} on {machine}")
     program = _program(_MACHINES.index(machine))
     instructions = ctypes.create_string_buffer(program)
     filter_ = struct.pack("@HxxxxxxQ", len(program) // 8, ctypes.addressof(instructions))  # struct sock_fprog
@@ -178,10 +177,10 @@ def _filter_system_calls(libc: ctypes.CDLL) -> None:
 
 
 def _program(column: int) -> bytes:
-    """The filter: refuse what is not listed.
+    """The BPF program: refuse what is not listed.
 
-    Files are opened for reading only. Of `clone`, threads are allowed. Of `socketpair`, what asyncio wakes itself with:
-    unlike a datagram, a stream goes nowhere but to its other end.
+    Files are opened for reading only. `clone` may only create threads. `socketpair` may only create streams, which
+    asyncio needs to wake itself: unlike a datagram socket, a stream reaches only its other end.
     """
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -191,15 +190,17 @@ def _program(column: int) -> bytes:
         return step(test, number, 0, 1) + step(_RETURN, _REFUSE | _ENOSYS)
 
     def argument(position: int) -> bytes:
-        return step(_LOAD, _ARGUMENTS_AT + 8 * position)  # its lower half, all that the kernel looks at in these calls
+        return step(
+            _LOAD, _ARGUMENTS_AT + 8 * position
+        )  # the lower half, which is all that the kernel uses in these calls
 
     def only_if(test: int, *values: int) -> bytes:
-        """Go on when the test holds for one of these values; refuse the call otherwise."""
+        """Continue if the test holds for one of these values; refuse the call otherwise."""
         tests = [step(test, value, len(values) - place) for place, value in enumerate(values)]
         return b"".join(tests) + step(_RETURN, _REFUSE | _EPERM)
 
     def call(numbers: tuple[int | None, int | None], *steps: bytes) -> bytes:
-        """These steps judge this call; it is allowed when they do not refuse it."""
+        """Allow this call unless one of the steps refuses it."""
         number = numbers[column]
         body = b"".join(steps) + step(_RETURN, _ALLOW)
         return b"" if number is None else step(_EQUAL, number, 0, len(body) // 8) + body

@@ -1,4 +1,4 @@
-"""The process that runs Python tests. It never runs the answer's code: it asks the process that does (`answer.py`)."""
+"""Process that runs Python tests. The answer's code runs in another process (`answer_process.py`)."""
 
 from __future__ import annotations
 
@@ -7,60 +7,60 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
 
-from treadle.envs.sandbox.values import GONE, Line, decode, encode, replace_content
+from treadle.envs.sandbox.values import GONE, JsonPipe, decode, encode, replace_content
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-# Names that a test may trust, whatever the answer calls its functions and imports.
+# Names that a test can rely on, whatever the answer defines.
 _OWN_NAMES = frozenset(dir(builtins)) | sys.stdlib_module_names
 
 
 class AnswerError(Exception):
-    """What the answer raised, when it is no exception of Python's own."""
+    """An exception of the answer that is not a builtin one."""
 
 
-def run_tests(tests: Sequence[str], names: Sequence[str], line: Line, tell: Callable[[str], None]) -> None:
-    """Tell that the answer is loaded, then of each test: "" when it passed, else why not. Ends with the answer."""
-    answer = _Answer(line)
-    tell(_problem(lambda: answer.load(names)))
+def run_tests(tests: Sequence[str], names: Sequence[str], pipe: JsonPipe, report: Callable[[str], None]) -> None:
+    """Report the loading of the answer, then each test: "" if it passed, else the problem. Ends with the answer."""
+    answer = _AnswerProxy(pipe)
+    report(_problem(lambda: answer.load(names)))
     for test in tests:
         problem = _problem(lambda test=test: answer.run(test))  # type: ignore[misc]
-        if line.is_closed:  # the test has failed, whatever it has caught
-            tell(problem or GONE)
+        if pipe.is_closed:  # the test has failed, whatever it has caught
+            report(problem or GONE)
             return
-        tell(problem)
+        report(problem)
 
 
 def _problem(what: Callable[[], None]) -> str:
     try:
         what()
-    except BaseException as error:  # whatever it is, the test has not passed
+    except BaseException as error:  # the test has not passed
         return f"{type(error).__name__}: {error}"[:500]
     return ""
 
 
-class _Answer:
-    """The answer's names, for tests; what they do happens in the other process."""
+class _AnswerProxy:
+    """Gives tests the names of the answer; operations on them are performed in the other process."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, pipe: JsonPipe) -> None:
+        self._pipe = pipe
         self._names: set[str] = set()
 
     def load(self, names: Sequence[str]) -> None:
         self._names = {name for name in self._request("load") if name not in _OWN_NAMES or name in names}
 
     def run(self, source: str) -> None:
-        """Names start afresh for every test; the answer's own state does not."""
+        """Run a test in a new namespace; the state of the answer is kept."""
         code = compile(source, "test", "exec")
         namespace: dict[str, Any] = {"__name__": "test"}
         for name in self._names.intersection(_names_in(code)):
             namespace[name] = self._request("name", [name])
-        exec(code, namespace)  # noqa: S102  # tests come with the data, and are fenced in as answers are
+        exec(code, namespace)  # noqa: S102  # restricted, like answers
 
     def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Do something with the answer's things over there; lists that it changes in place change here as well."""
+        """Perform an operation in the answer's process; arguments that it changes in place change here as well."""
         sent = [encode(value, _number_of) for value in args]
         named = {name: encode(value, _number_of) for name, value in kwargs.items()}
         return self._request(operation, sent, named, given=dict([*enumerate(args), *kwargs.items()]))
@@ -73,22 +73,22 @@ class _Answer:
         *,
         given: Mapping[int | str, Any] = MappingProxyType({}),
     ) -> Any:
-        self._line.send([operation, sent, dict(named)])
-        response = self._line.receive()
+        self._pipe.send([operation, sent, dict(named)])
+        response = self._pipe.receive()
         if "raised" in response:
             _raise(str(response["raised"]), str(response["message"]))
         for place, now in response.get("changed", ()):
             replace_content(given[place], decode(now, self._remote))
         return decode(response["value"], self._remote)
 
-    def _remote(self, number: int) -> Remote:
-        return Remote(self, number)
+    def _remote(self, number: int) -> RemoteObject:
+        return RemoteObject(self, number)
 
 
-class Remote:
-    """A thing that only the answer's process has. It is used there; compared with a plain value it is another."""
+class RemoteObject:
+    """An object that only the answer's process has. It is never equal to a plain value."""
 
-    def __init__(self, answer: _Answer, number: int) -> None:
+    def __init__(self, answer: _AnswerProxy, number: int) -> None:
         self.__dict__.update(_answer=answer, _number=number)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class Remote:
                 return
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(self._answer.ask("eq", self, other))
+        return isinstance(other, RemoteObject) and bool(self._answer.ask("eq", self, other))
 
     def __hash__(self) -> int:
         return int(self._answer.ask("hash", self))
@@ -113,39 +113,39 @@ class Remote:
 
 
 def _forward(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, /, *args: Any, **kwargs: Any) -> Any:
+    def method(self: RemoteObject, /, *args: Any, **kwargs: Any) -> Any:
         return self._answer.ask(operation, self, *args, **kwargs)
 
     return method
 
 
-def _forward_among_remotes(operation: str) -> Callable[[Remote, object], Any]:
-    """The answer neither learns the 2 that its object is compared with, nor decides how far off it is."""
+def _forward_to_remotes_only(operation: str) -> Callable[[RemoteObject, object], Any]:
+    """Plain operands stay here: the answer must neither learn an expected value nor decide how it compares."""
 
-    def method(self: Remote, other: object) -> Any:
-        return self._answer.ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
+    def method(self: RemoteObject, other: object) -> Any:
+        return self._answer.ask(operation, self, other) if isinstance(other, RemoteObject) else NotImplemented
 
     return method
 
 
-# Not "contains": Python then looks for the value among the members, and compares them here.
+# Not "contains": without it, Python iterates over the members and compares them here.
 for _name in ("call", "setattr", "getitem", "setitem", "delitem", "len", "str", "repr", "bool", "next"):
-    setattr(Remote, f"__{_name}__", _forward(_name))
+    setattr(RemoteObject, f"__{_name}__", _forward(_name))
 for _name in ("abs", "int", "float", "neg"):
-    setattr(Remote, f"__{_name}__", _forward(_name))
+    setattr(RemoteObject, f"__{_name}__", _forward(_name))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lt", "le", "gt", "ge"):
-    setattr(Remote, f"__{_name}__", _forward_among_remotes(_name))
+    setattr(RemoteObject, f"__{_name}__", _forward_to_remotes_only(_name))
 
 
 def _number_of(value: Any) -> int:
-    if isinstance(value, Remote):
+    if isinstance(value, RemoteObject):
         return int(value.__dict__["_number"])
     raise TypeError(f"a test can hand plain values to an answer, but not a {type(value).__name__}")
 
 
 def _raise(name: str, message: str) -> NoReturn:
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, BaseException):  # SystemExit is caught by `except Exception` nowhere
+    if isinstance(kind, type) and issubclass(kind, BaseException):
         try:
             error = kind(message)
         except TypeError:  # UnicodeDecodeError wants five arguments
@@ -155,7 +155,7 @@ def _raise(name: str, message: str) -> NoReturn:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Every name that the code and the functions in it look up."""
+    """Every name that the code and its functions look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

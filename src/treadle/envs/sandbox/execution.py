@@ -1,4 +1,4 @@
-"""Run an answer against its tests, in processes that are fenced in. What that means is in the package's docstring."""
+"""Run an answer against its tests in sandboxed processes (see the docstring of the package)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.envs.sandbox.child import NOT_FENCED
+from treadle.envs.sandbox.child import NOT_RESTRICTED
 from treadle.errors import ConfigError
 
 _CHILD = Path(__file__).with_name("child.py")
-# Not -I: it would ignore PYTHONHASHSEED, and the same answer must behave the same way twice.
+# Not -I: it ignores PYTHONHASHSEED, and an answer must behave the same way every time.
 _PYTHON = (sys.executable, "-P", "-s", "-S", "-X", "utf8", str(_CHILD))
 _ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 _AT_ONCE = 65536
-START_S = 60.0  # longest start of a process in the check of the sandbox
+START_S = 60.0  # time limit of check_sandbox
 
 
 @dataclass(frozen=True)
-class Limits:
-    """For one answer."""
+class SandboxLimits:
+    """Limits of one answer."""
 
     test_s: float = 3.0  # wall-clock time of one test
-    total_s: float = 12.0  # of all its tests, and of starting the processes
+    total_s: float = 12.0  # of all its tests, including the start of processes
     memory_mb: int = 512  # address space
     output_bytes: int = 2**20
     allow_weak: bool = False  # run also where the system lacks seccomp or Landlock
@@ -50,16 +50,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Case:
-    """A program that reads `input` writes `output`."""
+    """A program that reads `input` must write `output`."""
 
     input: str
     output: str
 
 
-def check_fences(limits: Limits) -> None:
-    """Raise ConfigError when this system cannot fence code in, before the first answer needs it.
+def check_sandbox(limits: SandboxLimits) -> None:
+    """Raise ConfigError if this system cannot sandbox code, before the first answer needs it.
 
-    On a busy machine a process may take longer to start than an answer may take: that is no reason to refuse.
+    Its time limit is long: on a busy machine a process may take longer to start than an answer may take.
     """
     patient = replace(limits, test_s=START_S, total_s=START_S)
     problems = run_cases("print(input())", [Case("ready", "ready")], patient)
@@ -67,30 +67,30 @@ def check_fences(limits: Limits) -> None:
         raise ConfigError(f"the sandbox does not work here: {problems[0]}", fix="see whether Python starts with -S")
 
 
-def run_cases(source: str, cases: Sequence[Case], limits: Limits) -> list[str]:
-    """The answer as a program, started afresh for each case. For each: "" when it passed, else why not."""
+def run_cases(source: str, cases: Sequence[Case], limits: SandboxLimits) -> list[str]:
+    """Run the answer as a program, once for each case. For each: "" if it passed, else the problem."""
     deadline = time.monotonic() + limits.total_s
     return [_run_case(source, case, limits, deadline) for case in cases]
 
 
-def run_tests(source: str, tests: Sequence[str], limits: Limits, *, names: Sequence[str] = ()) -> list[str]:
-    """Python tests of the answer's functions. For each: "" when it passed, else why not.
+def run_tests(source: str, tests: Sequence[str], limits: SandboxLimits, *, names: Sequence[str] = ()) -> list[str]:
+    """Run Python tests of the answer's functions. For each: "" if it passed, else the problem.
 
-    A test passes when it raises nothing. `names` are those of the answer that hide a builtin or a standard module.
+    A test passes if it raises nothing. `names` are names of the answer that hide a builtin or a standard module.
     """
     deadline = time.monotonic() + limits.total_s
     problems: list[str] = []
-    while len(problems) < len(tests):  # an answer that dies in a test is loaded again for the next
-        problems += _examine(source, tests[len(problems) :], names, limits, deadline)
+    while len(problems) < len(tests):  # an answer that dies in a test is loaded again for the next one
+        problems += _run_until_death(source, tests[len(problems) :], names, limits, deadline)
     return problems
 
 
-def _run_case(source: str, case: Case, limits: Limits, deadline: float) -> str:
+def _run_case(source: str, case: Case, limits: SandboxLimits, deadline: float) -> str:
     deadline = min(deadline, time.monotonic() + limits.test_s)
     if time.monotonic() >= deadline:
         return _too_long(limits)
-    orders = {"role": "program", "source": source}
-    with _file_with(case.input.encode()) as stdin, _start(orders, limits, stdin=stdin, stdout=subprocess.PIPE) as child:
+    job = {"role": "program", "source": source}
+    with _file_with(case.input.encode()) as stdin, _start(job, limits, stdin=stdin, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None  # noqa: S101  # we asked for it
         try:
             written = b"".join(_arriving(child.stdout, deadline, limits.output_bytes))
@@ -107,30 +107,32 @@ def _run_case(source: str, case: Case, limits: Limits, deadline: float) -> str:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # most of the real-time signals have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 
 def _lines(text: str) -> list[str]:
-    """White space at the ends of lines and of the text says nothing."""
+    """The lines, without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _examine(source: str, tests: Sequence[str], names: Sequence[str], limits: Limits, deadline: float) -> list[str]:
-    """At least one verdict: those of the first tests, up to one that ended the answer's process or took too long."""
+def _run_until_death(
+    source: str, tests: Sequence[str], names: Sequence[str], limits: SandboxLimits, deadline: float
+) -> list[str]:
+    """Results of the first tests (at least one), up to one that ended the answer's process or took too long."""
     if time.monotonic() >= deadline:
         return [_too_long(limits)] * len(tests)
     with contextlib.ExitStack() as stack:
         asked, to_answer = _pipe(stack)
         heard, from_answer = _pipe(stack)
-        verdicts, tell = _pipe(stack)
-        orders: dict[str, Any] = {"role": "answer", "source": source}
-        stack.enter_context(_start(orders, limits, stdin=asked, stdout=from_answer))
-        orders = {"role": "tests", "tests": tests, "names": names, "verdict_fd": tell.fileno()}
-        stack.enter_context(_start(orders, limits, stdin=heard, stdout=to_answer, also=tell.fileno()))
-        for theirs in (asked, to_answer, heard, from_answer, tell):
-            theirs.close()  # or nobody would notice that the other one is gone
-        arriving = _Verdicts(verdicts)
+        verdicts, report = _pipe(stack)
+        job: dict[str, Any] = {"role": "answer", "source": source}
+        stack.enter_context(_start(job, limits, stdin=asked, stdout=from_answer))
+        job = {"role": "tests", "tests": tests, "names": names, "verdict_fd": report.fileno()}
+        stack.enter_context(_start(job, limits, stdin=heard, stdout=to_answer, also=report.fileno()))
+        for theirs in (asked, to_answer, heard, from_answer, report):
+            theirs.close()  # otherwise a process would not get EOF when the other one ends
+        arriving = _TestResults(verdicts)
         found: list[str] = []
         try:
             problem = arriving.next(deadline)  # the answer is loaded
@@ -145,8 +147,8 @@ def _examine(source: str, tests: Sequence[str], names: Sequence[str], limits: Li
         return found
 
 
-class _Verdicts:
-    """What the tests tell, one line each; EOFError when they have ended."""
+class _TestResults:
+    """Reads the results of the tests, one line each; EOFError at the end."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -163,7 +165,7 @@ class _Verdicts:
 
 
 def _arriving(file: IO[bytes], deadline: float, limit: int) -> Iterator[bytes]:
-    """Whatever is written until the end; OverflowError when it is more than `limit` bytes."""
+    """Read until the end; OverflowError above `limit` bytes."""
     while chunk := _read_some(file, deadline):
         limit -= len(chunk)
         if limit < 0:
@@ -172,7 +174,7 @@ def _arriving(file: IO[bytes], deadline: float, limit: int) -> Iterator[bytes]:
 
 
 def _read_some(file: IO[bytes], deadline: float) -> bytes:
-    """b"" at the end; TimeoutError when nothing comes in time."""
+    """Read what is available; b"" at the end; TimeoutError at the deadline."""
     if not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
         raise TimeoutError
     return os.read(file.fileno(), _AT_ONCE)
@@ -180,16 +182,16 @@ def _read_some(file: IO[bytes], deadline: float) -> bytes:
 
 @contextlib.contextmanager
 def _start(
-    orders: Mapping[str, Any], limits: Limits, *, stdin: IO[bytes], stdout: IO[bytes] | int, also: int | None = None
+    job: Mapping[str, Any], limits: SandboxLimits, *, stdin: IO[bytes], stdout: IO[bytes] | int, also: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that fences itself in and carries out `orders`; killed at the end. It can start no others.
+    """Start a process that restricts itself and runs `job`; it is killed at the end, and cannot start others.
 
-    It stays in our process group and dies with us: who kills a reward's worker kills it too.
+    It stays in this process group and dies with its parent: killing a reward worker kills it too.
     """
-    fenced = {**orders, "limits": limits.for_process(), "parent": os.getpid(), "allow_weak": limits.allow_weak}
+    full_job = {**job, "limits": limits.for_process(), "parent": os.getpid(), "allow_weak": limits.allow_weak}
     with (
         tempfile.TemporaryDirectory(prefix="treadle-answer-", ignore_cleanup_errors=True) as folder,
-        _file_with(json.dumps(fenced).encode()) as file,
+        _file_with(json.dumps(full_job).encode()) as file,
     ):
         child = subprocess.Popen(
             [*_PYTHON, str(file.fileno())],
@@ -207,10 +209,10 @@ def _start(
             finally:
                 child.kill()
                 child.wait()
-            missing = child.stderr.read().decode(errors="replace").strip()  # foreign code has it not
-        if child.returncode == NOT_FENCED and missing:
+            missing = child.stderr.read().decode(errors="replace").strip()  # untrusted code has no access to it
+        if child.returncode == NOT_RESTRICTED and missing:
             raise ConfigError(
-                f"this system cannot fence in code that a model wrote: it lacks {missing}",
+                f"this system cannot sandbox code that a model wrote: it lacks {missing}",
                 fix="use Linux 5.13 or later on x86_64 or aarch64, or accept it: "
                 "--env.args '{\"allow_weak_sandbox\": true}'",
             )
@@ -225,12 +227,12 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _file_with(content: bytes) -> IO[bytes]:
-    """A file without a name, for whoever inherits it to read; nobody can write to it."""
+    """An unlinked, read-only file, to be inherited by a child process."""
     with tempfile.NamedTemporaryFile(prefix="treadle-answer-") as file:
         file.write(content)
         file.flush()
-        return open(file.name, "rb")  # the caller's to close
+        return open(file.name, "rb")  # the caller closes it
 
 
-def _too_long(limits: Limits) -> str:
+def _too_long(limits: SandboxLimits) -> str:
     return f"took longer than {limits.test_s:g} s, or all tests longer than {limits.total_s:g} s"

@@ -1,4 +1,4 @@
-"""What the fence refuses and what it leaves, each tried for real in a fenced-in process."""
+"""What the sandbox refuses and what it allows, each tried in a real sandboxed process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.envs.fences import needs_fences
-from treadle.envs.sandbox import fence
-from treadle.envs.sandbox.runs import Limits, run_tests
+from tests.unit.envs.sandbox_support import needs_sandbox
+from treadle.envs.sandbox import restrict
+from treadle.envs.sandbox.execution import SandboxLimits, run_tests
 
-pytestmark = needs_fences
+pytestmark = needs_sandbox
 
-LIMITS = Limits(test_s=5, total_s=20, memory_mb=256)
+LIMITS = SandboxLimits(test_s=5, total_s=20, memory_mb=256)
 
 
 HARM = {
@@ -98,62 +98,62 @@ C_CALLS = (
 
 
 JUDGED = {
-    "open": fence._OPEN,
-    "openat": fence._OPENAT,
-    "clone": fence._CLONE,
-    "socketpair": fence._SOCKETPAIR,
-    "fcntl": fence._FCNTL,
-    "ioctl": fence._IOCTL,
+    "open": restrict._OPEN,
+    "openat": restrict._OPENAT,
+    "clone": restrict._CLONE,
+    "socketpair": restrict._SOCKETPAIR,
+    "fcntl": restrict._FCNTL,
+    "ioctl": restrict._IOCTL,
 }
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h")]
 
 
-@pytest.mark.parametrize("column", [0, 1], ids=fence._MACHINES)
+@pytest.mark.parametrize("column", [0, 1], ids=restrict._MACHINES)
 def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers(column):
     if not HEADERS[column].exists():
         pytest.skip("the kernel's header is not here")
     header = HEADERS[column].read_text()
     numbers = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header)}
     numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
-    same = {"clone3": (fence._CLONE3,) * 2, "openat2": (fence._OPENAT2,) * 2}
-    for name, both in {**fence._ALLOWED, **JUDGED, **same}.items():
+    same = {"clone3": (restrict._CLONE3,) * 2, "openat2": (restrict._OPENAT2,) * 2}
+    for name, both in {**restrict._ALLOWED, **JUDGED, **same}.items():
         assert both[column] == numbers.get(name), name
 
 
 def judge(column, number, *arguments, architecture=None):
     """What the filter says of a system call, as the kernel would run it."""
     arguments = [*arguments, *[0] * (6 - len(arguments))]
-    data = struct.pack("=IIQ6Q", number, architecture or fence._ARCHITECTURES[column], 0, *arguments)
-    steps = list(struct.iter_unpack("=HBBI", fence._program(column)))
+    data = struct.pack("=IIQ6Q", number, architecture or restrict._ARCHITECTURES[column], 0, *arguments)
+    steps = list(struct.iter_unpack("=HBBI", restrict._program(column)))
     place = value = 0
-    while steps[place][0] != fence._RETURN:
+    while steps[place][0] != restrict._RETURN:
         code, if_true, if_false, operand = steps[place]
         place += 1
-        if code == fence._LOAD:
+        if code == restrict._LOAD:
             (value,) = struct.unpack_from("=I", data, operand)
-        elif code == fence._AND:
+        elif code == restrict._AND:
             value &= operand
         else:
-            holds = {fence._EQUAL: value == operand, fence._AT_LEAST: value >= operand}
+            holds = {restrict._EQUAL: value == operand, restrict._AT_LEAST: value >= operand}
             place += if_true if holds.get(code, value & operand) else if_false
     return steps[place][3]
 
 
-@pytest.mark.parametrize("column", [0, 1], ids=fence._MACHINES)
+@pytest.mark.parametrize("column", [0, 1], ids=restrict._MACHINES)
 def test_the_filter_of_either_machine_allows_what_is_listed_and_no_more(column):
-    unknown, refused = fence._REFUSE | errno.ENOSYS, fence._REFUSE | errno.EPERM
-    listed = {both[column] for both in fence._ALLOWED.values()}
+    unknown, refused = restrict._REFUSE | errno.ENOSYS, restrict._REFUSE | errno.EPERM
+    listed = {both[column] for both in restrict._ALLOWED.values()}
     judged = {both[column] for both in JUDGED.values()}
     for number in range(600):
         if number not in judged:
-            allowed = judge(column, number) == fence._ALLOW
+            allowed = judge(column, number) == restrict._ALLOW
             assert allowed == (number in listed), number
         assert judge(column, number | 0x40000000) == unknown  # as x32 has it
-        assert judge(column, number, architecture=0x40000003) == fence._KILL  # 32 bits: i386
+        assert judge(column, number, architecture=0x40000003) == restrict._KILL  # 32 bits: i386
     for call, place in (("open", 1), ("openat", 2)):
         number = JUDGED[call][column]
         for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY) if number is not None else ():
-            assert judge(column, number, *[0] * place, flags) == fence._ALLOW
+            assert judge(column, number, *[0] * place, flags) == restrict._ALLOW
         for flags in (os.O_WRONLY, os.O_RDWR, 3, os.O_TRUNC, os.O_CREAT, os.O_TMPFILE) if number is not None else ():
             assert judge(column, number, *[0] * place, flags) == refused
 
@@ -217,12 +217,12 @@ def f():
 
 OLDER_LANDLOCK = """
 import os, sys
-from treadle.envs.sandbox import fence
+from treadle.envs.sandbox import restrict
 version, readable, other = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-call, library = fence._syscall, list(fence._readable())
-fence._syscall = lambda libc, number, *args: version if args == (None, 0, 1) else call(libc, number, *args)
-fence._readable = lambda: [*library, readable]
-assert fence.fence_in({}, parent=os.getppid()) == []
+call, library = restrict._syscall, list(restrict._readable())
+restrict._syscall = lambda libc, number, *args: version if args == (None, 0, 1) else call(libc, number, *args)
+restrict._readable = lambda: [*library, readable]
+assert restrict.restrict_process({}, parent=os.getppid()) == []
 assert open(readable).read() == "kept"
 for path in (readable, other):
     for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, 3):
@@ -237,7 +237,7 @@ for path in (readable, other):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_older_versions_of_landlock_let_no_file_be_truncated(version, tmp_path):
-    """They know nothing of truncation; the fence sees an older version than this system has."""
+    """They know nothing of truncation; the process sees an older version than this system has."""
     files = [tmp_path / "readable", tmp_path / "other"]
     for file in files:
         file.write_text("kept")
@@ -248,7 +248,7 @@ def test_older_versions_of_landlock_let_no_file_be_truncated(version, tmp_path):
 
 WITHOUT_LANDLOCK = """
 import ctypes, struct, sys
-from treadle.envs.sandbox.runs import Limits, check_fences
+from treadle.envs.sandbox.execution import SandboxLimits, check_sandbox
 from treadle.errors import ConfigError
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
 program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
@@ -256,15 +256,15 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("@HxxxxxxQ", len(steps), ctypes.addressof(program)), 0, 0) == 0
 try:
-    check_fences(Limits())
+    check_sandbox(SandboxLimits())
 except ConfigError as error:
     print(error)
-check_fences(Limits(allow_weak=True))
+check_sandbox(SandboxLimits(allow_weak=True))
 print("runs when it must")
 """
 
 
-def test_where_the_system_lacks_a_fence_nothing_runs_and_the_error_names_it():
+def test_a_missing_restriction_is_an_error_that_names_it_and_nothing_runs():
     """The system call that Landlock begins with is refused, as by a kernel that does not have it."""
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_LANDLOCK], check=True, capture_output=True, text=True, timeout=60

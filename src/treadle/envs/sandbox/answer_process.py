@@ -1,6 +1,6 @@
-"""The process that holds an answer: it runs the answer's code, and does what the tests in the other process ask of it.
+"""Process that loads the answer and performs operations on it for the tests, which run in another process.
 
-Whatever the answer does to this process, it can only change what it answers, which is its good right.
+Whatever the answer does to this process, it can only change its own results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
-from treadle.envs.sandbox.values import Line, decode, encode
+from treadle.envs.sandbox.values import JsonPipe, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def serve_answer(source: str, line: Line) -> None:
-    """Load the answer, tell which names it defines (or what it raised), then serve until the tests are gone."""
+def serve_answer(source: str, pipe: JsonPipe) -> None:
+    """Serve operations until the tests are gone. The first one loads the answer and returns the names it defines."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module  # dataclasses look their module up
     held: list[Any] = []
@@ -40,7 +40,7 @@ def serve_answer(source: str, line: Line) -> None:
 
     def perform(operation: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         if operation == "load":
-            exec(compile(source, "answer", "exec"), module.__dict__)  # noqa: S102  # this is what the fence is for
+            exec(compile(source, "answer", "exec"), module.__dict__)  # noqa: S102  # restricted
             return {"value": encode([name for name in vars(module) if not name.startswith("__")], refer)}
         if operation == "name":
             return {"value": encode(vars(module)[args[0]], refer)}
@@ -54,11 +54,11 @@ def serve_answer(source: str, line: Line) -> None:
 
     while True:
         try:
-            request = line.receive()
+            request = pipe.receive()
         except EOFError:
             return
         try:
             response = perform(*request)
-        except BaseException as error:  # sys.exit() as well: the answer has not done what it was asked
+        except BaseException as error:  # also SystemExit
             response = {"raised": type(error).__name__, "message": str(error)[:500]}
-        line.send(response)
+        pipe.send(response)
