@@ -1,1 +1,1 @@
-"""`treadle env NAME validate`: is a task fit to be trained on?"""
+"""Checks of `treadle env NAME validate`: is a task fit to be trained on?"""

@@ -1,4 +1,4 @@
-"""What an examination found: name, verdict, words and remedy; and how it is printed."""
+"""Results of checks (name, verdict, text and remedy), and how they are printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDEST_NAME = 28
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy`: the command or the change that fixes it. A check that was skipped is ok, and `found` says so."""
+    """`remedy`: the command or the change that fixes it. A skipped check is ok, and `found` says so."""
 
     name: str
     verdict: Verdict
@@ -29,12 +29,12 @@ class Finding:
 
 
 def problems(findings: Sequence[Finding]) -> list[str]:
-    """The names of what is wrong."""
+    """The names of the checks with problems."""
     return [finding.name for finding in findings if finding.verdict == "problem"]
 
 
 def show(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
-    """Print what is not ok, then how many checks are; `verbose`: those too, in their order."""
+    """Print the checks that are not ok, then a summary; `verbose`: print all checks, in order."""
     listed = findings if verbose else [finding for finding in findings if finding.verdict != "ok"]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=_WIDEST_NAME, overflow="fold")

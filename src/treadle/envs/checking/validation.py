@@ -1,4 +1,4 @@
-"""`treadle env NAME validate`: is the task fit to be trained on? Needs no model, hub or tokenizer."""
+"""Check whether a task is fit to be trained on (`treadle env NAME validate`). Needs no model, hub or tokenizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from rich.console import Console
 from treadle.config.env import DataOptions, EnvConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import load_environment
+from treadle.envs.checking.answers import AnswerTester, TriedAnswer, check_answers, fix_for_error
 from treadle.envs.checking.findings import Finding, problems, show
-from treadle.envs.checking.trial_checks import check_trials, where_it_failed
-from treadle.envs.checking.trials import Trial, Trials
 from treadle.envs.data import DataEnvironment, question_of
 from treadle.envs.rewards.calls import describe
 from treadle.envs.scoring import Judge, reward_pool
@@ -28,12 +27,12 @@ from treadle.envs.side_by_side import show_progress
 from treadle.errors import TreadleError
 
 _MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
-_MAX_FAILURES = 10  # then the rest would only say the same
+_MAX_FAILURES = 10  # more would show the same problem
 _REPORTED_SETTINGS = {*DataOptions.model_fields, "brevity", "max_token_length"}
 
 
-class WatchedConfig(EnvConfig):
-    """Remembers which of its settings were looked at, also in its copies."""
+class RecordingConfig(EnvConfig):
+    """Records which of its settings were read, also in its copies."""
 
     _seen: set[str] = PrivateAttr(default_factory=set)
 
@@ -55,19 +54,19 @@ async def validate_task(
     verbose: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Print what is wrong with a task, and with `verbose` also what is right; 1 when something is wrong.
+    """Print the problems of a task, with `verbose` also the passed checks; returns 1 if there are problems.
 
-    Answers are tried on at most `max_items` of each split, and not for much longer than `max_seconds`.
+    Answers are tried on at most `max_items` of each split, and for about `max_seconds` at most.
     """
-    watched = WatchedConfig.model_validate(env.model_dump(exclude_unset=True))
+    watched = RecordingConfig.model_validate(env.model_dump(exclude_unset=True))
     environment = load_environment(watched)
     try:
-        findings = await _examine(environment, max_items, max_seconds)
+        findings = await _check_task(environment, max_items, max_seconds)
     except TreadleError:
         raise
-    except Exception as error:  # the border to code that a user writes
+    except Exception as error:  # user code
         what = describe(error)
-        findings = [Finding("its own code", "problem", what, where_it_failed(what))]
+        findings = [Finding("its own code", "problem", what, fix_for_error(what))]
     else:
         findings.append(_settings(environment))
     wrong = problems(findings)
@@ -78,7 +77,7 @@ async def validate_task(
     return int(bool(wrong))
 
 
-async def _examine(environment: Environment, max_items: int, max_seconds: float) -> list[Finding]:
+async def _check_task(environment: Environment, max_items: int, max_seconds: float) -> list[Finding]:
     config = environment.config
     async with reward_pool(config) as pool:
         await asyncio.to_thread(environment.prepare)
@@ -86,7 +85,7 @@ async def _examine(environment: Environment, max_items: int, max_seconds: float)
         try:
             listed = _listed(environment)
             num_train = max_items if listed is None else min(max_items, len(listed))
-            # At least one: without items, that is told here.
+            # At least one, so that a task without items raises here.
             train = [environment.train_item(index) for index in range(max(1, num_train))]
             held_out = environment.eval_items()
             findings = [
@@ -97,16 +96,16 @@ async def _examine(environment: Environment, max_items: int, max_seconds: float)
             ]
             if problems(findings):
                 return findings
-            items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also where time is short
-            with _without_logs():
+            items = stable_shuffle([*train, *held_out[:max_items]], "trials")  # both splits, also if time is short
+            with _logs_muted():
                 tried = await _try_answers(environment, Judge(environment, pool), items, max_seconds)
-            return [*findings, tried.as_finding(len(items)), *check_trials(environment, tried.trials)]
+            return [*findings, tried.as_finding(len(items)), *check_answers(environment, tried.answers)]
         finally:
             await environment.close()
 
 
 def _listed(environment: Environment) -> Sequence[Item] | None:
-    """All training items; None when they are made as they are asked for."""
+    """All training items; None if they are generated by index."""
     return environment.train_items() if type(environment).train_item is Environment.train_item else None
 
 
@@ -169,20 +168,20 @@ def _check_repeatable(
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The answers that were tried, and why not on all items."""
+class TriedAnswers:
+    """The answers that were tried, and why some items were left out."""
 
-    trials: Sequence[Trial]
+    answers: Sequence[TriedAnswer]
     why_stopped: str = ""
 
     def as_finding(self, num_items: int) -> Finding:
-        num_tried = sum(trial.kind == "right" for trial in self.trials)
+        num_tried = sum(answer.kind == "right" for answer in self.answers)
         return Finding("items tried", "ok", f"{num_tried:,} of {num_items:,}{self.why_stopped}")
 
 
 @contextmanager
-def _without_logs() -> Iterator[None]:
-    """Every trial that fails would be logged with its traceback; the table tells the first in words."""
+def _logs_muted() -> Iterator[None]:
+    """Mute the log: it would have a traceback of every failed answer; the table shows the first one."""
     logger = logging.getLogger("treadle.env")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -192,29 +191,31 @@ def _without_logs() -> Iterator[None]:
         logger.setLevel(before)
 
 
-async def _try_answers(environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float) -> Tried:
-    trials = Trials(environment, judge, items)
-    await trials.on(0)  # not counted: the workers start
+async def _try_answers(
+    environment: Environment, judge: Judge, items: Sequence[Item], max_seconds: float
+) -> TriedAnswers:
+    tester = AnswerTester(environment, judge, items)
+    await tester.try_answers(0)  # not counted: the workers start
     deadline = time.monotonic() + max_seconds
-    tried: list[Trial] = []
+    tried: list[TriedAnswer] = []
     num_failures = 0
     num_to_try = min(len(items), _MAX_WITH_TURNS) if environment.has_turns else len(items)
     with show_progress("items tried", num_to_try) as report_progress:
         for place in range(num_to_try):
-            answers = await trials.on(place)
+            answers = await tester.try_answers(place)
             tried += answers
             num_failures += sum(answer.score.reward is None for answer in answers)
             report_progress(place + 1, f"{len(tried):,} answers scored")
             if num_failures >= _MAX_FAILURES:
-                return Tried(tried, f": stopped after {num_failures} failures of scoring")
+                return TriedAnswers(tried, f": stopped after {num_failures} failures of scoring")
             if time.monotonic() > deadline and place + 1 < num_to_try:
-                return Tried(tried, f": stopped after {max_seconds:g} s")
-    return Tried(tried, "" if num_to_try == len(items) else ": enough for a task of several turns")
+                return TriedAnswers(tried, f": stopped after {max_seconds:g} s")
+    return TriedAnswers(tried, "" if num_to_try == len(items) else ": enough for a task of several turns")
 
 
 def _settings(environment: Environment) -> Finding:
     config = environment.config
-    seen = ", ".join(config.seen) if isinstance(config, WatchedConfig) else ""
+    seen = ", ".join(config.seen) if isinstance(config, RecordingConfig) else ""
     own = ", ".join(f"{name} {value}" for name, value in environment.defaults.items() if value != "")
     reads = f"it reads {seen}" if seen else "it reads none of those that describe a task"
     return Finding("settings", "ok", reads + (f"; its own defaults: {own}" if own else ""))
