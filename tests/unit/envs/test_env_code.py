@@ -14,7 +14,7 @@ from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import InlineScorer
 from treadle.envs.sandbox.execution import SandboxLimits, run_tests
 from treadle.envs.scoring import Judge
-from treadle.envs.tasks.code_tasks import NUM_TESTS, generated_tasks
+from treadle.envs.tasks.code import NUM_TESTS, generated_tasks
 from treadle.errors import ConfigError
 
 pytestmark = needs_sandbox
@@ -60,7 +60,7 @@ def test_the_example_in_a_question_is_true_and_no_test():
 
 def test_solutions_of_other_patterns_and_numbers_do_not_pass():
     """The tests of a task tell its number: with another one, at least one of them fails."""
-    tasks = [task for task, _ in generated_tasks()][::16]  # k = 2 of every pattern
+    tasks = [task for task, _ in generated_tasks()][::16]  # k = 2 of every template
     others = [task for task, _ in generated_tasks()][1::16]  # k = 3
     for task, other in zip(tasks, others, strict=True):
         assert run_tests(task.solution, task.tests, SandboxLimits()) == [""] * NUM_TESTS

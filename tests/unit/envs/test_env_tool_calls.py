@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.envs.tasks.calculator import calculate
+from treadle.envs.tasks.tools import calculate
 from treadle.envs.tool_calls import BrokenCall, ToolCall, find_tool_calls, without_tool_calls
 
 

@@ -15,8 +15,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, Sampling
 from treadle.envs.engine_client import Completion, Generation
-from treadle.envs.tasks.tool_tasks import make_puzzle, search
-from treadle.envs.tasks.tools import knows_tool_role
+from treadle.envs.tasks.tools import knows_tool_role, make_puzzle, search
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError
 

@@ -24,8 +24,7 @@ from treadle.envs.foreign.agent_process import Ended, check_can_start, run_progr
 from treadle.envs.foreign.recorder import Recorder, item_json
 from treadle.envs.foreign.server import TOKEN_VARIABLE, api_key, serving
 from treadle.envs.foreign.sessions import Session, Sessions
-from treadle.envs.tasks.jsonl import Args as RowArgs
-from treadle.envs.tasks.jsonl import Jsonl
+from treadle.envs.tasks.jsonl import Jsonl, JsonlArgs
 from treadle.errors import ProcessDied
 from treadle.log import get_logger
 
@@ -36,7 +35,7 @@ LAST_WORDS = 300  # characters of the last line that a program printed
 log = get_logger("env")
 
 
-class Args(RowArgs, frozen=True, forbid_unknown_fields=True):
+class AgentArgs(JsonlArgs, frozen=True, forbid_unknown_fields=True):
     """What `--env.args` may say, beside what it may say of rows."""
 
     command: str | list[str] = ""  # empty: agents come by themselves
@@ -52,8 +51,8 @@ class Agent(Jsonl):
     """A rollout is one run of the agent. Its score is what it posts, or else what `rewards` say of the last reply."""
 
     defaults: ClassVar = {"max_token_length": 512, "num_eval": 32}
-    args_type: ClassVar = Args
-    _args: Args
+    args_type: ClassVar = AgentArgs
+    _args: AgentArgs
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)  # with all of its args: `treadle run` starts this environment from `self.config`

@@ -1,4 +1,4 @@
-"""Small sums with one right answer: the default environment, learnable on a CPU within minutes."""
+"""Arithmetic with small numbers: the default environment, learnable on a CPU within minutes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from treadle.errors import ConfigError
 
 Numbers = tuple[int, ...]  # that a question is about
 MAX_DIFFICULTY = 20  # a dozen numbers of a dozen digits
-CUT_OFF_REWARD = 0.5  # for a right answer that does not end by itself
+CUT_OFF_REWARD = 0.5  # for a right answer that was truncated
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions about `num_terms` numbers of `low`..`high`. How they are split does not depend on a run's seed."""
+    """Questions about `num_terms` numbers of `low`..`high`. Their split does not depend on a run's seed."""
 
     name: str
-    question: str  # numbers come last: a prefix that all prompts share is computed once
+    question: str  # numbers come last, so that prompts share a prefix in the engine's cache
     sign: str  # between the numbers
     answer: Callable[[Numbers], int]
     low: int
@@ -36,7 +36,7 @@ class Task:
     last_sign: str = ""  # between the last two; empty: the same
     num_terms: int = 2
     num_held_out: int = 256
-    num_train: int = 4000  # at most; a small task trains on whatever is not held out
+    num_train: int = 4000  # at most; a small task trains on all that is not held out
     is_fair: Callable[[Numbers], bool] = lambda numbers: True
 
     def item(self, numbers: Numbers) -> Item:
@@ -77,7 +77,7 @@ TASKS = {
         ),
     )
 }
-# Whole decades: multiplication by 2..12 goes on with numbers of two digits, the others with one digit more.
+# Multiplication (by 2..12) continues with numbers of two digits, the others with one digit more.
 _FIRST_HARDER_DIGITS = {"addition": 3, "comparison": 4, "multiplication": 2}
 
 
@@ -109,7 +109,7 @@ class Split:
 
 
 def split(task: Task) -> Split:
-    """The same two sets for ever. Numbers that are held out are not trained on in another order either."""
+    """Always the same two sets. Held-out numbers are not trained on in another order either."""
     questions = _distinct_questions(task)
     held_out: dict[Numbers, Numbers] = {}
     while len(held_out) < task.num_held_out:
@@ -121,16 +121,16 @@ def split(task: Task) -> Split:
 
 @environment("arithmetic")
 class Arithmetic(Environment):
-    """Reward 1 for the right number in an answer that ends by itself, half of it in one that is cut off.
+    """Reward 1 for the right number, CUT_OFF_REWARD if the answer is truncated.
 
-    `config.brevity` adds up to that much when a right answer ends early.
+    `config.brevity` is the largest bonus for a right answer that ends early.
 
     >>> Arithmetic(EnvConfig(task="addition")).train_item(0).prompt
     'Answer with only the number. What is 20 + 27?'
     """
 
     # A temperature of 0.7 learns as much as 1.0 from half the tokens: completions of a prompt have longer common
-    # beginnings, which are computed once. `config.difficulty`: see `harder`.
+    # prefixes, which are computed once. `config.difficulty`: see `harder`.
     defaults: ClassVar = {"task": "addition", "max_token_length": 16, "temperature": 0.7}
 
     def __init__(self, config: EnvConfig) -> None:
@@ -152,14 +152,14 @@ class Arithmetic(Environment):
         return Score(reward=self._worth(completion) if is_right else 0.0, is_right=is_right)
 
     def _worth(self, completion: Completion) -> float:
-        """Of a right answer. (A short wrong one is worth nothing.)"""
+        """The reward of a right answer."""
         if completion.finish_reason != "stop":
             return CUT_OFF_REWARD
         return 1 + self.config.brevity * (1 - len(completion.token_ids) / self.config.max_token_length)
 
 
-# A minus sign counts only where no digit stands before it: "-140" is negative, "60-140" holds 140.
-# A point may come first where nothing is before it: ".5" is a half, but "It is.5" holds 5.
+# A minus sign counts only if no digit precedes it: "-140" is negative, "60-140" has 140.
+# A point may come first if nothing precedes it: ".5" is a half, but "It is.5" has 5.
 _NUMBER = re.compile(
     r"(?<![0-9])(?P<sign>[-−]?)"
     r"(?P<size>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
@@ -168,7 +168,7 @@ _NUMBER = re.compile(
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number in a text, as Decimal reads it: `numbers_in("57 + 83 = 1,240.") == ["57", "83", "1240"]`."""
+    """Every number in a text, as Decimal parses it: `numbers_in("57 + 83 = 1,240.") == ["57", "83", "1240"]`."""
     return [
         ("-" if match["sign"] else "") + match["size"].replace(",", "") + (match["exponent"] or "")
         for match in _NUMBER.finditer(text)
@@ -199,7 +199,7 @@ def _in_order(numbers: Numbers) -> Numbers:
 
 
 def _distinct_questions(task: Task) -> Iterator[Numbers]:
-    """All fair questions of the task, one after the other in a fixed random order, without listing them first."""
+    """Generate all fair questions of the task in a fixed random order."""
     num_questions = (task.high - task.low + 1) ** task.num_terms
     seen: set[Numbers] = set()
     for draw in itertools.count():
@@ -214,7 +214,7 @@ def _distinct_questions(task: Task) -> Iterator[Numbers]:
 
 
 def _draw(task: Task, draw: int) -> Numbers:
-    """Two numbers come out of one seed, more of one each: together they would be too many for a seed."""
+    """Two numbers come from one seed, more numbers from one seed each: a 63-bit seed is too small for all."""
     span = task.high - task.low + 1
     if task.num_terms == 2:
         first, second = divmod(stable_seed("arithmetic", task.name, draw) % (span * span), span)

@@ -1,4 +1,4 @@
-"""The smallest task there is: say the digit you are shown. For smoke tests, and as the shortest example."""
+"""Repeat the digit in the prompt: the smallest task, for smoke tests and as the shortest example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treadle.envs.engine_client import Completion
 
 @environment("echo")
 class Echo(Environment):
-    """Right when the completion begins with the digit; even a model of random weights learns it."""
+    """Right if the completion starts with the digit; even a model with random weights learns it."""
 
     defaults: ClassVar = {"max_token_length": 24}
 

@@ -1,4 +1,4 @@
-r"""Grade-school mathematics (GSM8K): think first, then the answer in a box.
+r"""GSM8K, grade-school mathematics: think first, then the answer in a box.
 
 treadle env gsm8k serve --env.data FOLDER      train.jsonl and test.jsonl; without it, the dataset is fetched
 """
@@ -22,10 +22,10 @@ _SYSTEM_PROMPT = (
 
 @environment("gsm8k")
 class Gsm8k(DataEnvironment):
-    r"""1 when the last \boxed{...} behind the thinking has the value of the answer, else -1.
+    r"""1 if the last \boxed{...} after the thinking has the value of the answer, else -1.
 
-    When a whole group is right, long completions are worth less (`length_penalty`); groups without a difference are
-    dropped; and a completion of fewer than `min_trained_tokens` is not trained on.
+    If a whole group is right, long completions score less (`length_penalty`); groups with equal scores are dropped; a
+    completion of fewer than `min_trained_tokens` tokens is not trained on.
     """
 
     rewards = ("boxed_math",)
@@ -52,7 +52,7 @@ class Gsm8k(DataEnvironment):
 
 
 def gold_answer(solution: str) -> str:
-    """What follows the last '#': `gold_answer("She has 3 + 4 = 7.\\n#### 1,007") == "1007"`."""
+    """The text after the last '#': `gold_answer("She has 3 + 4 = 7.\\n#### 1,007") == "1007"`."""
     gold = solution.rpartition("#")[2].strip().replace(",", "")
     if read_number(gold) is None:
         raise RowError(f"the answer {gold!r:.60} is no number (it is what follows the last #)")

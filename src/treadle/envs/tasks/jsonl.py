@@ -1,4 +1,4 @@
-"""Any file of prompts and answers.
+"""Train on any file of prompts and answers.
 
 treadle env jsonl serve --env.data rows.jsonl
 treadle env jsonl serve --env.data rows.jsonl --env.args '{"answer_field": "target", "rewards": ["boxed_math"]}'
@@ -25,27 +25,27 @@ PROMPT_FIELDS = ("messages", "prompt", "question")
 ANSWER_FIELDS = ("answer", "solution", "gold")
 
 
-class Args(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `--env.args` may say."""
+class JsonlArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings in `--env.args`."""
 
-    prompt_field: str | None = None  # of text, or of chat messages; None: the first of PROMPT_FIELDS
-    # None: the first of ANSWER_FIELDS, which a row may lack when all rewards are functions that take columns;
-    # "": there is none, the rewards need none
+    prompt_field: str | None = None  # text or chat messages; None: the first of PROMPT_FIELDS
+    # None: the first of ANSWER_FIELDS, which is optional if all rewards are functions that take columns;
+    # "": the rows have no answers, and the rewards need none
     answer_field: str | None = None
-    rewards: Any = ("exact_match",)  # whatever `registry.create` takes
+    rewards: Any = ("exact_match",)  # a value for `registry.create`
 
 
 @environment("jsonl")
 class Jsonl(DataEnvironment):
-    """A row is a prompt and its answer; its other fields are there for rewards, as metadata."""
+    """A row is a prompt and its answer; its other fields are metadata for rewards."""
 
     defaults: ClassVar = {"max_token_length": 256}
-    args_type: ClassVar[type[Args]] = Args  # what `--env.args` may say
+    args_type: ClassVar[type[JsonlArgs]] = JsonlArgs
 
     def __init__(self, config: EnvConfig) -> None:
         super().__init__(config)
         self._args = parse_args(config, self.args_type)
-        registry.create(self._args.rewards)  # a misspelt reward must not wait for the data to be told
+        registry.create(self._args.rewards)  # report a misspelt reward before the data is loaded
         self.rewards = self._args.rewards
 
     def to_item(self, row: Row) -> Item:
@@ -64,18 +64,18 @@ class Jsonl(DataEnvironment):
         return Item(
             messages=tuple(_with_system_prompt(messages, self.system_prompt)),
             answer="" if answer_field is None or self._args.answer_field == "" else row.text(*answer_fields),
-            # A function that takes columns finds the answer under the column's own name.
+            # A function that takes columns gets the answer under the column's own name.
             metadata=row.rest(prompt_field, "" if any(take_columns) else answer_field or ""),
             is_chat=isinstance(prompt, list),
         )
 
     @functools.cached_property
     def _take_columns(self) -> list[bool]:
-        """Of each reward, whether it is a function that takes lists, by the names of the row's columns."""
+        """For each reward, whether it is a function that takes the row's columns as lists."""
         return [isinstance(leaf, BatchFunctionReward) for leaf in leaves(registry.create(self.rewards))]
 
     def _name_fields(self, named: dict[str, str]) -> str:
-        """A guess at which of a row's fields are meant, as the flag that says so."""
+        """A hint with the flag that names the fields."""
         args = json.dumps({**self.config.args, **named}, ensure_ascii=False)
         return f"if these are the fields that you mean, pass --env.args '{args}'" if named else ""
 
@@ -84,7 +84,7 @@ class Jsonl(DataEnvironment):
 
 
 def _as_messages(given: list[Any]) -> list[Message]:
-    """Chat messages as they are, when the model can answer them."""
+    """Validate chat messages: the last one must be something to answer."""
     for message in given:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise RowError('has a message that is not {"role": "user", "content": "..."}')
@@ -94,7 +94,7 @@ def _as_messages(given: list[Any]) -> list[Message]:
 
 
 def _with_system_prompt(messages: list[Message], system_prompt: str) -> list[Message]:
-    """What the user has to say first stands in the place of what the row says."""
+    """Replace the system messages of the row by the configured prompt, if there is one."""
     if not system_prompt:
         return messages
     return [

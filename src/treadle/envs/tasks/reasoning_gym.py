@@ -1,4 +1,4 @@
-"""Any task of the package reasoning-gym, made up without end.
+"""Train on any task of the package reasoning-gym; items are generated without end.
 
 treadle env reasoning_gym serve --env.task basic_arithmetic --env.args '{"max_digits": 3}'
 """
@@ -23,8 +23,8 @@ from treadle.envs.seeds import stable_seed
 from treadle.errors import ConfigError, require
 
 NUM_HELD_OUT = 100
-_NUM_BLOCKS = 100_000  # to begin in, by the run's seed; some tasks take no seed above 2**32
-_NUM_ATTEMPTS = 30  # at a question that is not held out
+_NUM_BLOCKS = 100_000  # possible first blocks, chosen by the run's seed; some tasks take no seed above 2**32
+_NUM_ATTEMPTS = 30  # to find a question that is not held out
 _OURS = {"seed", "size"}
 
 # Tasks of version 0.1.25 that cannot be trained on as they are, and why. Found by making 20 to 40 entries of each,
@@ -50,7 +50,7 @@ KNOWN_BROKEN: Mapping[str, str] = {
 
 @environment("reasoning_gym")
 class ReasoningGym(Environment):
-    """The task's own score of what stands in the last <answer>...</answer>, 0 to 1."""
+    """The task's own score of the last <answer>...</answer>, 0 to 1."""
 
     defaults: ClassVar = {"task": "basic_arithmetic", "max_token_length": 512}
 
@@ -64,17 +64,17 @@ class ReasoningGym(Environment):
                 f"--env.args sets {', '.join(sorted(taken))}", fix="pass --env.seed; there is no last item"
             )
         self._settings = json.dumps(settings, sort_keys=True)
-        dataset(config.task, self._settings, 0)  # settings that it does not take are told at once
+        dataset(config.task, self._settings, 0)  # raises for invalid settings
         self.rewards = ReasoningGymReward(task=config.task, settings_of_task=settings)
         self._held_out: dict[str, Item] = {}
 
     async def open(self) -> None:
-        # In a thread, because some tasks take a third of a second for each.
+        # In a thread, because some tasks need a third of a second per item.
         items = await asyncio.to_thread(lambda: [self._item_at(EntryIndex(0, n)) for n in range(NUM_HELD_OUT)])
         self._held_out = {item.prompt: item for item in items}
 
     def train_item(self, index: int) -> Item:
-        """Made up by its index. Where chance asks a held-out question, one from far away is taken."""
+        """Generated from its index; a held-out question is replaced by one of a distant block."""
         block, number = divmod(index, BLOCK)
         first = 1 + stable_seed("reasoning_gym", self.config.seed) % _NUM_BLOCKS
         for attempt in range(_NUM_ATTEMPTS):
@@ -93,7 +93,7 @@ class ReasoningGym(Environment):
         return f"<answer>{item.answer}</answer>"
 
     def is_right(self, result: RewardResult) -> bool:
-        """Many scorers give a part for what is nearly right."""
+        """Full score only: many scorers give a part for nearly right answers."""
         return result.score is not None and result.score > 0.99
 
     def _item_at(self, place: EntryIndex) -> Item:
@@ -127,7 +127,7 @@ def _check_task(task: str, *, allow_broken: bool) -> None:
 
 
 def _gold(entry: Mapping[str, Any]) -> str:
-    """Some entries have no single right answer, but an example of one."""
+    """The answer; some entries only have an example of a right answer."""
     answer = entry["answer"]
     for name in ("possible_answer", "example_answer", "example_correct_answer"):
         if answer is None:

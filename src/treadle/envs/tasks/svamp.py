@@ -1,4 +1,4 @@
-"""Short word problems with one number as the answer (SVAMP), for models that are too small for GSM8K.
+"""SVAMP: short word problems with one number as the answer, for models that are too small for GSM8K.
 
 treadle env svamp serve --env.data SVAMP.json
 """
@@ -22,9 +22,9 @@ _TOLERANCE = Decimal("1e-6")
 
 @environment("svamp")
 class Svamp(DataEnvironment):
-    r"""Reward 1 when the last number behind the last `</think>` is the answer, else 0.
+    r"""Reward 1 if the last number after the last `</think>` is the answer, else 0.
 
-    The prompt asks for the number only. A model that reasons first, or boxes its answer, is judged by the same rule.
+    The prompt asks for the number only. The same rule holds for a model that reasons first or boxes its answer.
     """
 
     defaults: ClassVar = {"max_token_length": 64}
@@ -47,6 +47,6 @@ class Svamp(DataEnvironment):
 
     def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
         said, answer = last_number(answer_text(completion_text)), Decimal(item.answer)
-        # Compared, not subtracted: 1e999999999 is too large to be calculated with.
+        # Compared, not subtracted: 1e999999999 is too large for arithmetic.
         is_right = said is not None and answer - _TOLERANCE <= said <= answer + _TOLERANCE
         return Score(reward=float(is_right), is_right=is_right)
