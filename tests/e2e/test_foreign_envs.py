@@ -21,8 +21,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, Sampling
 from treadle.envs.engine_client import EngineClient
-from treadle.envs.foreign.recorder import Recorder
-from treadle.envs.foreign.server import serving
+from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Sessions
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group

@@ -21,7 +21,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Sampling
 from treadle.envs.engine_client import Completion, Generation
-from treadle.envs.foreign.agent_process import run_program
+from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
 from treadle.envs.scoring import Judge
@@ -166,7 +166,7 @@ def test_an_environment_that_is_killed_takes_its_agents_with_it(tmp_path):
     (tmp_path / "agent.py").write_text(f"import os, sys\nNOTE = {str(note)!r}\n{STRAY}\ntime.sleep(60)")
     environment = f"""
 import asyncio, sys
-from treadle.envs.foreign.agent_process import run_program
+from treadle.envs.foreign.agent import run_program
 command = [sys.executable, {str(tmp_path / "agent.py")!r}]
 asyncio.run(run_program(command, stdin=b"", environment={{}}, time_limit_s=60))
 """

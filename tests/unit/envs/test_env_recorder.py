@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 from treadle.envs.base import Item, Score
 from treadle.envs.chat import Model, Sampling
 from treadle.envs.engine_client import Completion, Generation
-from treadle.envs.foreign.recorder import Recorder
-from treadle.envs.foreign.server import serving
-from treadle.envs.foreign.sessions import GivenUp, Session, Sessions
+from treadle.envs.foreign.recorder import Recorder, serving
+from treadle.envs.foreign.sessions import Session, SessionAbandoned, Sessions
 from treadle.envs.grouping import build_group
 from treadle.envs.rollout import Rollout
 from treadle.envs.tokens import ChatTokenizer
@@ -90,7 +89,7 @@ def client_of(url):
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, hands_out=False):
+def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, assigns_items=False):
     """Run `play(stage)` against a recorder whose engine says `lines`."""
     folder = save_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -103,7 +102,7 @@ def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, hands_
         sampling = Sampling(max_tokens=100, temperature=temperature, seed=7, longest_sequence=longest_sequence)
         model = Model(engine, ChatTokenizer.load(folder), sampling)
         sessions = Sessions()
-        async with serving(Recorder(sessions, hands_out=hands_out).app, "127.0.0.1", 0) as url:
+        async with serving(Recorder(sessions, assigns_items=assigns_items).app, "127.0.0.1", 0) as url:
             with sessions.open(model, ITEM) as session:
                 async with client_of(f"{url}/{session.key}/v1") as client:
                     yield Stage(url, session, engine, sessions, client)
@@ -486,7 +485,7 @@ def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
             listed = (await http.get("/sessions")).text
             assert on.session.key not in listed
             assert on.session.score_key not in listed
-            on.sessions.join("player", on.session)
+            on.sessions.add_client("player", on.session)
             for address in (on.session.key, "shared"):
                 headers = {"X-Session-ID": "player"}
                 assert (await http.post(f"/{address}/score", json={"score": 1.0}, headers=headers)).status_code == 404
@@ -534,10 +533,10 @@ def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp
             (listed,) = (await http.get("/sessions")).json()["sessions"]
             assert made["uuid"].startswith(listed["uuid"].removesuffix("..."))
             assert (await http.delete(f"/{made['uuid']}")).status_code == 200
-        with pytest.raises(GivenUp):
+        with pytest.raises(SessionAbandoned):
             on.session.score.result()
 
-    played(tmp_path, ["Five."], play, hands_out=True)
+    played(tmp_path, ["Five."], play, assigns_items=True)
 
 
 def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_path):
@@ -550,11 +549,11 @@ def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_pat
         with pytest.raises(openai.NotFoundError):
             await ask("player")
         for speaker in ("player", "judge"):
-            on.sessions.join(speaker, on.session)
+            on.sessions.add_client(speaker, on.session)
             await ask(speaker)
         assert [on.trained(i) for i in range(2)] == [[f"Five.{END}"], [f"Good.{END}"]]
         assert on.session.model.last_completion.text == "Good."
-        on.session.forget(["judge"])
+        on.session.discard(["judge"])
         assert on.session.model.last_completion.text == "Five."
         assert [on.trained(i) for i in range(len(on.session.model.transcripts))] == [[f"Five.{END}"]]
 

@@ -1,1 +1,1 @@
-"""Agents and environments of other projects: they speak OpenAI's wire to a recorder, which loses no token."""
+"""Agents and environments of other projects: they call a recorder with OpenAI's API, which keeps every token."""

@@ -1,16 +1,24 @@
-"""Agents that speak OpenAI: programs that know nothing of training.
+"""Train agents that use OpenAI's API: programs that know nothing of training.
 
 treadle env agent serve --env.data rows.jsonl --env.args '{"command": "python examples/agent.py"}'
 
 The command is started once for every rollout, with OPENAI_BASE_URL, OPENAI_API_KEY, TREADLE_SCORE_URL, and its item as
-JSON on standard input (and in TREADLE_ITEM). Without a command, agents come by themselves: POST /sessions/create.
+JSON on standard input (and in TREADLE_ITEM). Without a command, agents are started elsewhere and ask for an item with
+POST /sessions/create.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,50 +28,144 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item, Score
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
-from treadle.envs.foreign.agent_process import Ended, check_can_start, run_program, words_of
-from treadle.envs.foreign.recorder import Recorder, item_json
-from treadle.envs.foreign.server import TOKEN_VARIABLE, api_key, serving
+from treadle.envs.foreign.recorder import TOKEN_VARIABLE, Recorder, api_key, item_json, serving
 from treadle.envs.foreign.sessions import Session, Sessions
 from treadle.envs.tasks.jsonl import Jsonl, JsonlArgs
-from treadle.errors import ProcessDied
+from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
 
-ATROPOS_PORT = 9100  # where agents that come by themselves look for a recorder
-LARGEST_VARIABLE = 100_000  # bytes; the system takes no environment variable of more than 128 KiB
+SUPERVISOR = Path(__file__).with_name("agent_supervisor.py")
+# On Linux it imports no installed package, for a fast start; elsewhere it needs psutil.
+PYTHON = (sys.executable, "-I", "-S") if sys.platform == "linux" else (sys.executable, "-I")
+END_WITHIN_S = 10.0  # killed processes end at once, unless they hang in a system call
+OWN_PREFIX = "TREADLE_"  # of variables for treadle itself, among them tokens; agents do not get them
+ATROPOS_PORT = 9100  # where external agents expect a recorder
+LARGEST_VARIABLE = 100_000  # bytes; the system allows 128 KiB for an environment variable
 LAST_WORDS = 300  # characters of the last line that a program printed
-
 log = get_logger("env")
 
 
-class AgentArgs(JsonlArgs, frozen=True, forbid_unknown_fields=True):
-    """What `--env.args` may say, beside what it may say of rows."""
+@dataclass(frozen=True)
+class ProgramResult:
+    exit_code: int | None  # None: killed at its time limit
+    tail: str  # the end of its output
 
-    command: str | list[str] = ""  # empty: agents come by themselves
-    working_dir: str = ""  # where the command is started; empty: where `treadle` was when the command was given
-    time_limit_s: float = 0.0  # of one agent; 0: nine tenths of worker_timeout, so that its group is not given up
-    at_once: int = 0  # programs that run side by side at most; 0: four for each core
+
+def split_command(command: str | Sequence[str]) -> list[str]:
+    """A command as a list of words; empty if there is none."""
+    try:
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise _bad_command(f"the agent's command cannot be read: {error}: {command}") from None
+    if command and not (words and words[0].strip()):
+        raise _bad_command("the agent's command names no program")
+    if any("\0" in word for word in words):
+        raise _bad_command("the agent's command has a zero byte in it")
+    return words
+
+
+def check_can_start(command: Sequence[str], working_dir: Path) -> None:
+    if not working_dir.is_dir():
+        raise ConfigError(
+            f"there is no folder {working_dir}, in which the agent's command is to run",
+            fix="restore it, or give --env.args again with another working_dir",
+        )
+    program = working_dir / command[0] if "/" in command[0] else command[0]
+    if shutil.which(program) is None:
+        raise _bad_command(f"cannot start '{program}': there is no such program here, or it may not be run")
+
+
+def _bad_command(problem: str) -> ConfigError:
+    return ConfigError(problem, fix="""--env.args '{"command": "python examples/agent.py"}'""")
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    stdin: bytes,
+    environment: Mapping[str, str],
+    time_limit_s: float,
+    working_dir: Path | None = None,
+) -> ProgramResult:
+    """Run it to its end or time limit. Every process that it started is killed with it, even if this one is killed.
+
+    It gets this process's environment without the variables for treadle itself, plus `environment`.
+    """
+    passed_on = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
+    with tempfile.TemporaryFile() as given, _lifeline() as (watched, release):
+        given.write(stdin)  # a file: it never blocks
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *PYTHON,
+            str(SUPERVISOR),
+            str(watched),
+            *command,
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**passed_on, **environment},
+            cwd=working_dir,
+            pass_fds=(watched,),
+            start_new_session=True,  # it must not get Ctrl-C
+        )
+        communicating = asyncio.ensure_future(process.communicate())
+        try:
+            await asyncio.wait({communicating}, timeout=time_limit_s)
+            is_in_time = communicating.done()
+        finally:
+            release()
+            await asyncio.wait({communicating}, timeout=END_WITHIN_S)
+            has_ended = communicating.done()
+            if not has_ended:
+                communicating.cancel()
+                log.warning("agent_cannot_be_ended", command=shlex.join(command), supervisor_pid=process.pid)
+        if not has_ended:
+            return ProgramResult(None, "")
+        printed, _ = communicating.result()
+        return ProgramResult(process.returncode if is_in_time else None, printed.decode(errors="replace").strip())
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[tuple[int, Callable[[], None]]]:
+    """A pipe: the end that the supervisor watches, and a function that closes the other one, as would dying."""
+    watched, held = os.pipe()
+    with contextlib.ExitStack() as ends:
+        ends.callback(os.close, held)
+        try:
+            yield watched, ends.close
+        finally:
+            os.close(watched)
+
+
+class AgentArgs(JsonlArgs, frozen=True, forbid_unknown_fields=True):
+    """Settings in `--env.args`, in addition to those for rows."""
+
+    command: str | list[str] = ""  # empty: agents are started elsewhere
+    working_dir: str = ""  # of the command; empty: the working directory of `treadle` when the command was given
+    time_limit_s: float = 0.0  # of one agent; 0: 0.9 * worker_timeout, so that its group does not time out
+    at_once: int = 0  # maximum number of concurrent programs; 0: four per core
     host: str = "127.0.0.1"
     port: int | None = None  # None: a free one, or 9100 without a command
 
 
 @environment("agent")
 class Agent(Jsonl):
-    """A rollout is one run of the agent. Its score is what it posts, or else what `rewards` say of the last reply."""
+    """A rollout is one run of the agent. Its score is what it posts, or else the rewards of the last reply."""
 
     defaults: ClassVar = {"max_token_length": 512, "num_eval": 32}
     args_type: ClassVar = AgentArgs
     _args: AgentArgs
 
     def __init__(self, config: EnvConfig) -> None:
-        super().__init__(config)  # with all of its args: `treadle run` starts this environment from `self.config`
-        self._command = words_of(self._args.command)
+        super().__init__(config)  # with all args: `treadle run` starts this environment from `self.config`
+        self._command = split_command(self._args.command)
         self._working_dir = Path(self._args.working_dir).expanduser().absolute()
-        if self._command:  # a resumed run starts the same program, from wherever it is resumed
+        if self._command:  # a run that is resumed from another directory starts the same program
             self.config = config.model_copy(update={"args": {**config.args, "working_dir": str(self._working_dir)}})
         self._time_limit_s = self._args.time_limit_s or 0.9 * config.worker_timeout
         self._has_rewards = "rewards" in config.args or bool(config.rewards)
         self._sessions = Sessions()
-        self._places = asyncio.Semaphore(self._args.at_once or 4 * (os.cpu_count() or 1))
+        self._running_agents = asyncio.Semaphore(self._args.at_once or 4 * (os.cpu_count() or 1))
         self._open = AsyncExitStack()
         self.url = ""
 
@@ -78,13 +180,13 @@ class Agent(Jsonl):
 
     async def open(self) -> None:
         await super().open()
-        recorder = Recorder(self._sessions, hands_out=not self._command, right=self.config.right)
+        recorder = Recorder(self._sessions, assigns_items=not self._command, right=self.config.right)
         port = self._args.port if self._args.port is not None else 0 if self._command else ATROPOS_PORT
         self.url = await self._open.enter_async_context(serving(recorder.app, self._args.host, port))
         if not self._command:
-            self._say_where_to_come()
+            self._log_address()
 
-    def _say_where_to_come(self) -> None:
+    def _log_address(self) -> None:
         log.info(
             "agents_come_by_themselves",
             ask=f"POST {self.url}/sessions/create",
@@ -100,7 +202,7 @@ class Agent(Jsonl):
     async def rollout(self, item: Item, model: Model) -> Score | None:
         with self._sessions.open(model, item) as session:
             if self._command:
-                async with self._places:
+                async with self._running_agents:
                     return await self._run(session)
             self._sessions.offer(session)
             await session.taken.wait()
@@ -116,7 +218,7 @@ class Agent(Jsonl):
             "OPENAI_API_KEY": api_key(),
             "TREADLE_SCORE_URL": f"{self.url}/{session.score_key}/score",
         }
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy meant for the internet must not swallow calls to this machine
+        for name in ("NO_PROXY", "no_proxy"):  # calls to this machine must not go through a proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
         if len(item) <= LARGEST_VARIABLE:
             variables["TREADLE_ITEM"] = item.decode()
@@ -133,14 +235,14 @@ class Agent(Jsonl):
             either: set[asyncio.Future[Any]] = {running, session.score}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if session.score.done():
-                session.score.result()  # an engine that is gone: no use in waiting for the agent
+                session.score.result()  # raises if the engine is gone: no need to wait for the agent
             ended = await running
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        return self._worth(session, ended)
+        return self._score_of(session, ended)
 
-    def _worth(self, session: Session, ended: Ended) -> Score | None:
+    def _score_of(self, session: Session, ended: ProgramResult) -> Score | None:
         problem = self._problem(ended)
         if session.score.done():
             if problem:
@@ -155,10 +257,10 @@ class Agent(Jsonl):
             )
         return None
 
-    def _problem(self, ended: Ended) -> str:
+    def _problem(self, ended: ProgramResult) -> str:
         if ended.exit_code == 0:
             return ""
         what = f"took longer than {self._time_limit_s:g} s" if ended.exit_code is None else f"exited {ended.exit_code}"
         before, _, last = ended.tail.rpartition("\n")  # the last line first: a score's error is cut at its end
-        told = f"the agent {what}; it last printed: {last[-LAST_WORDS:] or '(nothing)'}"
-        return f"{told}\nand before that:\n{before}" if before else told
+        message = f"the agent {what}; it last printed: {last[-LAST_WORDS:] or '(nothing)'}"
+        return f"{message}\nand before that:\n{before}" if before else message

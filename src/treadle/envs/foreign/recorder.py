@@ -1,19 +1,21 @@
-"""The recorder: OpenAI's wire for agents, where every session has a URL of its own, and another for its score.
+"""Serve OpenAI's API to agents and record every token. Each session has its own URL, and a secret one for its score.
 
-POST /SESSION/v1/chat/completions    the policy, and everything it says is kept token by token
+POST /SESSION/v1/chat/completions    sample from the policy; every reply is recorded token by token
 POST /SESSION/v1/completions
 GET  /SESSION/v1/models
-POST /SECRET/score                   {"score": 1.0}, and if you like "is_right" and "parts": ends the session
-GET  /SESSION/nodes                  what was recorded so far, as Atropos' proxy shows it
+POST /SECRET/score                   {"score": 1.0}, optionally "is_right" and "parts": ends the session
+GET  /SESSION/nodes                  the recording so far, in the format of Atropos' proxy
 DELETE /SESSION                      ends the session without a score
-POST /sessions/create                an agent that comes by itself gets the next item
+POST /sessions/create                assign the next item to an agent that was started elsewhere
 GET  /sessions, /health
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -24,36 +26,75 @@ from starlette.routing import Route
 
 from treadle.envs.base import Item, Score, is_enough
 from treadle.envs.chat import Transcript
-from treadle.envs.foreign.answers import Wishes, error_body, events, whole
-from treadle.envs.foreign.lines import Turn
-from treadle.envs.foreign.requests import AgentChat, AgentCompletion, Ask, chat_ask, completion_ask
-from treadle.envs.foreign.sessions import Full, GivenUp, Over, Session, Sessions
+from treadle.envs.foreign.openai_api import (
+    AgentChat,
+    AgentCompletion,
+    AgentRequest,
+    ResponseOptions,
+    Turn,
+    error_body,
+    parse_chat_request,
+    parse_completion_request,
+    response_body,
+    response_events,
+)
+from treadle.envs.foreign.sessions import Session, SessionAbandoned, SessionClosed, SessionFull, Sessions
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.log import get_logger
+from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer, read_json, unless_gone
+from treadle.net.connections import Connections, HttpLimits
+from treadle.net.server import SignalFreeServer, server_settings, take_port
+from treadle.net.urls import url_to
 from treadle.wire.generate import Name
 
+TOKEN_VARIABLE = "TREADLE_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
+MAX_CONNECTIONS = 4000  # an agent may have several
 MAX_BODY_BYTES = 64 << 20  # conversations with large tool results, sent again with every call
 MAX_PARTS = 200  # of a score: each becomes a metric of its group
 TAKE_WITHIN_S = 30.0
-CLIENT_LEFT = 499
+CLIENT_CLOSED = 499
 SHOWN_OF_KEY = 6  # characters of 22
-SPEAKER_HEADER = "X-Session-ID"  # who of those speaks that share a session, or the address SHARED
-SHARED = "shared"  # instead of a session: whose call it is, the header says
-
+CLIENT_HEADER = "X-Session-ID"  # client id, for callers that share a session or the URL SHARED
+SHARED = "shared"  # in place of a session key in a URL: the header identifies the session
 T = TypeVar("T")
 log = get_logger("env")
-
-
-class NoSession(RequestError):
-    pass
-
-
-class NothingToDo(TreadleError):
-    pass
-
-
 _PartName = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, host: str, port: int) -> AsyncIterator[str]:
+    """Serve in this event loop until the block is left; yields the URL. Port 0 takes a free one."""
+    access = Access.of(AccessRules(process="recorder", host=host, token_variable=TOKEN_VARIABLE), os.environ)
+    listener = take_port(host, port)
+    limits = HttpLimits(max_connections=MAX_CONNECTIONS)
+    connections = Connections(limits)
+    settings = server_settings(Guard(app, access), connections, limits, lifespan="off")
+    server = SignalFreeServer(settings)
+    watch = asyncio.ensure_future(connections.watch())
+    serve = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        url = url_to(host, listener.getsockname()[1])
+        log.info("recorder", url=url)
+        yield url
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serve, return_exceptions=True)
+        watch.cancel()
+        listener.close()
+
+
+def api_key() -> str:
+    """The API key for agents: the recorder's token, if there is one."""
+    return os.environ.get(TOKEN_VARIABLE, "none")
+
+
+class UnknownSession(RequestError):
+    pass
+
+
+class NoItemAvailable(TreadleError):
+    pass
 
 
 class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,22 +108,22 @@ class PostedScore(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CreateSession(msgspec.Struct, kw_only=True):
-    """What Atropos' clients send. The tool calls read are always those between <tool_call> tags."""
+    """Body of Atropos' clients. Tool calls are always those between <tool_call> tags."""
 
     tool_parser: Name = "hermes"
 
 
 class Recorder:
-    """`Recorder(sessions).app` is to be served (`foreign.server.serving`)."""
+    """The web application: `async with serving(Recorder(sessions).app, host, port) as url`."""
 
     def __init__(
-        self, sessions: Sessions, *, model_name: str = "policy", hands_out: bool = False, right: float = 1.0
+        self, sessions: Sessions, *, model_name: str = "policy", assigns_items: bool = False, right: float = 1.0
     ) -> None:
-        """`right`: the least score that counts as right, where the agent does not say it."""
+        """`right`: the lowest score that counts as right, unless the agent posts `is_right`."""
         self._sessions = sessions
         self._right = right
         self._model_name = model_name
-        self._hands_out = hands_out  # whether agents come by themselves
+        self._assigns_items = assigns_items  # to agents that are started elsewhere
         self.app = Starlette(
             routes=[
                 _route("/health", self._health),
@@ -101,17 +142,23 @@ class Recorder:
     async def _chat(self, http: Request) -> Response:
         session = self._find(http)
         body = await _read(http, AgentChat)
-        ask = chat_ask(body, session.model.sampling.temperature, http.headers.get(SPEAKER_HEADER, ""))
-        return await self._answer(http, session, ask, self._wishes(body, is_chat=True), is_streamed=bool(body.stream))
+        request = parse_chat_request(body, session.model.sampling.temperature, http.headers.get(CLIENT_HEADER, ""))
+        return await self._answer(
+            http, session, request, self._options(body, is_chat=True), is_streamed=bool(body.stream)
+        )
 
     async def _completions(self, http: Request) -> Response:
         session = self._find(http)
         body = await _read(http, AgentCompletion)
-        ask = completion_ask(body, session.model.sampling.temperature, http.headers.get(SPEAKER_HEADER, ""))
-        return await self._answer(http, session, ask, self._wishes(body, is_chat=False), is_streamed=bool(body.stream))
+        request = parse_completion_request(
+            body, session.model.sampling.temperature, http.headers.get(CLIENT_HEADER, "")
+        )
+        return await self._answer(
+            http, session, request, self._options(body, is_chat=False), is_streamed=bool(body.stream)
+        )
 
-    def _wishes(self, body: AgentChat | AgentCompletion, *, is_chat: bool) -> Wishes:
-        return Wishes(
+    def _options(self, body: AgentChat | AgentCompletion, *, is_chat: bool) -> ResponseOptions:
+        return ResponseOptions(
             model=body.model or self._model_name,
             is_chat=is_chat,
             logprobs=bool(body.logprobs) or (not is_chat and body.logprobs is not None),
@@ -120,28 +167,28 @@ class Recorder:
         )
 
     async def _answer(
-        self, http: Request, session: Session, ask: Ask, wishes: Wishes, *, is_streamed: bool
+        self, http: Request, session: Session, request: AgentRequest, options: ResponseOptions, *, is_streamed: bool
     ) -> Response:
-        turns: list[Turn] | None = await unless_gone(http, session.answer(ask))
+        turns: list[Turn] | None = await unless_gone(http, session.answer(request))
         if turns is None:
-            return Response(status_code=CLIENT_LEFT)  # nobody reads it
+            return Response(status_code=CLIENT_CLOSED)
         tokenizer = session.model.tokenizer
         if is_streamed:
-            return StreamingResponse(events(turns, wishes, tokenizer), media_type="text/event-stream")
-        return json_answer(whole(turns, wishes, tokenizer))
+            return StreamingResponse(response_events(turns, options, tokenizer), media_type="text/event-stream")
+        return json_answer(response_body(turns, options, tokenizer))
 
     async def _score(self, http: Request) -> Response:
-        session = self._sessions.to_be_scored_at(http.path_params["secret"])
+        session = self._sessions.by_score_key(http.path_params["secret"])
         if session is None:
-            raise NoSession("nothing is scored here: the session has ended, or the URL is not its score_url")
+            raise UnknownSession("nothing is scored here: the session has ended, or the URL is not its score_url")
         session.finish((await _read(http, PostedScore)).as_score(self._right))
         return json_answer({"status": "scored"})
 
     async def _delete(self, http: Request) -> Response:
         session = self._find(http)
-        if not self._hands_out:  # or what the policy runs could spare itself a bad score
-            raise Over("this environment ends its sessions itself", fix="post a score, or let the program end")
-        session.fail(GivenUp("the agent ended its session without a score"))
+        if not self._assigns_items:  # otherwise the policy's program could avoid a bad score
+            raise SessionClosed("this environment ends its sessions itself", fix="post a score, or let the program end")
+        session.fail(SessionAbandoned("the agent ended its session without a score"))
         return json_answer({"status": "deleted", "uuid": session.key})
 
     async def _nodes(self, http: Request) -> Response:
@@ -151,15 +198,17 @@ class Recorder:
 
     async def _create(self, http: Request) -> Response:
         body = await _read(http, CreateSession)
-        if not self._hands_out:
-            raise Over("this environment starts its agents itself", fix="leave out its command to bring your own")
+        if not self._assigns_items:
+            raise SessionClosed(
+                "this environment starts its agents itself", fix="leave out its command to bring your own"
+            )
         try:
             async with asyncio.timeout(TAKE_WITHIN_S):
                 session = await unless_gone(http, self._sessions.take())
         except TimeoutError:
-            raise NothingToDo("there is nothing to do at the moment", fix="ask again") from None
+            raise NoItemAvailable("there is nothing to do at the moment", fix="ask again") from None
         if session is None:
-            return Response(status_code=CLIENT_LEFT)
+            return Response(status_code=CLIENT_CLOSED)
         here = str(http.base_url).rstrip("/")
         return json_answer(
             {
@@ -174,7 +223,7 @@ class Recorder:
         )
 
     async def _list(self, _: Request) -> Response:
-        """For people: who knows a whole key may speak as its agent."""
+        """Keys are shortened: a whole key grants calls as its agent."""
         shown = [{"uuid": f"{one.key[:SHOWN_OF_KEY]}...", "created_at": one.created_at} for one in self._sessions]
         return json_answer({"sessions": shown})
 
@@ -189,15 +238,15 @@ class Recorder:
 
     def _find(self, http: Request) -> Session:
         key = http.path_params["session"]
-        speaker = http.headers.get(SPEAKER_HEADER, "")
-        session = self._sessions.of_speaker(speaker) if key == SHARED else self._sessions.get(key)
+        client_id = http.headers.get(CLIENT_HEADER, "")
+        session = self._sessions.for_client(client_id) if key == SHARED else self._sessions.get(key)
         if session is None:
-            raise NoSession("there is no such session: it has ended, or never was")
+            raise UnknownSession("there is no such session: it has ended, or never was")
         return session
 
 
 def item_json(item: Item) -> dict[str, Any]:
-    """An item as agents get it."""
+    """An item as JSON for agents."""
     return {"messages": list(item.messages), "answer": item.answer, "metadata": dict(item.metadata)}
 
 
@@ -212,7 +261,7 @@ def _node(transcript: Transcript, text: str) -> dict[str, Any]:
 
 
 def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-    """A route whose errors become answers."""
+    """A route that converts errors to responses."""
 
     async def guarded(http: Request) -> Response:
         try:
@@ -221,10 +270,10 @@ def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method:
             status = _status_of(error)
             return json_answer(error_body(error, status), status)
         except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)  # before all of its question was here
+            return Response(status_code=CLIENT_CLOSED)  # before the whole body arrived
         except RecursionError:
             return json_answer(error_body(RequestError("the messages or tools are nested too deeply"), 400), 400)
-        except Exception as error:  # a chat template is a program too, and an agent sends it what it likes
+        except Exception as error:  # chat templates are programs, and get arbitrary input from agents
             log.error("call_failed", exc_info=True, path=path)
             return json_answer(error_body(TreadleError(f"{type(error).__name__}: {error}"), 500), 500)
 
@@ -233,11 +282,11 @@ def _route(path: str, handler: Callable[[Request], Awaitable[Response]], method:
 
 def _status_of(error: TreadleError) -> int:
     match error:
-        case NoSession():
+        case UnknownSession():
             return 404
-        case Over():
-            return 410  # OpenAI's client would repeat a 409
-        case Full():
+        case SessionClosed():
+            return 410  # OpenAI's client retries a 409
+        case SessionFull():
             return 413
         case RequestError() | UserError():
             return 400

@@ -1,4 +1,4 @@
-"""What one agent said to the policy in one rollout, kept token by token, and the score that it ended with."""
+"""Record the conversations of one agent in one rollout, token by token, and its score."""
 
 from __future__ import annotations
 
@@ -11,148 +11,164 @@ from contextlib import contextmanager
 from treadle.envs.base import Item, Score
 from treadle.envs.chat import Model
 from treadle.envs.engine_client import Completion
-from treadle.envs.foreign.lines import ChatLine, Draft, Line, TextLine, Turn
-from treadle.envs.foreign.requests import Ask
+from treadle.envs.foreign.conversations import ChatConversation, Conversation, PendingReply, TextConversation
+from treadle.envs.foreign.openai_api import AgentRequest, Turn
 from treadle.errors import EngineError, RequestError
 
 MAX_REPLIES = 10_000
-MAX_TOKENS = 2**22  # a group of more is larger than the hub takes
-MAX_CHARS = 2**26  # of the conversations, which are kept to recognise the next call
+MAX_TOKENS = 2**22  # a larger group is refused by the hub
+MAX_CHARS = 2**26  # of the conversations, which are stored to recognise the next call
 
 
-class Over(RequestError):
-    """The session takes no more calls."""
+class SessionClosed(RequestError):
+    """The session accepts no more calls."""
 
 
-class Full(RequestError):
-    """The session keeps as much as it may."""
+class SessionFull(RequestError):
+    """The session has reached one of its limits."""
 
 
-class GivenUp(Exception):
+class SessionAbandoned(Exception):
     """The agent ended its session without a score."""
 
 
 class Session:
-    """`await session.answer(ask)`, again and again; `finish(score)` or `fail(error)` ends it."""
+    """`await session.answer(request)` for each call; `finish(score)` or `fail(error)` ends it."""
 
     def __init__(self, model: Model, item: Item) -> None:
-        self.key = secrets.token_urlsafe(16)  # whoever knows it may speak as this agent
-        self.score_key = secrets.token_urlsafe(16)  # and who knows this one, say what that was worth
+        self.key = secrets.token_urlsafe(16)  # grants calls as this agent
+        self.score_key = secrets.token_urlsafe(16)  # grants posting its score
         self.model = model
         self.item = item
         self.created_at = time.time()
-        self.taken = asyncio.Event()  # an agent has come for it
+        self.taken = asyncio.Event()  # an agent was assigned to it
         self.score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._lines: list[Line] = []
-        self._kept: list[tuple[Line, Completion | None]] = []  # every reply that was given, in that order
-        self._speaking: set[asyncio.Future[tuple[Draft, Completion | None]]] = set()
+        self._conversations: list[Conversation] = []
+        self._replies: list[tuple[Conversation, Completion | None]] = []  # all committed replies, in order
+        self._sampling: set[asyncio.Future[tuple[PendingReply, Completion | None]]] = set()
 
-    async def answer(self, ask: Ask) -> list[Turn]:
-        """The replies to one call, `ask.n` of them: the first goes on in the chat that is known, the others beside it.
+    async def answer(self, request: AgentRequest) -> list[Turn]:
+        """The `request.n` replies to one call: the first continues the known conversation, the others are branches.
 
-        A conversation that is not known, or in which an earlier turn was changed, begins a chat of its own.
+        An unknown conversation, or one with a changed earlier turn, starts a new chat.
         """
         if self.score.done():
-            raise _ended()
-        known = [line for line in self._lines if line.goes_on_in(ask)]
-        line = max(known, key=lambda one: one.length) if known else None
-        self._refuse_too_much(ask, line)
-        lines: list[Line]
-        if line is not None:
-            line.hear(ask)
-            lines = [line]
+            raise _session_closed()
+        known = [conversation for conversation in self._conversations if conversation.is_continued_by(request)]
+        conversation = max(known, key=lambda one: one.length) if known else None
+        self._refuse_too_much(request, conversation)
+        conversations: list[Conversation]
+        if conversation is not None:
+            conversation.add_request(request)
+            conversations = [conversation]
         else:
-            lines = [(TextLine if ask.prompt else ChatLine).begin(self.model, ask)]
-        lines += (lines[0].branch() for _ in range(ask.n - 1))
-        begun = [one for one in lines if one is not line]
-        self._lines += begun
+            conversations = [(TextConversation if request.prompt else ChatConversation).begin(self.model, request)]
+        conversations += (conversations[0].branch() for _ in range(request.n - 1))
+        begun = [one for one in conversations if one is not conversation]
+        self._conversations += begun
         try:
-            return await self._speak(lines, ask)
-        except BaseException:  # also where the agent left: calls that fail again and again must leave nothing
-            self._lines = [one for one in self._lines if one not in begun]
+            return await self._sample_all(conversations, request)
+        except BaseException:  # also if the client disconnects: failed calls must leave nothing behind
+            self._conversations = [one for one in self._conversations if one not in begun]
             dropped = [one.chat for one in begun]
             self.model.chats[:] = [chat for chat in self.model.chats if chat not in dropped]
             raise
 
-    def _refuse_too_much(self, ask: Ask, line: Line | None) -> None:
-        """`line` is the one that the call continues: its text is part of the call."""
-        tokens = sum(one.length for one in self._lines)
-        chars = ask.n * ask.num_chars + sum(one.num_chars for one in self._lines if one is not line)
+    def _refuse_too_much(self, request: AgentRequest, conversation: Conversation | None) -> None:
+        """Check the limits; `conversation` is the one that the call continues: its text is part of the call."""
+        tokens = sum(one.length for one in self._conversations)
+        chars = request.n * request.num_chars + sum(
+            one.num_chars for one in self._conversations if one is not conversation
+        )
         kept = (
-            (len(self._kept) + len(self._speaking) + ask.n, MAX_REPLIES, "replies"),
+            (len(self._replies) + len(self._sampling) + request.n, MAX_REPLIES, "replies"),
             (tokens, MAX_TOKENS, "tokens"),
             (chars, MAX_CHARS, "characters of messages"),
         )
         for num, limit, what in kept:
             if num > limit:
-                raise Full(f"a session keeps at most {limit} {what}", fix="post its score, and begin another session")
+                raise SessionFull(
+                    f"a session keeps at most {limit} {what}", fix="post its score, and begin another session"
+                )
 
-    async def _speak(self, lines: Sequence[Line], ask: Ask) -> list[Turn]:
-        """Side by side. When one fails, or the agent leaves, all are given up, and nothing is kept of any."""
-        for line in lines:
-            line.is_busy = True  # before anything is awaited: the next call may already be here
-        tasks = [asyncio.ensure_future(self._draft(line, ask)) for line in lines]
-        self._speaking.update(tasks)
+    async def _sample_all(self, conversations: Sequence[Conversation], request: AgentRequest) -> list[Turn]:
+        """Sample concurrently. If one fails, or the client disconnects, all are cancelled and none is committed."""
+        for conversation in conversations:
+            conversation.is_busy = True  # before the first await: the next call may already be here
+        tasks = [asyncio.ensure_future(self._sample_one(conversation, request)) for conversation in conversations]
+        self._sampling.update(tasks)
         try:
-            drafts = await asyncio.gather(*tasks)
+            pending_replies = await asyncio.gather(*tasks)
             if self.score.done():
-                raise _ended()
-            self._kept += [(line, completion) for line, (_, completion) in zip(lines, drafts, strict=True)]
-            return [line.keep(draft) for line, (draft, _) in zip(lines, drafts, strict=True)]
+                raise _session_closed()
+            self._replies += [
+                (conversation, completion)
+                for conversation, (_, completion) in zip(conversations, pending_replies, strict=True)
+            ]
+            return [
+                conversation.commit(pending)
+                for conversation, (pending, _) in zip(conversations, pending_replies, strict=True)
+            ]
         except asyncio.CancelledError:
             if self.score.done():
-                raise _ended() from None
+                raise _session_closed() from None
             raise
         except EngineError as error:
-            if not isinstance(error, RequestError):  # the engine is gone: not the agent's fault, and not one rollout's
+            if not isinstance(error, RequestError):  # the engine is gone: this concerns all rollouts
                 self.fail(error)
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._speaking.difference_update(tasks)
-            self._tell_last()
-            for line in lines:
-                line.is_busy = False
+            self._sampling.difference_update(tasks)
+            self._update_last_completion()
+            for conversation in conversations:
+                conversation.is_busy = False
 
-    async def _draft(self, line: Line, ask: Ask) -> tuple[Draft, Completion | None]:
-        draft = await line.speak(ask)
-        return draft, self.model.last_completion  # its own: nothing was awaited since it was sampled
+    async def _sample_one(
+        self, conversation: Conversation, request: AgentRequest
+    ) -> tuple[PendingReply, Completion | None]:
+        pending = await conversation.sample(request)
+        return pending, self.model.last_completion  # its own: nothing was awaited since it was sampled
 
-    def _tell_last(self) -> None:
-        """What was given up, or is left out, is not what the policy said last."""
-        self.model.last_completion = self._kept[-1][1] if self._kept else None
+    def _update_last_completion(self) -> None:
+        """Cancelled and discarded replies do not count as the last completion."""
+        self.model.last_completion = self._replies[-1][1] if self._replies else None
 
     def finish(self, score: Score) -> None:
-        """The same score twice is fine: the answer to the first call may have been lost."""
+        """Set the score. Repeating the same score is allowed: the response to the first call may have been lost."""
         if not self.score.done():
             self.score.set_result(score)
-            self._hush()
+            self._cancel_sampling()
         elif self.score.cancelled() or self.score.exception() is not None or self.score.result() != score:
-            raise Over("this session has ended, with another score or with none")
+            raise SessionClosed("this session has ended, with another score or with none")
 
     def fail(self, error: Exception) -> None:
         if not self.score.done():
             self.score.set_exception(error)
-            self.score.exception()  # seen: asyncio need not complain that nobody looked
-            self._hush()
+            self.score.exception()  # marks it as retrieved, so that asyncio logs no warning
+            self._cancel_sampling()
 
-    def _hush(self) -> None:
-        """What is still being sampled is no part of what was judged."""
-        for task in self._speaking:
+    def _cancel_sampling(self) -> None:
+        """Cancel running samples: they are not part of what was scored."""
+        for task in self._sampling:
             task.cancel()
 
-    def forget(self, speakers: Collection[str]) -> None:
-        """What these said is not trained on."""
-        dropped = [line.chat for line in self._lines if line.speaker in speakers]
+    def discard(self, client_ids: Collection[str]) -> None:
+        """Exclude the conversations of these clients from training."""
+        dropped = [conversation.chat for conversation in self._conversations if conversation.client_id in client_ids]
         self.model.chats[:] = [chat for chat in self.model.chats if chat not in dropped]
-        self._kept = [(line, completion) for line, completion in self._kept if line.speaker not in speakers]
-        self._tell_last()
+        self._replies = [
+            (conversation, completion)
+            for conversation, completion in self._replies
+            if conversation.client_id not in client_ids
+        ]
+        self._update_last_completion()
 
 
-def _ended() -> Over:
-    return Over("this session has ended", fix="ask for a new one")
+def _session_closed() -> SessionClosed:
+    return SessionClosed("this session has ended", fix="ask for a new one")
 
 
 class Sessions:
@@ -161,9 +177,9 @@ class Sessions:
     def __init__(self) -> None:
         self._by_key: dict[str, Session] = {}
         self._by_score_key: dict[str, Session] = {}
-        self._by_speaker: dict[str, Session] = {}
-        self._offered: dict[str, Session] = {}  # in the order in which they were
-        self._news = asyncio.Event()
+        self._by_client: dict[str, Session] = {}
+        self._offered: dict[str, Session] = {}  # in order
+        self._offers_changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_key.values()))
@@ -171,39 +187,39 @@ class Sessions:
     def get(self, key: str) -> Session | None:
         return self._by_key.get(key)
 
-    def to_be_scored_at(self, score_key: str) -> Session | None:
+    def by_score_key(self, score_key: str) -> Session | None:
         return self._by_score_key.get(score_key)
 
     @contextmanager
     def open(self, model: Model, item: Item) -> Iterator[Session]:
-        """A session for as long as the rollout takes; calls that come later find none."""
+        """A session for the duration of the rollout; later calls get an error."""
         session = Session(model, item)
         self._by_key[session.key] = self._by_score_key[session.score_key] = session
         try:
             yield session
         finally:
-            session.fail(GivenUp("the rollout has ended"))
+            session.fail(SessionAbandoned("the rollout has ended"))
             del self._by_key[session.key], self._by_score_key[session.score_key]
             self._offered.pop(session.key, None)
-            self._by_speaker = {name: one for name, one in self._by_speaker.items() if one is not session}
+            self._by_client = {name: one for name, one in self._by_client.items() if one is not session}
 
-    def join(self, speaker: str, session: Session) -> None:
-        """Calls that name this speaker belong to the session, whatever their address."""
-        self._by_speaker[speaker] = session
+    def add_client(self, client_id: str, session: Session) -> None:
+        """Assign calls with this client id to the session, whatever their URL."""
+        self._by_client[client_id] = session
 
-    def of_speaker(self, speaker: str) -> Session | None:
-        return self._by_speaker.get(speaker)
+    def for_client(self, client_id: str) -> Session | None:
+        return self._by_client.get(client_id)
 
     def offer(self, session: Session) -> None:
-        """For the next agent that comes by itself."""
+        """Offer the session to the next external agent."""
         self._offered[session.key] = session
-        self._news.set()
+        self._offers_changed.set()
 
     async def take(self) -> Session:
         """The session that was offered first."""
         while not self._offered:
-            self._news.clear()
-            await self._news.wait()
+            self._offers_changed.clear()
+            await self._offers_changed.wait()
         session = self._offered.pop(next(iter(self._offered)))
         session.taken.set()
         return session

@@ -1,9 +1,9 @@
-"""Environments written with the library verifiers (0.4), by name.
+"""Run environments of the library verifiers (0.4).
 
 treadle env verifiers:NAME serve --env.args '{"taskset": {"split": "train"}, "eval_taskset": {"split": "test"}}'
 
-The environment runs as it is: its own tasks, program, tools and rewards. Its model is our recorder. `--env.args` is
-what verifiers calls its [env] block; "eval_taskset" is ours.
+The environment runs unchanged, with its own tasks, program, tools and rewards. Its model is the recorder. `--env.args`
+is the [env] block of verifiers; "eval_taskset" is an addition.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Message, Score, is_enough
 from treadle.envs.catalogue import environment
 from treadle.envs.chat import Model
-from treadle.envs.foreign.recorder import SHARED, Recorder
-from treadle.envs.foreign.server import TOKEN_VARIABLE, serving
+from treadle.envs.foreign.recorder import SHARED, TOKEN_VARIABLE, Recorder, serving
 from treadle.envs.foreign.sessions import Session, Sessions
 from treadle.errors import ConfigError, MissingExtra, ProcessDied
 
-OLDEST = (0, 4)  # before it, environments had another interface
-ENDLESS_TASKS = 1000  # of a taskset that never ends, so many are asked
-HELD_OUT_EVERY = 10  # and at most
+OLDEST = (0, 4)  # older versions have another interface
+ENDLESS_TASKS = 1000  # taken from an unbounded taskset
+HELD_OUT_EVERY = 10
 MAX_HELD_OUT = 256
 
 Json = dict[str, Any]
@@ -36,7 +35,7 @@ Json = dict[str, Any]
 
 @environment("verifiers")
 class Verifiers(Environment):
-    """One episode is one rollout; what its trained agent earned is the score."""
+    """One episode is one rollout; the reward of its trained agent is the score."""
 
     defaults: ClassVar = {"max_token_length": 1024}
 
@@ -46,17 +45,17 @@ class Verifiers(Environment):
         if not self._id:
             raise ConfigError("which environment of verifiers?", fix="write its name: treadle env verifiers:NAME")
         self._library = _library()
-        self._settings, self._held_out = self._resolve()  # here: what is misspelt must not wait for an engine
+        self._settings, self._held_out = self._resolve()  # here, so that a misspelt name does not wait for an engine
         self._sessions = Sessions()
         self._open = AsyncExitStack()
         self._tasks: dict[str, list[Any]] = {}  # of verifiers, by split
 
     async def open(self) -> None:
-        # In a thread, because it may download: the process must hear a signal meanwhile.
+        # In a thread, because it may download: signals must still be handled.
         self._env = await asyncio.to_thread(self._load)
         url = await self._open.enter_async_context(serving(Recorder(self._sessions).app, "127.0.0.1", 0))
         await self._open.enter_async_context(self._env.serving())
-        # One address for all rollouts: verifiers keeps a client for each that it has seen, for ever.
+        # One URL for all rollouts: verifiers caches a client for each URL forever.
         client = self._library.EvalClientConfig(base_url=f"{url}/{SHARED}/v1", api_key_var=TOKEN_VARIABLE)
         self._context = self._library.ModelContext(model="policy", client=client)
 
@@ -75,15 +74,15 @@ class Verifiers(Environment):
             episode = await self._env.run_episode(
                 task,
                 self._context,
-                on_trace=lambda trace: self._sessions.join(trace.id, session),
-                on_discard=lambda trace: session.forget([trace.id]),  # it is begun again: nobody judges this attempt
+                on_trace=lambda trace: self._sessions.add_client(trace.id, session),
+                on_discard=lambda trace: session.discard([trace.id]),  # it is started again: this attempt is not scored
             )
             if session.score.done():
                 session.score.result()  # raises: the engine is gone
             return _score(episode, session, self.config.right)
 
     def _resolve(self) -> tuple[Any, Any]:
-        """The settings of the environment, and of its held-out tasks, if there are such; no data is loaded."""
+        """The settings of the environment and of its held-out tasks, if any; loads no data."""
         block = {**self.config.args, "taskset": {"id": self._id, **self.config.args.get("taskset", {})}}
         held_out = block.pop("eval_taskset", None)
         try:
@@ -103,16 +102,16 @@ class Verifiers(Environment):
             env = loaders.load_environment(self._settings)
             tasks = _tasks(env.taskset)
             train, held_out = (tasks, _tasks(loaders.load_taskset(self._held_out))) if self._held_out else _split(tasks)
-        except Exception as error:  # somebody's code, which may read files, download and ask for keys
+        except Exception as error:  # third-party code, which may read files, download and need keys
             raise ConfigError(
-                f"'{self._id}' cannot load its tasks: {_told(error)}",
+                f"'{self._id}' cannot load its tasks: {_describe(error)}",
                 fix="see to what it needs: its data, its keys, its settings in --env.args",
             ) from error
         self._tasks = {"train": train, "held_out": held_out}
         return env
 
     def _time_limits(self, block: Json) -> Json:
-        """One episode that takes too long must be marked before its whole group is given up."""
+        """Limit an episode to less than the time limit of its group."""
         return {"episode": 0.9 * self.config.worker_timeout, **block.get("timeout", {})}
 
     def _items(self, split: str) -> list[Item]:
@@ -138,7 +137,7 @@ def _loaders() -> Any:
 
 
 def _on_this_machine(block: Json, roles: Mapping[str, Any], library: Any) -> Json:
-    """An agent for which nobody chose a place runs here; verifiers' own choice is a paid sandbox."""
+    """Run agents without a configured runtime on this machine; the default of verifiers is a paid sandbox."""
     chosen = dict(block)
     for name, field in roles.items():
         if isinstance(field.default, library.AgentConfig) and field.default.runtime == library.PrimeConfig():
@@ -151,7 +150,7 @@ def _tasks(taskset: Any) -> list[Any]:
 
 
 def _split(tasks: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Every tenth task is held out: always the same ones."""
+    """Hold out every tenth task: always the same ones."""
     held_out = set(range(0, len(tasks), HELD_OUT_EVERY)[:MAX_HELD_OUT]) if len(tasks) > 1 else set()
     return (
         [task for place, task in enumerate(tasks) if place not in held_out],
@@ -162,21 +161,21 @@ def _split(tasks: list[Any]) -> tuple[list[Any], list[Any]]:
 def _item(task: Any, split: str, place: int) -> Item:
     data = task.data
     before: tuple[Message, ...] = ({"role": "system", "content": data.system_prompt},) if data.system_prompt else ()
-    messages = (*before, {"role": "user", "content": data.prompt_text})  # for people; the program builds its own
+    messages = (*before, {"role": "user", "content": data.prompt_text})  # for display; the program builds its own
     metadata = {"split": split, "place": place, "name": data.name or ""}
     return Item(messages=messages, answer=str(getattr(data, "answer", "")), metadata=metadata)
 
 
-def _told(error: Exception) -> str:
-    """An error of somebody else's code on one line, with the place that it comes from."""
+def _describe(error: Exception) -> str:
+    """An error of third-party code on one line, with its location."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({last.filename}:{last.lineno})"
 
 
 def _score(episode: Any, session: Session, right: float) -> Score:
-    """What the one agent that is trained earned. What the others said (judges) is no part of the rollout."""
+    """The reward of the one trained agent. Conversations of other agents (judges) are not part of the rollout."""
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
-    session.forget({trace.id for trace in episode.traces} - {trace.id for trace in trained})
+    session.discard({trace.id for trace in episode.traces} - {trace.id for trace in trained})
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or not trained:
         raise ProcessDied("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not whole")

@@ -1,11 +1,11 @@
-"""The parent of one agent: ends everything that it started, however it ends itself. Started by agent_process.
+"""Parent process of one agent: kills everything that the agent started, however the agent ends. Started by agent.py.
 
-python -I -S keeper.py LIFELINE PROGRAM ARGUMENT...
+python -I -S agent_supervisor.py LIFELINE PROGRAM ARGUMENT...
 
-LIFELINE is the number of an open pipe. When its other end is closed, or whoever held it is dead (even by SIGKILL), the
-agent's time is up. At the end, the last bytes of what was printed go to standard output; the exit code is the agent's.
+LIFELINE is the descriptor of a pipe. When its other end is closed, also by the death of its owner (even by SIGKILL),
+the agent is killed. At the end, the last bytes of its output go to standard output; the exit code is the agent's.
 
-Every rollout starts one of these, so it imports next to nothing, and nothing of treadle.
+Every rollout starts one of these, so it imports very little, and nothing of treadle.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import select
 import signal
 import sys
 
-TAIL_BYTES = 2000  # of what it printed, to be shown when it fails
-CANNOT_START = 127  # as shells have it
-KILLED = 128  # and the signal's number, likewise
-LOOK_AROUND_S = 0.2  # where the system does not hand us the orphans
+TAIL_BYTES = 2000  # of its output, to be shown if it fails
+CANNOT_START = 127  # as in shells
+KILLED = 128  # plus the signal number, as in shells
+LOOK_AROUND_S = 0.2  # poll interval on systems without a subreaper
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 STOP = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 IS_LINUX = sys.platform == "linux"
@@ -26,12 +26,12 @@ IS_LINUX = sys.platform == "linux"
 
 def main(lifeline: int, command: list[str]) -> int:
     os.set_inheritable(lifeline, False)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below us become our children, in whatever session they are
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process, in any session
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     for number in (signal.SIGCHLD, *STOP):
-        signal.signal(number, lambda *_: None)  # a handler, or nothing would be written to `woken`
+        signal.signal(number, lambda *_: None)  # without a handler, nothing is written to `woken`
     printed, output = os.pipe()
     agent = os.fork()
     if agent == 0:
@@ -47,7 +47,7 @@ def main(lifeline: int, command: list[str]) -> int:
             chunk = os.read(printed, 1 << 16)
             tail = (tail + chunk)[-TAIL_BYTES:]
             if not chunk:
-                waiting_for.remove(printed)  # it closed its output, and runs on
+                waiting_for.remove(printed)  # it closed its output and continues
         if wake_up in ready:
             is_stopped = not STOP.isdisjoint(os.read(wake_up, 1 << 10))
             exit_code = _reap(agent)
@@ -60,13 +60,13 @@ def main(lifeline: int, command: list[str]) -> int:
 
 
 def _become(command: list[str], output: int) -> None:
-    """The agent itself, in a session of its own: what it does to its process group must not reach us."""
+    """Become the agent, in a new session: signals to its process group must not reach the supervisor."""
     try:
         os.setsid()
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should it find and kill us, it goes first
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if it kills the supervisor, it dies too
         os.dup2(output, 1)
         os.dup2(output, 2)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and a program would inherit that
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and programs inherit that
             signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
@@ -76,7 +76,7 @@ def _become(command: list[str], output: int) -> None:
 
 
 def _reap(agent: int) -> int | None:
-    """Take note of all that have ended; the agent's exit code, if it is among them."""
+    """Reap all ended children; returns the agent's exit code if it is among them."""
     exit_code = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -89,7 +89,7 @@ def _reap(agent: int) -> int | None:
 
 
 def _end_all(known: set[int]) -> None:
-    """Kill whatever is below us, and again what came to us through that, until nothing is left."""
+    """Kill all descendants, repeatedly, because orphans become children, until none is left."""
     while True:
         for pid in _below(os.getpid()) | known:
             try:
@@ -105,7 +105,7 @@ def _end_all(known: set[int]) -> None:
 
 
 def _below(pid: int) -> set[int]:
-    """All processes that this one started, and those that they started."""
+    """All descendants of a process."""
     if not IS_LINUX:
         import psutil  # type: ignore[import-untyped]
 
@@ -134,7 +134,7 @@ def _rest(printed: int, tail: bytes) -> bytes:
         while chunk := os.read(printed, 1 << 16):
             tail = (tail + chunk)[-TAIL_BYTES:]
     except BlockingIOError:
-        pass  # something that cannot be killed still holds it
+        pass  # a process that cannot be killed still has it open
     return tail
 
 
