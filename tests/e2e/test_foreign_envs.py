@@ -19,7 +19,7 @@ from tests.hub_process import HubProcess
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
-from treadle.envs.chat import Model, Sampling
+from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Sessions
@@ -67,7 +67,7 @@ def test_the_example_agent_calls_a_tool_and_every_token_of_it_is_exact(engine_ur
 
     async def scenario():
         async with asyncio.timeout(120), desk_of(config, engine_url, model) as context:
-            sampling = Sampling(max_tokens=90, temperature=1.0, seed=5, longest_sequence=200)
+            sampling = RolloutSampling(max_tokens=90, temperature=1.0, seed=5, longest_sequence=200)
             return await roll_group(context, Item.ask(QUESTION, answer=RESULT), sampling, num_rollouts=2)
 
     rollouts = asyncio.run(scenario())
@@ -97,7 +97,7 @@ def test_branches_changed_histories_and_plain_completions_are_exact_too(engine_u
 
     async def scenario():
         sessions = Sessions()
-        sampling = Sampling(max_tokens=20, temperature=1.0, seed=3)
+        sampling = RolloutSampling(max_tokens=20, temperature=1.0, seed=3)
         async with (
             asyncio.timeout(60),
             EngineClient(ServerConfig(base_url=engine_url)) as engine_client,

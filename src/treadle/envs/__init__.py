@@ -1,9 +1,9 @@
-"""The environment process: asks the engine, scores the answers, delivers groups to the hub.
+"""The environment process: samples from the engine, scores the answers, delivers groups to the hub.
 
 treadle env arithmetic serve        deliver groups until the trainer has taken its last step
-treadle env arithmetic process      write groups to a file, with a page to look at; no hub
-treadle env arithmetic evaluate     one evaluation of the policy as it is now
-treadle env arithmetic validate     check the task itself; no model
+treadle env arithmetic process      write groups to a file, with an HTML page; needs no hub
+treadle env arithmetic evaluate     evaluate the current policy once
+treadle env arithmetic validate     check the task itself; needs no model
 
 To write an environment of your own:
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Action = Literal["serve", "process", "evaluate", "validate"]
 
-# For those who write environments. Imported when they are asked for: the processes that score need none of it.
+# For authors of environments. Imported lazily: reward workers do not need them.
 _FOR_AUTHORS = {
     **dict.fromkeys(("Environment", "Item", "Message", "Score"), "treadle.envs.base"),
     "environment": "treadle.envs.catalogue",
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 def act(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool = False) -> int:
-    """What `treadle env NAME ACTION` does; the exit code. Ends by itself, or on SIGTERM or SIGINT."""
+    """Run `treadle env NAME ACTION` and return the exit code. SIGTERM and SIGINT end it."""
     from treadle.envs import process
 
     if action == "validate":
@@ -65,7 +65,7 @@ def act(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool =
 
         return process.run_until_signal(validate_task(env, verbose=verbose))
     if action == "process":
-        from treadle.envs.writing import write_groups
+        from treadle.envs.group_writer import write_groups
 
         return process.run_until_signal(write_groups(env, server))
     if action == "evaluate":

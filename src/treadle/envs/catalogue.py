@@ -1,4 +1,4 @@
-"""Environments by name, or by the file that they are written in."""
+"""Find environments by name, or by the file that they are written in; and parse their `--env.args`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from treadle.config.env import EnvConfig
 from treadle.config.load import parse, suggest
 from treadle.envs.base import Environment
@@ -14,8 +16,8 @@ from treadle.envs.rewards import registry
 from treadle.envs.rewards.addresses import is_session_code, load_file
 from treadle.errors import ConfigError
 
+A = TypeVar("A", bound=msgspec.Struct)
 E = TypeVar("E", bound=type[Environment])
-
 _REGISTRY: dict[str, type[Environment]] = {}
 _BUILT_IN = {
     "agent": "treadle.envs.foreign.agent",
@@ -28,7 +30,18 @@ _BUILT_IN = {
     "svamp": "treadle.envs.tasks.svamp",
     "tools": "treadle.envs.tasks.tools",
 }
-_OF_OTHERS = {"verifiers": "treadle.envs.foreign.verifiers"}  # "verifiers:NAME" is NAME of that library
+_OF_OTHERS = {"verifiers": "treadle.envs.foreign.verifiers"}  # "verifiers:NAME" is the environment NAME of that library
+
+
+def parse_args(config: EnvConfig, kind: type[A]) -> A:
+    """`config.args` as a `kind`; ConfigError with the known names for an unknown name or a wrong value."""
+    try:
+        return msgspec.convert(config.args, kind)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.__struct_fields__)
+        raise ConfigError(
+            f"--env.args of the environment '{config.own_name}': {error}", fix=f"it knows: {known}"
+        ) from None
 
 
 def environment(name: str) -> Callable[[E], E]:
@@ -45,10 +58,10 @@ def environment(name: str) -> Callable[[E], E]:
 
 
 def load_environment(config: EnvConfig) -> Environment:
-    """`config.name` is a built-in name, or a file: "./my_env.py", or "./my_env.py:name" where it has several; or
+    """`config.name` is a built-in name; a file: "./my_env.py", or "./my_env.py:name" if it has several; or
     "verifiers:name".
 
-    Its `config` has the environment's own defaults for whatever was not set.
+    Its `config` has the environment's own defaults for settings that are not set.
     """
     kind = _find(config)
     defaults = _checked_defaults(kind)
@@ -62,7 +75,7 @@ def load_environment(config: EnvConfig) -> Environment:
     if config.rewards:
         made.rewards = config.rewards
     if made.rewards:
-        registry.create(made.rewards)  # what is wrong with them must not wait for an engine to be told
+        registry.create(made.rewards)  # report errors before an engine is needed
     elif kind.score is Environment.score and not made.has_turns:
         raise ConfigError(
             f"the environment '{config.own_name}' does not say what an answer is worth",
@@ -72,7 +85,7 @@ def load_environment(config: EnvConfig) -> Environment:
 
 
 def _checked_defaults(kind: type[Environment]) -> dict[str, Any]:
-    """The settings that suit the task, as the configuration understands them; those of the base are below them."""
+    """The defaults of the task and its base class, validated as settings."""
     given = {**Environment.defaults, **kind.defaults}
     try:
         understood = parse(EnvConfig, given, source=f"the defaults of {kind.__name__}")
@@ -101,7 +114,7 @@ def _find(config: EnvConfig) -> type[Environment]:
 
 
 def _file_of(name: str) -> str:
-    """`did you mean my_env.py?`, where the suffix was forgotten."""
+    """`did you mean my_env.py?`, if the suffix is missing."""
     stem, colon, chosen = name.partition(":")
     return f"did you mean {stem}.py{colon}{chosen}?" if stem and Path(f"{stem}.py").is_file() else ""
 

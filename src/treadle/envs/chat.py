@@ -1,9 +1,9 @@
-"""Talking to the policy without losing a token: what was sampled is kept as it was, nothing is tokenized again.
+"""Chat with the policy and keep the sampled tokens: nothing that was sampled is tokenized again.
 
 prompt (not trained) | reply (sampled, trained) | end of turn, tool results, next prompt (not trained) | reply | ...
 
-The text between two replies is what the model's chat template puts there. It is tokenized by itself and appended, so
-ids, masks and logprobs of everything before stay as they are, whatever the template would make of earlier turns now.
+The text between two replies comes from the model's chat template. It is tokenized separately and appended, so ids,
+masks and logprobs of everything before do not change, even if the template would render earlier turns differently now.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LONG_TEXT = 100_000  # characters
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the turns of a rollout are sampled, and how long a sequence may get."""
+class RolloutSampling:
+    """Sampling parameters of the turns of a rollout, and the maximum length of a sequence."""
 
     max_tokens: int  # of one reply
     temperature: float
@@ -34,10 +34,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said in one turn."""
+    """The model's reply in one turn."""
 
     text: str
-    finish_reason: str  # "stop"; "length": it was cut off, by its own limit or by that of the sequence
+    finish_reason: str  # "stop"; "length": truncated, by the limit of the reply or of the sequence
     num_tokens: int
 
     @property
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass
 class Transcript:
-    """One sequence: as a person reads it, and as it is trained on; `masks` and `logprobs` are aligned with `tokens`."""
+    """One sequence, as messages and as training data; `masks` and `logprobs` are aligned with `tokens`."""
 
     messages: list[Message] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -56,16 +56,16 @@ class Transcript:
     policy_versions: set[int] = field(default_factory=set)
     num_sampled: int = 0
     finish_reason: str = "stop"  # of the last completion
-    temperature: float | None = None  # that its tokens were sampled at, where it was not the run's
+    temperature: float | None = None  # of sampling, if it is not the run's
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the model was given."""
+        """Append tokens that were given to the model."""
         self.tokens += token_ids
         self.masks += [IGNORED] * len(token_ids)
         self.logprobs += [NO_LOGPROB] * len(token_ids)
 
     def wrote(self, completion: Completion) -> None:
-        """Tokens that the model sampled."""
+        """Append tokens that the model sampled."""
         self.tokens += completion.token_ids
         self.masks += completion.token_ids
         self.logprobs += completion.logprobs
@@ -87,20 +87,20 @@ class Chat:
         self._model = model
         self._tools = tuple(tools)
         self.transcript = Transcript(messages=[dict(message) for message in messages], temperature=temperature)
-        self._last_sampled: int | None = None  # the last token of the last reply; None: it had none
-        self._unread = len(messages)  # of the last messages, those that the model has not seen yet
+        self._last_sampled: int | None = None  # the last token of the last reply, if it has any
+        self._unread = len(messages)  # number of last messages that the model has not seen yet
 
     @property
     def messages(self) -> list[Message]:
         return self.transcript.messages
 
     def add(self, *messages: Message) -> None:
-        """What the model hears before its next turn: tool results, a user's words. Not trained on."""
+        """Add messages before the model's next turn: tool results, user messages. Not trained on."""
         self.messages.extend(dict(message) for message in messages)
         self._unread += len(messages)
 
     def branch(self) -> Chat:
-        """Another conversation that goes on from here. What was sampled so far is trained on once: in this one."""
+        """A separate chat that continues from here. Tokens sampled so far are trained on only in this one."""
         other = self._model.chat(self.messages, tools=self._tools, temperature=self.transcript.temperature)
         other.transcript.read(self.transcript.tokens)
         other._unread, other._last_sampled = self._unread, self._last_sampled
@@ -108,7 +108,7 @@ class Chat:
 
     @property
     def num_tokens_left(self) -> int | None:
-        """How long the next reply may get; None: as long as one reply may be."""
+        """The room for the next reply in the sequence; None: only the limit of one reply applies."""
         return self._room_behind(self._next_prompt())
 
     def _room_behind(self, read: Sequence[int]) -> int | None:
@@ -116,9 +116,9 @@ class Chat:
         return None if limit <= 0 else max(0, limit - len(self.transcript.tokens) - len(read))
 
     async def ask(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply:
-        """The model's next turn. Without room for a token, an empty reply that says "length"."""
+        """The model's next turn. Without room for a token: an empty reply with finish_reason "length"."""
         unread_chars = sum(len(str(message.get("content"))) for message in self.messages[-self._unread :])
-        # To tokenize megabytes takes seconds, in which no other rollout would go on.
+        # Tokenizing megabytes takes seconds, and would block all other rollouts.
         read = self._next_prompt() if unread_chars < LONG_TEXT else await asyncio.to_thread(self._next_prompt)
         wanted = max_tokens if max_tokens is not None else self._model.sampling.max_tokens
         left = self._room_behind(read)
@@ -138,7 +138,7 @@ class Chat:
         return reply
 
     def _next_prompt(self) -> list[int]:
-        """The tokens between what was last sampled and the next reply."""
+        """The tokens between the last sampled token and the next reply."""
         if not self.transcript.tokens:
             return self._model.tokenizer.encode_chat(self.messages, tools=self._tools)
         if not self._unread:
@@ -148,15 +148,15 @@ class Chat:
 
 
 class Model:
-    """The policy in one rollout. Every chat in which something was sampled becomes a sequence that is trained on."""
+    """The policy in one rollout. Every chat with sampled tokens becomes a training sequence."""
 
-    def __init__(self, engine: Sampler, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
+    def __init__(self, engine: Sampler, tokenizer: ChatTokenizer, sampling: RolloutSampling) -> None:
         self._engine = engine
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.chats: list[Chat] = []
-        self.seconds = 0.0  # the engine's own time
-        self.last_completion: Completion | None = None  # in whichever chat
+        self.seconds = 0.0  # generation time of the engine
+        self.last_completion: Completion | None = None  # of any chat
         self._num_calls = 0
 
     def chat(
@@ -166,7 +166,7 @@ class Model:
         tools: Sequence[Mapping[str, Any]] = (),
         temperature: float | None = None,
     ) -> Chat:
-        """A new conversation. `tools` are described to the model as its chat template does it."""
+        """Start a chat. `tools` are passed to the chat template."""
         chat = Chat(self, messages, tools, temperature)
         self.chats.append(chat)
         return chat
@@ -179,14 +179,14 @@ class Model:
         stop: Sequence[str] = (),
         temperature: float | None = None,
     ) -> Completion:
-        """One completion; `temperature` None is the run's."""
+        """Sample one completion; `temperature` None: the run's."""
         seed = self.sampling.seed
         number, self._num_calls = self._num_calls, self._num_calls + 1
         generation = await self._engine.generate(
             prompt,
             max_tokens=max_tokens,
             temperature=self.sampling.temperature if temperature is None else temperature,
-            seed=None if seed is None else seed + number,  # or every turn would draw the same numbers
+            seed=None if seed is None else seed + number,  # otherwise every turn would draw the same numbers
             stop=stop,
         )
         self.seconds += generation.seconds
@@ -195,5 +195,5 @@ class Model:
 
     @property
     def transcripts(self) -> list[Transcript]:
-        """What is trained on: the chats in which something was sampled, in the order they were begun."""
+        """The training sequences: chats with sampled tokens, in the order of their start."""
         return [chat.transcript for chat in self.chats if chat.transcript.num_sampled]

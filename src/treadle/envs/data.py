@@ -1,4 +1,4 @@
-"""Tasks whose prompts are rows: of a file, of a folder of files, or of a dataset by name.
+"""Load tasks from rows: of a file, a folder of files, or a dataset by name.
 
     class Trivia(DataEnvironment):
         rewards = ["exact_match"]
@@ -6,8 +6,8 @@
         def to_item(self, row: Row) -> Item:
             return Item.ask(row.text("question"), answer=row.text("answer"), system=self.system_prompt)
 
-A row that cannot be used is told with its file and line, skipped and counted. What is held out is never trained on:
-neither the rows themselves, nor others that ask the same.
+Unusable rows are logged with file and line, skipped and counted. Held-out rows are never trained on, nor other rows
+with the same question.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item
+from treadle.envs.base import Environment, Item, stable_seed, stable_shuffle
 from treadle.envs.rows import SUFFIXES, BrokenRow, Row, RowError, parse_rows
-from treadle.envs.seeds import stable_seed, stable_shuffle
 from treadle.errors import ConfigError, MissingExtra, require
 from treadle.log import get_logger
 
 log = get_logger("env")
 
-MAX_HELD_OUT = 256  # rows set aside when no held-out ones are given, but never more than one in ten
-_NUM_REPORTED = 5  # broken rows that get a line of their own
+MAX_HELD_OUT = 256  # rows to hold out if no held-out ones are given, at most one in ten
+_NUM_REPORTED = 5  # broken rows that are logged individually
 _PARQUET = ".parquet"  # read by the library datasets, as are datasets by their id
 _HELD_OUT_NAMES = ("test", "eval", "validation", "valid", "val", "dev")
 
 
 @dataclass(frozen=True)
 class Splits:
-    """What a source has: `held_out` is empty when it does not say."""
+    """The rows of a source; `held_out` is empty if it has no such split."""
 
     train: Sequence[Row | BrokenRow]
     held_out: Sequence[Row | BrokenRow] = ()
@@ -46,16 +45,16 @@ class Splits:
 
 @dataclass(frozen=True)
 class Data:
-    """Items ready to be asked, and what was wrong with the rest."""
+    """Usable items, and the broken rows."""
 
     train: Sequence[Item]
     held_out: Sequence[Item]
     broken: Sequence[BrokenRow] = ()
-    num_kept_apart: int = 0  # training rows that ask what another, held-out row asks
+    num_kept_apart: int = 0  # training rows with the question of a held-out row
 
 
 class DataEnvironment(Environment):
-    """Say what item a row is (`to_item`), and in which `dataset` it is found when the user names no data."""
+    """A subclass implements `to_item`, and may name a `dataset` to use if the user names no data."""
 
     dataset: ClassVar[str] = ""
     data: Data = Data((), ())  # filled by `prepare`
@@ -65,15 +64,15 @@ class DataEnvironment(Environment):
             self.data = load_data(self.config, self.to_item, self.dataset)
 
     async def open(self) -> None:
-        # In a thread, because it may download: the process must hear a signal meanwhile.
+        # In a thread, because it may download: signals must still be handled.
         await asyncio.to_thread(self.prepare)
 
     @abstractmethod
     def to_item(self, row: Row) -> Item:
-        """What this row asks, and what is right. RowError: the row cannot be used."""
+        """Convert a row to an item; RowError if the row cannot be used."""
 
     def own_system_prompt(self) -> str:
-        """What the model is told first when the user does not say; empty: nothing."""
+        """The system prompt if none is configured; empty: none."""
         return ""
 
     @property
@@ -89,7 +88,7 @@ class DataEnvironment(Environment):
 
 
 def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = "") -> Data:
-    """The rows that `config.data` and `config.eval_data` name, as items."""
+    """Load the rows of `config.data` and `config.eval_data` as items."""
     name = config.data or dataset
     if not name:
         raise ConfigError(
@@ -113,7 +112,7 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
         raise ConfigError(f"{name} has nothing to train on: its rows are all held out", fix="give more rows")
     data = Data(
         train=kept,
-        held_out=stable_shuffle(held_out, "held-out order"),  # or the first ones might all be of a kind
+        held_out=stable_shuffle(held_out, "held-out order"),  # the first ones may all be of one kind
         broken=[*broken, *also_broken],
         num_kept_apart=len(train) - len(kept) - num_set_aside,
     )
@@ -124,7 +123,7 @@ def load_data(config: EnvConfig, to_item: Callable[[Row], Item], dataset: str = 
 
 
 def hold_out(items: Sequence[Item]) -> list[Item]:
-    """Some of the items: the same ones for ever, whatever the seed and the order of the rows."""
+    """Choose held-out items: always the same ones, for every seed and order of the rows."""
     distinct = {question_of(item): item for item in items}
     count = min(MAX_HELD_OUT, max(1, len(distinct) // 10))
     chosen = sorted(distinct, key=lambda question: stable_seed("held out", question))[:count]
@@ -134,7 +133,7 @@ def hold_out(items: Sequence[Item]) -> list[Item]:
 def read_splits(name: str, *, split: str = "", held_out_split: str = "") -> Splits:
     """A file, a folder with train.jsonl and test.jsonl (or any files to train on), or a dataset "id" or "id:part".
 
-    `split` is trained on, `held_out_split` held out; empty: the usual ones.
+    `split` is trained on, `held_out_split` is held out; empty: the usual names.
     """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix != _PARQUET:
@@ -158,7 +157,7 @@ def _row_files(folder: Path) -> list[Path]:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether the folder was written by `save_to_disk` of the library datasets."""
+    """Whether the folder was written by `datasets.save_to_disk`."""
     return any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
 
 
@@ -181,7 +180,7 @@ def _read_folder(folder: Path, split: str, held_out_split: str) -> Splits:
 
 
 def _choose_held_out(name: str, there: Sequence[str], split: str, held_out_split: str) -> str | None:
-    """The split to hold out: the one that was asked for, or the first of the usual ones that is not trained on."""
+    """The split to hold out: the requested one, or the first usual name that is not trained on."""
     if held_out_split and held_out_split.partition("[")[0] not in there:
         raise ConfigError(f"{name} has no split '{held_out_split}' to hold out", fix=f"it has: {', '.join(there)}")
     trained = split.partition("[")[0] or "train"
@@ -190,7 +189,7 @@ def _choose_held_out(name: str, there: Sequence[str], split: str, held_out_split
 
 
 def _split_of(path: Path) -> str:
-    """ "test" of test.jsonl and of test-00000-of-00002.jsonl."""
+    """ "test" for test.jsonl and test-00000-of-00002.jsonl."""
     return path.stem.partition("-")[0].lower()
 
 
@@ -199,7 +198,7 @@ def _read_files(paths: Iterable[Path]) -> list[Row | BrokenRow]:
 
 
 def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
-    """Read a dataset: from the library's cache if it is there, else from the network; or from Parquet files."""
+    """Read a dataset from the library's cache, else from the network; or from Parquet files."""
     try:
         require("data", "datasets")
     except MissingExtra as error:
@@ -210,7 +209,7 @@ def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
             f"'{name}' {what}, and the package datasets, which reads it, is missing",
             fix=f"{error.fix}; or save the rows as train.jsonl and test.jsonl and pass --env.data FOLDER",
         ) from None
-    # Before it is imported: versions before 4 could run a script that lies beside the rows.
+    # Before the import: versions before 4 could run a script of the dataset.
     os.environ["HF_DATASETS_TRUST_REMOTE_CODE"] = "0"
     load = _dataset_loader(name)
     try:
@@ -222,7 +221,7 @@ def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
         held_out_name = _choose_held_out(f"the dataset '{name}'", there, split, held_out_split)
 
         def rows(one: str) -> list[Row | BrokenRow]:
-            rows_of = found[one] if one in there else load(one)  # train[:500] is cut by the library
+            rows_of = found[one] if one in there else load(one)  # the library slices train[:500]
             return [Row(fields, f"{name} {one}[{number}]") for number, fields in enumerate(rows_of)]
 
         return Splits(train=rows(split or "train"), held_out=rows(held_out_name) if held_out_name else ())
@@ -237,7 +236,7 @@ def _read_dataset(name: str, split: str, held_out_split: str) -> Splits:
 
 
 def _dataset_loader(name: str) -> Callable[[str | None], Any]:
-    """Returns a function that loads one split, or, given None, all of them by their names."""
+    """Returns a function that loads one split, or with None all splits by name."""
     library = importlib.import_module("datasets")
     folder = Path(name).expanduser()
     if folder.is_file():
@@ -249,7 +248,7 @@ def _dataset_loader(name: str) -> Callable[[str | None], Any]:
     if folder.is_dir():
         return lambda split: library.load_dataset(str(folder), split=split)
     dataset, _, part = name.partition(":")
-    # A dataset of several parts wants one to be named; "main" is the usual one, also of openai/gsm8k.
+    # A dataset with several parts needs a name; "main" is the usual one, also for openai/gsm8k.
     parts = (part,) if part else (None, "main")
     cached = next((found for one in parts if (found := _cached(dataset, one)) is not None), None)
     if cached is not None:
@@ -267,9 +266,9 @@ def _dataset_loader(name: str) -> Callable[[str | None], Any]:
 
 
 def _cached(dataset: str, part: str | None) -> Any:
-    """The library's builder of a dataset that is in its cache; None if it is not.
+    """The library's builder for a cached dataset; None if it is not cached.
 
-    `load_dataset` asks the network first, and without one retries for a minute.
+    `load_dataset` tries the network first and, without one, retries for a minute.
     """
     try:
         cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
@@ -287,7 +286,7 @@ def _cached(dataset: str, part: str | None) -> Any:
 
 
 def _with_columns(to_item: Callable[[Row], Item], pairs: Sequence[str]) -> Callable[[Row], Item]:
-    """`to_item` after the columns are renamed; `pairs` are ("question=problem", "answer=solution")."""
+    """`to_item` with renamed columns; `pairs` are ("question=problem", "answer=solution")."""
     columns = dict(pair.split("=", 1) for pair in pairs)
 
     def renamed(row: Row) -> Item:
@@ -325,6 +324,6 @@ def _to_items(
 
 
 def question_of(item: Item) -> str:
-    """What two items that ask the same have in common, whatever they are told first and however they are spaced."""
+    """The question, normalized: without system messages, white space differences and case."""
     words = [str(message["content"]) for message in item.messages if message["role"] != "system"]
     return " ".join(" ".join(words).split()).casefold()

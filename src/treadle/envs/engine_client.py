@@ -1,4 +1,4 @@
-"""The engine as an environment sees it: token ids in; token ids, logprobs and policy version out."""
+"""Client of an engine for environments: token ids in; token ids, logprobs and policy version out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import msgspec
 
 from treadle.config.env import ServerConfig
-from treadle.envs.transport import Patience, Peer
+from treadle.envs.transport import Peer, RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.net.client import HttpClient
 from treadle.net.urls import shown_url
@@ -25,7 +25,7 @@ _NOT_FOUND = 404
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model wrote in one call: `logprobs[t]` is the logprob `token_ids[t]` was sampled with."""
+    """One sampled completion: `token_ids[t]` was sampled with `logprobs[t]`."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -35,15 +35,15 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """The completions of one request and how long the engine took for them."""
+class GenerationResult:
+    """The completions of one request, and the engine's time for them."""
 
     completions: list[Completion]
     seconds: float
 
 
 class Sampler(Protocol):
-    """Samples completions of one prompt: all that a chat needs of an engine."""
+    """Samples completions of one prompt: the part of an engine that a chat needs."""
 
     async def generate(
         self,
@@ -54,11 +54,11 @@ class Sampler(Protocol):
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Generation: ...
+    ) -> GenerationResult: ...
 
 
-class Engine(Sampler, Protocol):
-    """What an environment asks for completions: one engine (EngineClient), or several (engine_pool.EnginePool)."""
+class InferenceClient(Sampler, Protocol):
+    """Interface of one engine (EngineClient) and of several (engine_pool.EnginePool)."""
 
     async def health(self) -> EngineHealth: ...
 
@@ -73,27 +73,27 @@ class Engine(Sampler, Protocol):
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[Generation]: ...
+    ) -> list[GenerationResult]: ...
 
 
 class EngineAway(EngineError):
-    """The engine gave no usable answer before the retries ended."""
+    """The engine gave no usable answer within the retries."""
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
-    """One entry of GET /v1/models, of which servers fill in more or less."""
+    """One entry of GET /v1/models."""
 
     id: str
-    root: str | None = None  # the folder or name that it was loaded from
+    root: str | None = None  # the folder or name it was loaded from; not all servers send it
 
     def is_called(self, name: str) -> bool:
-        """Also by the last part of a path or a name: "org/model", "/models/model" and "model" are taken for one."""
+        """Compares the last part of paths and names: "org/model", "/models/model" and "model" are the same."""
         names = {self.id, self.root or self.id}
         return name in names or _last_part(name) in map(_last_part, names)
 
 
 def _last_part(name: str) -> str:
-    """ "model" of /models/model, of org/model, and of the cache's .../models--org--model/snapshots/1f3a."""
+    """ "model" for /models/model, org/model, and the cache's .../models--org--model/snapshots/1f3a."""
     cached = re.search(r"models--(?:[^/]*--)?([^/]+)/snapshots/", name)
     return (cached[1] if cached else name.rstrip("/").rpartition("/")[2]).lower()
 
@@ -109,7 +109,7 @@ class EngineClient:
         self,
         config: ServerConfig,
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         transport: HttpClient | None = None,
         waits: Waits | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class EngineClient:
             )
         (url,) = config.base_url
         self.url = shown_url(url)
-        self._patience = patience or Patience(give_up_after_s=config.timeout)
+        self._retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
         self._waits = waits or Waits()
         self._completion = Wanted(
             f"the engine at {self.url} to finish a completion",
@@ -145,13 +145,13 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self._peer.__aexit__()
 
-    async def health(self, patience: Patience | None = None) -> EngineHealth:
-        answer = await self._peer.send("GET", "/health", patience=patience or self._patience)
+    async def health(self, retry_policy: RetryPolicy | None = None) -> EngineHealth:
+        answer = await self._peer.send("GET", "/health", retry_policy=retry_policy or self._retry_policy)
         return self._peer.read(answer, EngineHealth)
 
     async def served_models(self) -> list[ServedModel]:
-        """What can be asked for by name; for a server that does not list it, what its /health says it runs."""
-        answer = await self._peer.send("GET", "/v1/models", patience=self._patience)
+        """The models of /v1/models; for a server without that route, the model of /health."""
+        answer = await self._peer.send("GET", "/v1/models", retry_policy=self._retry_policy)
         if answer.http.status == _NOT_FOUND:
             return [ServedModel(id=(await self.health()).model)]
         return self._peer.read(answer, _ModelList).data
@@ -166,7 +166,7 @@ class EngineClient:
         seed: int | None = None,
         stop: Sequence[str] = (),
         wave: Wave | None = None,
-    ) -> Generation:
+    ) -> GenerationResult:
         """Sample `n` completions of one prompt."""
         request = GenerateRequest(
             prompt={"prompt_token_ids": list(prompt_token_ids)},
@@ -175,14 +175,14 @@ class EngineClient:
             temperature=temperature,
             seed=seed,
             stop=list(stop) or None,
-            logprobs=0,  # the sampled token's own, and no alternatives
+            logprobs=0,  # of the sampled tokens only
             wave=wave,
         )
         body = msgspec.json.encode(request)
         with self._waits.waiting(self._completion):
-            response = await self._peer.send("POST", "/generate", body=body, patience=self._patience)
+            response = await self._peer.send("POST", "/generate", body=body, retry_policy=self._retry_policy)
         answer = self._peer.read(response, GenerateAnswer)
-        return Generation(_completions(answer, n), answer.seconds)
+        return GenerationResult(_completions(answer, n), answer.seconds)
 
     async def generate_wave(
         self,
@@ -193,8 +193,8 @@ class EngineClient:
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Send all prompts at once, as one wave. When one of them fails, the others are given up with it."""
+    ) -> list[GenerationResult]:
+        """Send all prompts at once, as one wave. If one of them fails, the others are cancelled."""
         tasks = [
             asyncio.ensure_future(
                 self.generate(

@@ -20,8 +20,8 @@ from typing import Self, TypeVar
 
 from treadle.clock import awake_s
 from treadle.config.env import ServerConfig
-from treadle.envs.engine_client import EngineAway, EngineClient, Generation, ServedModel
-from treadle.envs.transport import Patience
+from treadle.envs.engine_client import EngineAway, EngineClient, GenerationResult, ServedModel
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
 from treadle.sync.model_folders import PUBLISHED_PREFIXES
@@ -31,22 +31,22 @@ from treadle.wire.generate import EngineHealth
 log = get_logger("env")
 T = TypeVar("T")
 
-FAILOVER_S = 5.0  # a request that an engine has not answered by then goes to another one
-LOOK_S = 1.0  # how often an engine that is away or too old is asked for its version
-LOOK_TIMEOUT_S = 2.0
-POLL_S = 0.05  # while no engine is fit
-AT_ONCE = Patience(give_up_after_s=0.0)  # no retries
-OldestAllowed = Callable[[int], int]  # the newest version of all engines -> the oldest that may still be sampled
+FAILOVER_S = 5.0  # an unanswered request goes to another engine after this time
+REFRESH_S = 1.0  # interval for asking engines that are away or outdated for their version
+REFRESH_TIMEOUT_S = 2.0
+POLL_S = 0.05  # while no engine is usable
+NO_RETRIES = RetryPolicy(give_up_after_s=0.0)  # no retries
+OldestAllowed = Callable[[int], int]  # newest version of all engines -> oldest version that may be sampled
 
 
 @dataclass
 class _Member:
     client: EngineClient
-    health: EngineHealth | None = None  # None: it is away, or was not asked yet
-    num_running: int = 0  # completions that were asked for and have not come
-    looked_s: float = -math.inf
-    looked_for: int = -1  # the oldest version that was allowed when it was last asked for its own
-    is_looked_at: bool = False  # a request for its version is running
+    health: EngineHealth | None = None  # None: unreachable, or not asked yet
+    num_running: int = 0  # requested completions that have not arrived
+    checked_s: float = -math.inf
+    checked_for: int = -1  # the oldest allowed version at the last check
+    is_checking: bool = False  # a request for its version is running
     is_left_out: bool = False  # as logged last
 
     @property
@@ -64,34 +64,34 @@ def open_engine(
     config: ServerConfig,
     *,
     oldest_allowed: OldestAllowed = lambda newest: newest,
-    patience: Patience | None = None,
+    retry_policy: RetryPolicy | None = None,
     waits: Waits | None = None,
 ) -> EngineClient | EnginePool:
-    """The one engine that `config` names, or all of them as a pool."""
+    """The configured engine, or a pool if there are several."""
     if len(config.base_url) == 1:
-        return EngineClient(config, patience=patience, waits=waits)
-    patience = patience or Patience(give_up_after_s=config.timeout)
-    failover = Patience(give_up_after_s=FAILOVER_S)
-    clients = [EngineClient(one, patience=failover, waits=waits) for one in config.each()]
-    return EnginePool(clients, oldest_allowed, patience=patience, waits=waits)
+        return EngineClient(config, retry_policy=retry_policy, waits=waits)
+    retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
+    failover = RetryPolicy(give_up_after_s=FAILOVER_S)
+    clients = [EngineClient(one, retry_policy=failover, waits=waits) for one in config.each()]
+    return EnginePool(clients, oldest_allowed, retry_policy=retry_policy, waits=waits)
 
 
 class EnginePool:
-    """Several engines that serve the same policy, behind the calls of one (engine_client.Engine)."""
+    """Several engines that serve the same policy, with the interface of one (engine_client.InferenceClient)."""
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
         oldest_allowed: OldestAllowed,
         *,
-        patience: Patience,
+        retry_policy: RetryPolicy,
         waits: Waits | None = None,
     ) -> None:
         self._members = [_Member(client) for client in clients]
         self._oldest_allowed = oldest_allowed
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._waits = waits or Waits()
-        self._model: ServedModel | None = None  # of the first engine that was there; others must serve the same
+        self._model: ServedModel | None = None  # of the first reachable engine; others must serve the same
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,9 +102,9 @@ class EnginePool:
                 await stack.enter_async_context(member.client)
 
     async def health(self) -> EngineHealth:
-        """All engines as one: the sum of their work, and the newest version."""
+        """Combined health: the sum of their work, and the newest version."""
         is_first = self._model is None
-        fit = await self._fit_members(everyone=True)
+        fit = await self._wait_for_fit_members(everyone=True)
         if is_first:
             self._refuse_different_models()
         there = [member.health for member in self._members if member.health is not None]
@@ -119,7 +119,7 @@ class EnginePool:
         )
 
     async def served_models(self) -> list[ServedModel]:
-        return await (await self._fit_members())[0].client.served_models()
+        return await (await self._wait_for_fit_members())[0].client.served_models()
 
     async def generate(
         self,
@@ -130,11 +130,11 @@ class EnginePool:
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Generation:
-        """Ask the engine with the fewest completions in flight."""
+    ) -> GenerationResult:
+        """Sample on the engine with the fewest completions in flight."""
 
-        async def ask(fit: list[_Member], _: int) -> Generation:
-            async def ask_client(client: EngineClient) -> list[Generation]:
+        async def ask(fit: list[_Member], _: int) -> GenerationResult:
+            async def ask_client(client: EngineClient) -> list[GenerationResult]:
                 return [
                     await client.generate(
                         prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
@@ -155,11 +155,11 @@ class EnginePool:
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Divide the wave equally; the same engines always get the same parts."""
+    ) -> list[GenerationResult]:
+        """Divide the wave equally among the engines, always in the same way."""
 
-        async def ask(fit: list[_Member], attempt: int) -> list[Generation]:
-            async def ask_part(member: _Member, part: range) -> list[Generation]:
+        async def ask(fit: list[_Member], attempt: int) -> list[GenerationResult]:
+            async def ask_part(member: _Member, part: range) -> list[GenerationResult]:
                 places = slice(part.start, part.stop)
                 return await self._counted(
                     member,
@@ -184,26 +184,26 @@ class EnginePool:
                 for task in tasks:
                     task.cancel()
 
-        return await self._until_answered(ask, look_again_s=0.0)
+        return await self._until_answered(ask, refresh_s=0.0)
 
     async def _until_answered(
-        self, ask: Callable[[list[_Member], int], Awaitable[T]], look_again_s: float = LOOK_S
+        self, ask: Callable[[list[_Member], int], Awaitable[T]], refresh_s: float = REFRESH_S
     ) -> T:
-        """Retry at the other engines when one goes away; what an engine refuses is raised at once."""
+        """Retry on other engines if one becomes unreachable; refusals are raised at once."""
         began, attempt = awake_s(), 0
         while True:
-            fit = await self._fit_members(look_again_s)
+            fit = await self._wait_for_fit_members(refresh_s)
             try:
                 return await ask(fit, attempt)
             except EngineAway as error:
                 attempt += 1
-                if self._patience.is_over(awake_s() - began):
+                if self._retry_policy.is_over(awake_s() - began):
                     raise
                 log.warning("asked_another_engine", problem=error.message)
 
     async def _counted(
-        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[Generation]]]
-    ) -> list[Generation]:
+        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[GenerationResult]]]
+    ) -> list[GenerationResult]:
         oldest = self._oldest
         member.num_running += count
         try:
@@ -216,9 +216,9 @@ class EnginePool:
         finally:
             member.num_running -= count
 
-    async def _fit_members(self, look_again_s: float = LOOK_S, *, everyone: bool = False) -> list[_Member]:
-        """The engines that answer and whose weights are new enough; waits while there is none."""
-        await self._look(look_again_s, everyone=everyone)
+    async def _wait_for_fit_members(self, refresh_s: float = REFRESH_S, *, everyone: bool = False) -> list[_Member]:
+        """The engines that answer and have new enough weights; waits while there is none."""
+        await self._refresh(refresh_s, everyone=everyone)
         if fit := self._fit():
             return fit
         wanted = Wanted(f"an engine with weights of version {self._oldest} or newer", fix=_START_ONE, of="engine")
@@ -228,12 +228,12 @@ class EnginePool:
                 is_any_there = any(member.health is not None for member in self._members)
                 wait.problem = ", ".join(map(str, self._members))
                 wait.fix = _NAME_THE_TRAINED_ONE if is_any_there else _START_ONE
-                if self._patience.is_over(awake_s() - began):
+                if self._retry_policy.is_over(awake_s() - began):
                     lack = f"has weights that are new enough (version {self._oldest} or newer)"
                     problem = f"none of the {len(self._members)} engines {lack if is_any_there else 'answers'}"
                     raise EngineError(f"{problem}: {wait.problem}", fix=wait.fix)
                 await asyncio.sleep(POLL_S)
-                await self._look(2 * POLL_S)
+                await self._refresh(2 * POLL_S)
         return fit
 
     @property
@@ -245,21 +245,23 @@ class EnginePool:
         return member.health is not None and member.version >= self._oldest and self._serves_the_model(member.health)
 
     def _serves_the_model(self, health: EngineHealth) -> bool:
-        """Checked at every look: an engine may be restarted with another model during a run."""
+        """Checked at every refresh: an engine may be restarted with another model during a run."""
         return self._model is None or self._model.is_called(health.model) or _is_trained(health.model)
 
     def _fit(self) -> list[_Member]:
         return [member for member in self._members if self._is_fit(member)]
 
-    async def _look(self, again_s: float, *, everyone: bool = False) -> None:
-        """Ask engines for their version: all of them (`everyone`), or those that are not fit.
+    async def _refresh(self, interval_s: float, *, everyone: bool = False) -> None:
+        """Ask engines for their version: all of them (`everyone`), or those that are not usable.
 
-        One of the latter that was asked within the last `again_s` is asked only if the oldest allowed version changed.
+        Within `interval_s`, an unusable engine is asked again only if the oldest allowed version changed.
         """
-        until_s, oldest = awake_s() - again_s, self._oldest
-        unfit = [m for m in self._members if not self._is_fit(m) and (m.looked_s <= until_s or m.looked_for != oldest)]
-        due = [member for member in (self._members if everyone else unfit) if not member.is_looked_at]
-        await asyncio.gather(*map(self._look_at, due))
+        until_s, oldest = awake_s() - interval_s, self._oldest
+        unfit = [
+            m for m in self._members if not self._is_fit(m) and (m.checked_s <= until_s or m.checked_for != oldest)
+        ]
+        due = [member for member in (self._members if everyone else unfit) if not member.is_checking]
+        await asyncio.gather(*map(self._refresh_one, due))
         if self._model is None:
             there = sorted((m.health.model for m in self._members if m.health is not None), key=_is_trained)
             self._model = next((ServedModel(id=model) for model in there), None)
@@ -267,23 +269,23 @@ class EnginePool:
             self._log_change(member)
 
     def _log_change(self, member: _Member) -> None:
-        """Log when an engine is left out, and when it gets requests again."""
+        """Log when an engine becomes unusable, and when it gets requests again."""
         if member.is_left_out and self._is_fit(member):
             log.info("engine_asked_again", engine=str(member), oldest_allowed=self._oldest)
         elif not member.is_left_out and not self._is_fit(member):
             log.warning("engine_left_out", engine=str(member), oldest_allowed=self._oldest)
         member.is_left_out = not self._is_fit(member)
 
-    async def _look_at(self, member: _Member) -> None:
-        member.is_looked_at, member.looked_for = True, self._oldest
+    async def _refresh_one(self, member: _Member) -> None:
+        member.is_checking, member.checked_for = True, self._oldest
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                health = await member.client.health(AT_ONCE)
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                health = await member.client.health(NO_RETRIES)
             member.health = None if health.status.startswith("failed") else health
         except (EngineError, TimeoutError):
             member.health = None
         finally:
-            member.is_looked_at, member.looked_s = False, awake_s()
+            member.is_checking, member.checked_s = False, awake_s()
 
     def _refuse_different_models(self) -> None:
         there = {member.client.url: member.health for member in self._members if member.health is not None}
@@ -295,12 +297,12 @@ class EnginePool:
 
 
 def _is_trained(model: str) -> bool:
-    """Whether the trainer has restarted the engine from the folder of a version (weight_bridge_mode none)."""
-    return Path(model).name.startswith(PUBLISHED_PREFIXES)
+    """Whether the trainer restarted the engine from the folder of a version (weight_bridge_mode none)."""
+    return Path(model).name.startswith(PREFIXES)
 
 
-def _refuse_older(generations: Sequence[Generation], oldest: int, url: str) -> None:
-    """An engine that was restarted since its version was read has the weights that it was started with."""
+def _refuse_older(generations: Sequence[GenerationResult], oldest: int, url: str) -> None:
+    """An engine that was restarted after its version was read has its initial weights."""
     sampled = min((one.policy_version for each in generations for one in each.completions), default=oldest)
     if sampled < oldest:
         raise EngineAway(

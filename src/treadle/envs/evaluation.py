@@ -1,7 +1,7 @@
-"""Answers to the held-out prompts: how good is the policy now?
+"""Evaluate the policy on the held-out prompts.
 
-One answer to each prompt gives accuracy; several give pass@k, the chance that one of k answers is right. An answer that
-could not be scored counts as wrong, and is counted apart as well.
+One answer per prompt gives the accuracy; several give pass@k, the probability that one of k answers is right. Answers
+that could not be scored count as wrong, and are also counted separately.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from typing import Any
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Item
-from treadle.envs.chat import Sampling
+from treadle.envs.base import Item, stable_seed
+from treadle.envs.chat import RolloutSampling
+from treadle.envs.concurrency import ROLLOUTS_AT_ONCE, ReportProgress, groups_at_once, in_order
 from treadle.envs.rollout import EnvContext, Rollout, roll_group, score_generation
 from treadle.envs.scoring import none_scored
-from treadle.envs.seeds import stable_seed
-from treadle.envs.side_by_side import ROLLOUTS_AT_ONCE, ReportProgress, groups_at_once, in_order
 from treadle.envs.stats import pass_at_k, pass_interval
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
 
 
 class EvalSample(msgspec.Struct, kw_only=True):
-    """One answer; several answers to a prompt follow each other."""
+    """One answer; answers to the same prompt are consecutive."""
 
     prompt: str
-    question: str = ""  # the last message of the prompt: without what every prompt begins with
+    question: str = ""  # the last message of the prompt
     completion: str
-    ended: bool = True  # by itself; False: it was cut off at the length limit
+    ended: bool = True  # False: truncated at the length limit
     gold: str
     is_right: bool
     reward: float | None = None  # None: it could not be scored, and `error` says why
@@ -48,19 +47,19 @@ class EvalSample(msgspec.Struct, kw_only=True):
 class EvalResult(msgspec.Struct, kw_only=True):
     env: str
     task: str
-    step: int  # optimizer steps that the trainer had taken
-    policy_version: int  # the version that answered; the oldest one, should it have changed on the way
+    step: int  # optimizer steps of the trainer
+    policy_version: int  # that was sampled; the oldest one, if it changed during the evaluation
     num_prompts: int
     num_answers: int
     num_right: int  # of the answers
     accuracy: float  # pass@1
     interval_95: tuple[float, float]  # of the accuracy
     mean_score: float | None = None  # of the answers that could be scored
-    ended: float | None = None  # share of the answers that ended by themselves
+    ended: float | None = None  # share of the answers that were not truncated
     pass_at_k: dict[str, float]  # {"1": 0.25, "2": 0.41, "4": 0.6}
     pass_at_k_interval_95: dict[str, tuple[float, float]]
-    num_unscored: int  # answers that count as wrong because scoring them failed
-    unscored: dict[str, int]  # the same by reason: {"timed_out": 2}
+    num_unscored: int  # answers that count as wrong because scoring failed
+    unscored: dict[str, int]  # by outcome: {"timed_out": 2}
     generation_params: dict[str, Any]
     mean_completion_tokens: float
     seconds: float
@@ -68,7 +67,7 @@ class EvalResult(msgspec.Struct, kw_only=True):
 
 
 def eval_temperature(config: EnvConfig) -> float:
-    """Greedy for a single answer, the training's for several, unless it is set."""
+    """The configured one; by default greedy for a single answer, and the training's for several."""
     if config.eval_temperature is None:
         chosen = 0.0 if config.eval_samples == 1 else config.temperature
     else:
@@ -90,16 +89,16 @@ async def evaluate_policy(
     rollouts_at_once: int = ROLLOUTS_AT_ONCE,
     report_progress: ReportProgress | None = None,
 ) -> EvalResult:
-    """Ask every held-out prompt `eval_samples` times.
+    """Sample every held-out prompt `eval_samples` times.
 
-    Single turns go in waves named `{wave_prefix}-0` and so on, so that the same policy gives the same answers to the
-    last bit; rollouts of several turns go side by side, as many as keep an engine busy.
+    Single turns are sampled in waves named `{wave_prefix}-0` and so on, so that the same policy gives bitwise the same
+    answers; rollouts of several turns run concurrently.
     """
     started = time.monotonic()
     temperature = eval_temperature(context.config)
     items = list(context.environment.eval_items())[: context.config.num_eval]
-    sampling = Sampling(context.config.max_token_length, temperature, longest_sequence=longest_sequence)
-    # Fixed by the settings, so that the same policy makes the same batches and the same answers.
+    sampling = RolloutSampling(context.config.max_token_length, temperature, longest_sequence=longest_sequence)
+    # Depends only on settings, so that the same policy gets the same batches and gives the same answers.
     prompts_at_once = groups_at_once(context.config.eval_samples, rollouts_at_once)
     report_progress = report_progress or _no_progress
     if context.environment.has_turns:
@@ -116,7 +115,7 @@ async def evaluate_policy(
 async def _ask_in_waves(
     context: EnvContext,
     items: Sequence[Item],
-    sampling: Sampling,
+    sampling: RolloutSampling,
     wave_prefix: str,
     wave_size: int,
     report_progress: ReportProgress,
@@ -145,7 +144,7 @@ async def _ask_in_waves(
 async def _ask_in_turns(
     context: EnvContext,
     items: Sequence[Item],
-    sampling: Sampling,
+    sampling: RolloutSampling,
     prompts_at_once: int,
     report_progress: ReportProgress,
 ) -> list[list[Rollout]]:
@@ -164,8 +163,8 @@ async def _ask_in_turns(
     return answers
 
 
-def _seeds(config: EnvConfig, sampling: Sampling, places: Iterable[int]) -> list[int] | None:
-    """Each prompt's own, the same in every evaluation. Greedy answers need none."""
+def _seeds(config: EnvConfig, sampling: RolloutSampling, places: Iterable[int]) -> list[int] | None:
+    """A seed for each prompt, the same in every evaluation; None for greedy sampling."""
     if sampling.temperature < MIN_TEMPERATURE:
         return None
     return [stable_seed(config.seed, "eval", place) for place in places]
@@ -174,7 +173,7 @@ def _seeds(config: EnvConfig, sampling: Sampling, places: Iterable[int]) -> list
 def summarize(
     config: EnvConfig, step: int, items: Sequence[Item], answers: Sequence[Sequence[Rollout]], *, seconds: float
 ) -> EvalResult:
-    """The answers to each item -> the figures. Pure."""
+    """Compute the result from the answers to each item. Pure."""
     num_rights = [sum(rollout.score.is_right for rollout in rollouts) for rollouts in answers]
     everything = [rollout for rollouts in answers for rollout in rollouts]
     scores = [rollout.score.reward for rollout in everything if rollout.score.reward is not None]
@@ -216,7 +215,7 @@ def summarize(
 
 
 def worthwhile_ks(num_answers: int) -> list[int]:
-    """1, 2, 4, ... and the number of answers itself: `worthwhile_ks(6) == [1, 2, 4, 6]`."""
+    """The k of pass@k to report: powers of 2 and the number of answers: `worthwhile_ks(6) == [1, 2, 4, 6]`."""
     powers = [2**i for i in range(num_answers.bit_length())]
     return sorted({*powers, num_answers})
 
@@ -244,7 +243,7 @@ def _summary_so_far(answers: Sequence[Sequence[Rollout]]) -> str:
 
 
 def _no_progress(num_done: int, note: str) -> None:
-    """Of an evaluation within a run, the log tells the end."""
+    """The default progress callback."""
 
 
 def result_path(folder: Path, step: int) -> Path:
@@ -258,7 +257,7 @@ def save_result(result: EvalResult, folder: Path) -> Path:
 
 
 def figures(result: EvalResult) -> dict[str, float]:
-    """The metrics of an evaluation, under Atropos' names where it has them."""
+    """The metrics of an evaluation, with Atropos' names if it has them."""
     low, high = result.interval_95
     return {
         "eval/percent_correct": result.accuracy,
@@ -273,7 +272,7 @@ def figures(result: EvalResult) -> dict[str, float]:
 
 
 def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
-    """The same in the two files that Atropos' `evaluate` leaves, for whatever reads those."""
+    """Write the two files of Atropos' `evaluate`, for tools that read those."""
     shown = figures(result)
     params = {**result.generation_params, "max_new_tokens": result.generation_params["max_tokens"]}
     metrics = {
@@ -290,7 +289,7 @@ def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> No
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Whole or not at all: the file appears under its name when it is complete and on the disk."""
+    """Write atomically: the file appears under its name when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".tmp{os.getpid()}")
     with unfinished.open("wb") as file:
@@ -301,7 +300,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def in_words(result: EvalResult, num_samples: int = 3) -> str:
-    """The result as a person reads it, with the first answers to a few prompts."""
+    """The result as text, with the first answers to a few prompts."""
     name = f"{_title(result)} at policy version {result.policy_version}"
     mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
     effort = f"{mean}{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
@@ -323,7 +322,7 @@ def in_words(result: EvalResult, num_samples: int = 3) -> str:
 
 
 def _title(result: EvalResult) -> str:
-    """ "arithmetic/addition"; "gsm8k", which has one task only; "my_env" of ./my_env.py."""
+    """ "arithmetic/addition"; "gsm8k", which has only one task; "my_env" for ./my_env.py."""
     own = EnvConfig(name=result.env).own_name
     return own if result.task in ("", own) else f"{own}/{result.task}"
 

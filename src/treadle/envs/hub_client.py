@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import msgspec
 
-from treadle.envs.transport import Patience, Peer, message_of
+from treadle.envs.transport import Peer, RetryPolicy, message_of
 from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.net.client import HttpClient
@@ -30,21 +30,21 @@ _CONFLICT = 409
 
 
 class HubClient:
-    """Registration gives up after `patience`; status calls and deliveries are retried until they succeed."""
+    """Registration gives up after `retry_policy`; status calls and deliveries are retried until they succeed."""
 
     def __init__(
         self,
         url: str,
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         transport: HttpClient | None = None,
         waits: Waits | None = None,
     ) -> None:
         self.waits = waits or Waits()
         self._step = 0  # optimizer steps taken, as of the last standing
         self._publish_interval = 1
-        self._patience = patience or Patience(give_up_after_s=300.0)
-        self._never_give_up = Patience(None, self._patience.first_pause_s, self._patience.longest_pause_s)
+        self._retry_policy = retry_policy or RetryPolicy(give_up_after_s=300.0)
+        self._never_give_up = RetryPolicy(None, self._retry_policy.first_pause_s, self._retry_policy.longest_pause_s)
         self._peer = Peer(
             "hub",
             url,
@@ -78,7 +78,7 @@ class HubClient:
     async def _try_to_register(self, registration: RegisterEnv) -> RegisteredEnv:
         body = msgspec.json.encode(registration)
         response = await self._peer.send(
-            "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, patience=self._patience
+            "POST", "/register-env", body=body, headers={"Treadle-Resume": "1"}, retry_policy=self._retry_policy
         )
         return self._peer.read(response, RegisteredEnv)
 
@@ -92,15 +92,15 @@ class HubClient:
         )
 
     async def info(self) -> BatchInfo:
-        return self._peer.read(await self._peer.send("GET", "/info", patience=self._patience), BatchInfo)
+        return self._peer.read(await self._peer.send("GET", "/info", retry_policy=self._retry_policy), BatchInfo)
 
     async def status(self) -> Progress:
         """Progress of the run; waits for a hub that restarts."""
-        return self._peer.read(await self._peer.send("GET", "/status", patience=self._never_give_up), Progress)
+        return self._peer.read(await self._peer.send("GET", "/status", retry_policy=self._never_give_up), Progress)
 
     async def standing(self, env_id: int) -> EnvStanding:
         """The data for deciding whether to sample more; the request also serves as this environment's heartbeat."""
-        response = await self._peer.send("GET", f"/v1/envs/{env_id}", patience=self._never_give_up)
+        response = await self._peer.send("GET", f"/v1/envs/{env_id}", retry_policy=self._never_give_up)
         standing = self._peer.read(response, EnvStanding)
         self._step = standing.step
         return standing
@@ -122,7 +122,9 @@ class HubClient:
         if not is_loopback(self._peer.url):  # on one machine, to compress costs more than to copy
             body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
             headers["Content-Encoding"] = "gzip"
-        response = await self._peer.send("POST", "/v1/groups", body=body, headers=headers, patience=self._never_give_up)
+        response = await self._peer.send(
+            "POST", "/v1/groups", body=body, headers=headers, retry_policy=self._never_give_up
+        )
         if response.http.status == _CONFLICT:
             # After a restart the same prompts may get other completions. The first delivery stands.
             log.warning("groups_were_already_accepted", key=key, hub_says=message_of(response.http))
@@ -131,9 +133,11 @@ class HubClient:
 
     async def disconnect(self, env_id: int) -> None:
         """Unregister, without retries: the hub must not wait for an environment that is gone."""
-        at_once = Patience(give_up_after_s=0.0)
+        at_once = RetryPolicy(give_up_after_s=0.0)
         body = msgspec.json.encode({"env_id": env_id})
-        self._peer.read(await self._peer.send("POST", "/disconnect-env", body=body, patience=at_once), dict[str, Any])
+        self._peer.read(
+            await self._peer.send("POST", "/disconnect-env", body=body, retry_policy=at_once), dict[str, Any]
+        )
 
 
 def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:

@@ -1,4 +1,4 @@
-"""From configuration to a running environment process, and its end by a signal."""
+"""Start an environment process from its configuration, and end it on a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import uvloop
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.envs.engine_client import Engine
+from treadle.envs.concurrency import show_progress
+from treadle.envs.engine_client import InferenceClient
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
@@ -24,9 +25,8 @@ from treadle.envs.rollout import EnvContext
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
-from treadle.envs.side_by_side import show_progress
 from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger
 from treadle.watch.watchdog import Watchdog
@@ -37,7 +37,7 @@ _STOP_WITHIN_S = 1.5
 
 
 async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
-    """The whole life of `treadle env NAME serve`."""
+    """`treadle env NAME serve`."""
     environment = await prepare_environment(env)
     monitor = EnvMonitor(env.name)
     watchdog = Watchdog(
@@ -61,14 +61,14 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
 
 
 async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
-    """The whole life of `treadle env NAME evaluate`; needs an engine and no hub."""
+    """`treadle env NAME evaluate`; needs an engine and no hub."""
     environment = await prepare_environment(env)
     config = environment.config
     if config.num_eval == 0:
         raise ConfigError("there is nothing to evaluate: num_eval is 0", fix="pass --env.num-eval 256")
-    eval_temperature(config)  # one that makes no sense is told before an engine is asked
-    # A person waits for this one, so an engine that does not run is told soon.
-    async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
+    eval_temperature(config)  # raises for an invalid one before the engine is used
+    # A person waits for this command, so give up early if no engine runs.
+    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0)) as engine:
         health = await engine.health()
         tokenizer = await load_tokenizer(engine, server)
         async with open_context(environment, engine, tokenizer) as context:
@@ -76,7 +76,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
             if num_prompts == 0:
                 raise ConfigError(f"the environment '{config.name}' has no held-out prompts", fix="give it eval_items")
             with show_progress("prompts", num_prompts) as report_progress:
-                # A wave name of its own: a run may be evaluating on the same engine at this moment.
+                # A unique wave name: a run may be evaluating on the same engine.
                 prefix = f"{context.name}-eval-{secrets.token_hex(4)}"
                 result = await evaluate_policy(
                     context, health.policy_version, wave_prefix=prefix, report_progress=report_progress
@@ -88,7 +88,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
 
 
 async def prepare_environment(config: EnvConfig) -> Environment:
-    """A misspelt task or data that is not there must not wait for an engine to be told."""
+    """Load the task and its data, before an engine is needed, so that errors are reported early."""
     environment = load_environment(config)
     # In a thread, because it may download: the process must hear a signal meanwhile.
     await asyncio.to_thread(prepare_task, environment)
@@ -96,8 +96,10 @@ async def prepare_environment(config: EnvConfig) -> Environment:
 
 
 @asynccontextmanager
-async def open_context(environment: Environment, engine: Engine, tokenizer: ChatTokenizer) -> AsyncIterator[EnvContext]:
-    """The environment opened, and workers for its rewards."""
+async def open_context(
+    environment: Environment, engine: InferenceClient, tokenizer: ChatTokenizer
+) -> AsyncIterator[EnvContext]:
+    """Open the environment and its reward workers."""
     async with reward_pool(environment.config) as pool:
         await environment.open()
         try:
@@ -107,8 +109,8 @@ async def open_context(environment: Environment, engine: Engine, tokenizer: Chat
 
 
 def run_until_signal(work: Coroutine[None, None, int | None]) -> int:
-    """Run `work` to its end and return its exit code; SIGTERM and SIGINT cancel it, and that is a good end too."""
-    # asyncio waits for its threads before it ends; a download that hangs must not hold up who stops us.
+    """Run `work` and return its exit code; SIGTERM and SIGINT cancel it, with exit code 0."""
+    # asyncio waits for its threads at the end; a download that hangs must not delay the stop.
     last_resort = threading.Timer(_STOP_WITHIN_S, os._exit, (0,))
     last_resort.daemon = True
     try:
@@ -141,7 +143,7 @@ async def _cancel_on_signal(work: Coroutine[None, None, int | None], last_resort
             loop.remove_signal_handler(number)
 
 
-async def load_tokenizer(engine: Engine, server: ServerConfig) -> ChatTokenizer:
+async def load_tokenizer(engine: InferenceClient, server: ServerConfig) -> ChatTokenizer:
     engine_model = (await engine.health()).model
     # In a thread, because it may download: the process must hear a signal meanwhile.
     folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model_name, engine_model)
@@ -151,8 +153,8 @@ async def load_tokenizer(engine: Engine, server: ServerConfig) -> ChatTokenizer:
     return ChatTokenizer.load(folder)
 
 
-async def _compare_models(engine: Engine, asked: str, tokenizer: Path) -> None:
-    """Another model than the user named is sampled from all the same: it is the one that is trained."""
+async def _compare_models(engine: InferenceClient, asked: str, tokenizer: Path) -> None:
+    """Warn if the engine serves another model than the configured one; it is used anyway, it is the trained one."""
     served = await engine.served_models()
     if any(model.is_called(asked) for model in served):
         return

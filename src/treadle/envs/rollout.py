@@ -1,4 +1,4 @@
-"""From an item to the scored rollouts of its group: one completion each, or a coroutine of several turns."""
+"""Sample and score the rollouts of an item: one completion each, or a coroutine of several turns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
-from treadle.envs.chat import Model, Sampling, Transcript
-from treadle.envs.engine_client import Completion, Engine, Generation
+from treadle.envs.chat import Model, RolloutSampling, Transcript
+from treadle.envs.engine_client import Completion, GenerationResult, InferenceClient
 from treadle.envs.scoring import Judge, as_score, failed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
@@ -17,12 +17,12 @@ from treadle.errors import ConfigError, EngineError, RequestError, UserError
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the policy did for one item, and what that was worth."""
+    """One attempt of the policy at an item, and its score."""
 
-    transcripts: list[Transcript]  # every one of them is trained on
+    transcripts: list[Transcript]  # all of them are trained on
     score: Score
-    seconds: float  # that the engine took for it; rollouts of a group are generated side by side
-    text: str = ""  # the last thing that the policy said
+    seconds: float  # time of the engine; rollouts of a group are generated concurrently
+    text: str = ""  # the last completion
 
     @property
     def num_sampled(self) -> int:
@@ -35,10 +35,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class EnvContext:
-    """What an environment process works with; made once at its start."""
+    """Everything that an environment process needs for sampling and scoring; created once at its start."""
 
     environment: Environment
-    engine: Engine
+    engine: InferenceClient
     tokenizer: ChatTokenizer
     judge: Judge
 
@@ -48,12 +48,12 @@ class EnvContext:
 
     @property
     def name(self) -> str:
-        """The name the hub knows this environment by; the cursor of a restarted one hangs on it."""
+        """The name of this environment at the hub; a restarted process resumes by it."""
         return self.config.wandb_name or self.config.own_name
 
 
-async def roll_group(context: EnvContext, item: Item, sampling: Sampling, *, num_rollouts: int) -> list[Rollout]:
-    """Sample and score so many rollouts of one item."""
+async def roll_group(context: EnvContext, item: Item, sampling: RolloutSampling, *, num_rollouts: int) -> list[Rollout]:
+    """Sample and score `num_rollouts` rollouts of one item."""
     if context.environment.has_turns:
         return await _roll_turns(context, item, sampling, num_rollouts)
     prompt = context.tokenizer.encode_chat(item.messages)
@@ -69,9 +69,9 @@ async def roll_group(context: EnvContext, item: Item, sampling: Sampling, *, num
 
 
 async def score_generation(
-    context: EnvContext, item: Item, prompt: Sequence[int], generation: Generation
+    context: EnvContext, item: Item, prompt: Sequence[int], generation: GenerationResult
 ) -> list[Rollout]:
-    """One completion is one rollout: the prompt is not trained, every sampled token is."""
+    """One rollout per completion: every sampled token is trained on, the prompt is not."""
     scores = await context.judge.scores(item, generation.completions)
     return [
         Rollout([_single_turn(item, prompt, completion)], score, generation.seconds, completion.text)
@@ -86,8 +86,8 @@ def _single_turn(item: Item, prompt: Sequence[int], completion: Completion) -> T
     return transcript
 
 
-async def _roll_turns(context: EnvContext, item: Item, sampling: Sampling, num_rollouts: int) -> list[Rollout]:
-    """Side by side. When one fails because the engine is gone, the others are given up with it."""
+async def _roll_turns(context: EnvContext, item: Item, sampling: RolloutSampling, num_rollouts: int) -> list[Rollout]:
+    """Run the rollouts concurrently. If one fails because the engine is gone, the others are cancelled."""
     tasks = [
         asyncio.ensure_future(roll_one(context, item, replace(sampling, seed=_seed_of(sampling.seed, number))))
         for number in range(num_rollouts)
@@ -99,22 +99,22 @@ async def _roll_turns(context: EnvContext, item: Item, sampling: Sampling, num_r
             task.cancel()
 
 
-async def roll_one(context: EnvContext, item: Item, sampling: Sampling) -> Rollout:
+async def roll_one(context: EnvContext, item: Item, sampling: RolloutSampling) -> Rollout:
     model = Model(context.engine, context.tokenizer, sampling)
     try:
         given = await context.environment.rollout(item, model)
         score = (
             await _judge_last_reply(context, item, model) if given is None else as_score(given, context.config.right)
         )
-    except RequestError as error:  # asked in a way that cannot be: the code's mistake, in this rollout
+    except RequestError as error:  # an invalid request: an error of the user code, in this rollout
         score = _failed(context, item, error)
-    except (EngineError, UserError):  # the engine's fault, or a setting's: not this one rollout's
+    except (EngineError, UserError):  # the engine or a setting: concerns all rollouts
         raise
     except asyncio.CancelledError as error:
         if _is_being_cancelled():
             raise
-        score = _failed(context, item, error)  # the user's code cancelled itself
-    except (Exception, SystemExit) as error:  # the border to code that a user writes
+        score = _failed(context, item, error)  # the user code cancelled itself
+    except (Exception, SystemExit) as error:  # user code
         score = _failed(context, item, error)
     last = model.last_completion
     return Rollout(model.transcripts, score, model.seconds, "" if last is None else last.text)
@@ -138,12 +138,12 @@ async def _judge_last_reply(context: EnvContext, item: Item, model: Model) -> Sc
 
 
 def _seed_of(seed: int | None, number: int) -> int | None:
-    """Far enough from the next rollout's that the seeds of their turns, which count on, do not meet."""
+    """Far enough from the next rollout's seed that the seeds of their turns, which increase by 1, do not overlap."""
     return None if seed is None else (seed + number * 2**20) % 2**63
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, longest_sequence: int) -> None:
-    """A sequence that the trainer would not take is refused before it is paid for; 0 or less is no limit."""
+    """Refuse sequences that are too long for the trainer before they are sampled; 0 or less is no limit."""
     longest_prompt = max(map(len, prompts))
     if 0 < longest_sequence < longest_prompt + max_tokens:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rows of data as files have them, each with the place it stands at; a broken one says what is wrong. Pure."""
+"""Parse rows of JSONL, JSON and CSV files, each with its location; broken rows carry the problem. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class RowError(ValueError):
-    """Why a row cannot be used: `RowError("has no field 'answer'")`; `fix` says what to do when all rows are so."""
+    """A row cannot be used: `RowError("has no field 'answer'")`; `fix` is shown if this holds for all rows."""
 
     def __init__(self, problem: str, *, fix: str = "") -> None:
         super().__init__(problem)
@@ -33,7 +33,7 @@ class Row:
     place: str
 
     def text(self, *names: str) -> str:
-        """The first of these fields that is there, as text. A number is text too: 51.0 is "51"."""
+        """The first of these fields that the row has, as text. Numbers are converted: 51.0 is "51"."""
         name = self.has(*names)
         if name is None:
             raise RowError(self.lacks(*names), fix=f"say which column it is: --env.data-columns {names[0]}=COLUMN")
@@ -47,19 +47,19 @@ class Row:
         return value
 
     def has(self, *names: str) -> str | None:
-        """The first of these names that the row has a field of."""
+        """The first of these fields that the row has."""
         return next((name for name in names if self.fields.get(name) is not None), None)
 
     def lacks(self, *names: str) -> str:
-        """That none of these is there, in words, and what is."""
+        """The message for missing fields, with the existing ones."""
         missing = "has no field" if len(names) == 1 else "has none of the fields"
         return f"{missing} {_quoted(names)}; it has {_quoted(filter(self.has, self.fields)) or 'none at all'}"
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """The other fields, for rewards to look at."""
+        """The other fields, for rewards."""
         others = {name: value for name, value in self.fields.items() if name not in used}
         try:
-            msgspec.msgpack.encode(others)  # as it will be, on the way to the processes that score
+            msgspec.msgpack.encode(others)  # as for the reward workers
         except (TypeError, OverflowError, ValueError) as error:
             raise RowError(f"cannot be sent to the processes that score: {error}") from None
         return others
@@ -76,7 +76,7 @@ class BrokenRow:
 
 
 def parse_rows(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
-    """The rows of a file, by the end of its name; what begins with "[" is one array, whatever it is called."""
+    """The rows of a file, by its suffix; content that starts with "[" is parsed as an array in any case."""
     data = data.removeprefix(_BYTE_ORDER_MARK)
     if name.endswith(".csv"):
         return _parse_csv(data, name)
@@ -92,7 +92,7 @@ def _parse_lines(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
 
 
 def _parse_array(data: bytes, name: str) -> Iterator[Row | BrokenRow]:
-    """Element by element, so that each can be broken by itself and knows its line."""
+    """Parse each element separately, so that each has its own line and error."""
     try:
         elements = msgspec.json.decode(data, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -132,6 +132,6 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _plain(number: float) -> str:
-    """As a person writes it: 51.0 is "51", and 1e-7 is "0.0000001"."""
+    """Without exponent and trailing zeros: 51.0 is "51", and 1e-7 is "0.0000001"."""
     text = format(Decimal(str(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,4 +1,4 @@
-"""What completions are worth: by an environment's rewards in their workers, or by its own `score`."""
+"""Score completions with an environment's rewards in workers, or with its own `score` method."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SHOWN = 200  # characters of a prompt or completion in the log
 
 
 def reward_pool(config: EnvConfig) -> RewardPool:
-    """Workers within the limits that the user set."""
+    """The reward workers with the configured limits."""
     return RewardPool(
         config.reward_workers, time_limit_s=config.reward_timeout_s, memory_limit_mb=config.reward_memory_mb
     )
 
 
 class FailureLog:
-    """Each kind of failure once with all there is to know, then how often: a task that always fails must not flood."""
+    """Logs each kind of failure once in detail, then only its count: failing tasks must not flood the log."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class FailureLog:
 
 
 class Judge:
-    """`await judge.scores(item, completions)`: one score for each, also where its code fails."""
+    """`await judge.scores(item, completions)`: one score for each; failures become scores without a reward."""
 
     def __init__(self, environment: Environment, scorer: Scorer) -> None:
         self._environment = environment
@@ -103,7 +103,7 @@ class Judge:
 
 
 def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False) -> RewardInput:
-    """`in_full`: with what only functions that take lists are given."""
+    """`in_full`: with the fields that only functions of lists use."""
     return RewardInput(
         text=completion.text,
         answer=item.answer,
@@ -117,14 +117,14 @@ def as_reward_input(item: Item, completion: Completion, *, in_full: bool = False
 
 
 def score_here(environment: Environment, item: Item, completion: Completion, failures: FailureLog) -> Score:
-    """By the environment's own method; an error in its code marks this completion, not the run."""
+    """Score with the environment's own method; an exception marks this completion as failed."""
     began_s = time.perf_counter()
     try:
         score = as_score(environment.score(item, completion.text, completion), environment.config.right)
-    except Exception as error:  # the border to code that a user writes
+    except Exception as error:  # user code
         failures.note("score_failed", f"{type(error).__name__}: {error}", item, completion.text, with_trace=True)
         score = failed(error)
-    return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measure, where it has one
+    return replace(score, seconds=score.seconds or time.perf_counter() - began_s)  # its own measurement, if it has one
 
 
 def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringError:
@@ -135,9 +135,9 @@ def none_scored(num_answers: int, example: Score, config: EnvConfig) -> ScoringE
 
 
 def as_score(given: Score | float, right: float) -> Score:
-    """What a user's code gave, as plain finite numbers; ValueError or TypeError where it is none.
+    """Validate the score of user code: finite numbers, else ValueError or TypeError.
 
-    A plain number counts as right from `right` on. A score of None is one that says why there is none.
+    A plain number counts as right from `right` on. A reward of None is valid with an outcome other than "scored".
     """
     if isinstance(given, Score):
         score = given
@@ -155,7 +155,7 @@ def as_score(given: Score | float, right: float) -> Score:
 
 
 def _number(name: str, value: Any) -> float:
-    """Also NumPy's numbers, and True and False; but no text, and not NaN."""
+    """Accepts NumPy numbers and bools; refuses text and NaN."""
     if isinstance(value, str | bytes) or value is None or not math.isfinite(value):
         raise ValueError(f"the {name} is {value}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Numbers about results. Pure."""
+"""Statistics of evaluations: confidence intervals and pass@k. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Z_95 = 1.959963984540054  # 95 % of a normal distribution lies within this many
 
 
 def wilson_interval(num_right: float, num_trials: float, z: float = _Z_95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion: honest near 0 and 1 too, where the textbook one is not.
+    """The Wilson score interval of a proportion: correct near 0 and 1 too, unlike the normal approximation.
 
     >>> [round(100 * bound, 1) for bound in wilson_interval(4, 256)]
     [0.6, 3.9]
@@ -23,16 +23,16 @@ def wilson_interval(num_right: float, num_trials: float, z: float = _Z_95) -> tu
     shrink = 1 + z * z / num_trials
     middle = (share + z * z / (2 * num_trials)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
-    # With none or all right the bound is exact; rounding must not push it past the end.
+    # With none or all right the bound is exact; rounding must not move it past 0 or 1.
     low = 0.0 if num_right == 0 else middle - half
     high = 1.0 if num_right == num_trials else middle + half
     return low, high
 
 
 def pass_at_k(num_right: int, num_answers: int, k: int) -> float:
-    """The chance that of `k` answers, drawn from those that were sampled, at least one is right.
+    """The probability that at least one of `k` answers, drawn from the sampled ones, is right.
 
-    1 - C(n-c, k) / C(n, k): its mean over many samplings is the true chance, which that of 1 - (1 - c/n)^k is not.
+    1 - C(n-c, k) / C(n, k) is an unbiased estimate, unlike 1 - (1 - c/n)^k.
 
     >>> pass_at_k(1, 4, 1), pass_at_k(1, 4, 2), pass_at_k(1, 4, 4)
     (0.25, 0.5, 1.0)
@@ -42,16 +42,16 @@ def pass_at_k(num_right: int, num_answers: int, k: int) -> float:
     num_wrong = num_answers - num_right
     if num_wrong < k:
         return 1.0
-    # The quotient of the two binomials as a product of shares: nothing overflows, nothing cancels.
+    # The quotient of the binomials as a product: no overflow and no cancellation.
     return 1.0 - math.prod((num_wrong - i) / (num_answers - i) for i in range(k))
 
 
 def pass_interval(chances: Sequence[float], answers_per_draw: float) -> tuple[float, float]:
-    """95 % interval of the mean of the prompts' pass@k, of which each rests on `answers_per_draw` = n/k draws.
+    """95 % interval of the mean pass@k of prompts, each estimated from `answers_per_draw` = n/k draws.
 
-    Wilson's, with as many trials as the spread between prompts shows that they are worth: at least one a prompt (so
-    that single answers give exactly Wilson's own interval), at most one a draw. Prompts, not answers, are the sample:
-    more answers to the same prompts narrow it only as far as the prompts are alike.
+    Wilson's interval with an effective number of trials from the variance between prompts: at least one per prompt (so
+    that single answers give exactly Wilson's interval), at most one per draw. Prompts, not answers, are the sample:
+    more answers to the same prompts narrow the interval only as far as the prompts are alike.
     """
     if not chances:
         return 0.0, 1.0
@@ -59,7 +59,7 @@ def pass_interval(chances: Sequence[float], answers_per_draw: float) -> tuple[fl
     most = num_prompts * answers_per_draw
     spread = variance(chances) if num_prompts > 1 else 0.0
     worth = mean * (1 - mean) / spread * num_prompts if spread > 0 else most
-    if mean in (0.0, 1.0):  # no spread because there is nothing to see: that is no proof of anything
+    if mean in (0.0, 1.0):  # the variance is 0, but says nothing
         worth = num_prompts
     trials = min(max(worth, num_prompts), most)
     return wilson_interval(mean * trials, trials)

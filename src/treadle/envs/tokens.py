@@ -1,4 +1,4 @@
-"""Chat messages -> token ids, by the model's own tokenizer and chat template, without transformers."""
+"""Encode chat messages with the model's tokenizer and chat template, without transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treadle.tokenizer_file import encode, load_tokenizer
 log = get_logger("env")
 
 _NUM_RECENT = 256
-_END_OF_TURN = f"(the last words of a turn, {secrets.token_hex(8)})"  # nobody else can say them
+_END_OF_TURN = f"(the last words of a turn, {secrets.token_hex(8)})"  # a unique marker
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,7 +63,7 @@ class ChatTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The text that the model sees. Without a template: the contents, joined by newlines."""
+        """The prompt as text. Without a template: the contents, joined by newlines."""
         if self._template is None:
             return "\n".join(str(message["content"]) for message in messages)
         values = {
@@ -85,7 +85,7 @@ class ChatTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Token ids of the prompt. A template writes its special tokens; plain text gets the tokenizer's."""
+        """Token ids of the prompt. Special tokens come from the template, or without one from the tokenizer."""
         key = repr((messages, tools, add_generation_prompt))
         if key not in self._recent:
             text = self.render(messages, add_generation_prompt, tools=tools)
@@ -95,16 +95,16 @@ class ChatTokenizer:
     def encode_next_turn(
         self, messages: Sequence[Mapping[str, Any]], *, after: int | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Token ids from the end of the model's turn, whose last sampled token is `after`, to the begin of its next.
+        """Token ids from the end of the model's turn, whose last sampled token is `after`, to the start of its next.
 
-        The template is asked with a short conversation of our own: it may rewrite earlier turns (drop what was
-        thought in them), and those are sampled tokens here, which nobody rewrites.
+        The template renders a short conversation instead of the real one: it may rewrite earlier turns (drop the
+        thinking), but their sampled tokens must not change.
         """
         key = repr(("next turn", messages, tools))
         if key not in self._recent:
             self._remember(key, self._encode_next_turn(messages, tools))
         ids = self._recent[key]
-        # The model has ended its turn itself, unless it was cut off or stopped by a word.
+        # The model has sampled the end of its turn, unless it was truncated or stopped by a stop string.
         return list(ids[1:] if ids[:1] == [after] else ids)
 
     def _encode_next_turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -121,7 +121,7 @@ class ChatTokenizer:
         return self.encode_text(text, is_beginning=False)
 
     def _remember(self, key: str, ids: Sequence[int]) -> None:
-        """The rollouts of a group begin alike and are told alike: their prompts are made once."""
+        """Cache prompts: the rollouts of a group share them."""
         while len(self._recent) >= _NUM_RECENT:
             del self._recent[next(iter(self._recent))]  # the oldest
         self._recent[key] = list(ids)
@@ -135,9 +135,9 @@ class ChatTokenizer:
 
 
 def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
-    """Where the tokenizer lies: `name` itself, else the folder the engine loaded, else a download of `name`.
+    """The tokenizer's folder: `name` itself, else the folder that the engine loaded, else a download of `name`.
 
-    `engine_model` is what the engine's /health gives as its model.
+    `engine_model` is the model in the engine's /health.
     """
     for candidate in (Path(name), Path(engine_model)):
         if (candidate / "tokenizer.json").is_file():
@@ -156,7 +156,7 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
 
 @cache
 def _worker() -> TemplateWorker:
-    """One for all tokenizers of this process: it ends with it."""
+    """One worker for all tokenizers of this process."""
     worker = TemplateWorker()
     atexit.register(worker.close)
     return worker
@@ -180,7 +180,7 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """{"bos_token": "<s>", ...}; a token is a string, or an object that holds it as "content"."""
+    """{"bos_token": "<s>", ...}; a token is a string, or an object with the field "content"."""
     tokens = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value

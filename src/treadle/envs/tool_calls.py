@@ -1,7 +1,7 @@
-"""Tool calls in what a model wrote: <tool_call>{"name": "search", "arguments": {"query": "O'Hara"}}</tool_call>. Pure.
+"""Parse tool calls: <tool_call>{"name": "search", "arguments": {"query": "O'Hara"}}</tool_call>. Pure.
 
-JSON is read from behind the opening tag to where its value ends, so that quotes, braces and even tags inside its
-strings stay what they are. What is no call is not mended but said to be broken, with the reason, for the model to hear.
+JSON is parsed from the opening tag to the end of its value, so quotes, braces and even tags inside its strings are
+kept. Invalid calls are not repaired but returned as broken, with the reason, so that the model can be informed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find_tool_calls(text: str) -> list[ToolCall | BrokenCall]:
 
 
 def without_tool_calls(text: str) -> str:
-    """The words before the first call, which is where a model speaks to its reader."""
+    """The text before the first call."""
     return text.partition(_OPEN)[0]
 
 
@@ -55,12 +55,12 @@ def _calls(text: str) -> Iterator[ToolCall | BrokenCall]:
 
 
 def _read_value(text: str, begin: int) -> tuple[Any, int]:
-    """The JSON value that stands here, and where it ends; ValueError when there is none, or more than that."""
+    """The JSON value at `begin`, and its end; ValueError if there is none, or something follows it."""
     while text[begin : begin + 1] and text[begin] in _WHITE_SPACE:
         begin += 1
     value, end = _DECODER.raw_decode(text, begin)
     rest = text[end:].lstrip(_WHITE_SPACE)
-    if rest and not rest.startswith((_CLOSE, _OPEN)):  # at the end of a text the tag may be missing: it was cut off
+    if rest and not rest.startswith((_CLOSE, _OPEN)):  # at the end of a text the closing tag may be missing
         raise ValueError(f"there is more behind the value: {rest.partition(_CLOSE)[0]!r:.40}")
     return value, end
 
@@ -69,7 +69,7 @@ def _as_call(value: Any, text: str) -> ToolCall | BrokenCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return BrokenCall(text.strip(), 'a call is {"name": "...", "arguments": {...}}')
     arguments = value.get("arguments", {})
-    if isinstance(arguments, str):  # some write the object as text
+    if isinstance(arguments, str):  # some models write the object as text
         try:
             arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
@@ -88,4 +88,4 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)  # not strict: line breaks within strings
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)  # allows line breaks within strings

@@ -1,4 +1,4 @@
-"""HTTP as an environment needs it: one pool of connections to a peer, and patience while the peer is away."""
+"""HTTP client of environments: a connection pool to one server, with retries while it is unreachable."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _DISK_FULL = 507  # repeating does not help
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How a call is repeated: after pauses that double, until the time is up (None: never)."""
+class RetryPolicy:
+    """Exponential backoff until `give_up_after_s` (None: forever)."""
 
     give_up_after_s: float | None
     first_pause_s: float = 0.1
@@ -43,8 +43,8 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a call was answered with, and which call it was."""
+class PeerResponse:
+    """The response to a call, with the call's method and path."""
 
     method: str
     path: str
@@ -61,17 +61,17 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Failure:
-    """A call that is worth repeating."""
+    """A failed call that can be retried."""
 
     problem: str
-    wait_s: float = 0.0  # that the peer asks for
-    is_answer: bool = False  # the peer is there, and cannot do it now
+    wait_s: float = 0.0  # from the Retry-After header
+    is_answer: bool = False  # the server answered with an error
 
 
 class Peer:
-    """One server that we call: `Peer("hub", "http://127.0.0.1:8000", error=HubError, timeout_s=30)`.
+    """One server: `Peer("hub", "http://127.0.0.1:8000", error=HubError, timeout_s=30)`.
 
-    Connection errors, 5xx and 429 are repeated with `Patience`; every other answer goes to the caller.
+    Connection errors, 5xx and 429 are retried with a `RetryPolicy`; all other responses go to the caller.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Peer:
         self.name = name
         self.url = _checked_url(name, base_url)
         self._error = error
-        self._away = away or error  # raised when patience runs out
+        self._away = away or error  # raised when the retries are used up
         self._waits = waits or Waits()
         self._wanted = Wanted(
             f"the {name} at {shown_url(self.url)}", fix=how_to_start or f"see whether the {name} runs", of=name
@@ -114,21 +114,21 @@ class Peer:
         method: str,
         path: str,
         *,
-        patience: Patience,
+        retry_policy: RetryPolicy,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
-        """The first answer that is worth reading; raises the peer's error when patience runs out."""
+    ) -> PeerResponse:
+        """Retry until the response is not 5xx or 429; raises the peer's error when the retries are used up."""
         call = _Call(method, path, body, self._headers | _with_type(headers, body))
         outcome = await self._try(call)
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, PeerResponse):
             return outcome
         with self._waits.waiting(self._wanted) as wait:
             began, num_failures = awake_s(), 0
             while isinstance(outcome, _Failure):
                 num_failures += 1
-                pause_s = max(patience.pause_s(num_failures), outcome.wait_s)
-                if patience.is_over(awake_s() + pause_s - began):
+                pause_s = max(retry_policy.pause_s(num_failures), outcome.wait_s)
+                if retry_policy.is_over(awake_s() + pause_s - began):
                     raise self._away(
                         f"{method} {path} at the {self.name} ({shown_url(self.url)}) failed {num_failures} times: "
                         f"{outcome.problem}",
@@ -141,19 +141,19 @@ class Peer:
                 outcome = await self._try(call)
         return outcome
 
-    async def _try(self, call: _Call) -> Answer | _Failure:
+    async def _try(self, call: _Call) -> PeerResponse | _Failure:
         try:
             http = await self._client.request(call.method, call.path, body=call.body, headers=call.headers)
         except NoAnswer as error:
             return _Failure(str(error))
         if http.status < 500 and http.status != _TOO_MANY_REQUESTS:
-            return Answer(call.method, call.path, http)
+            return PeerResponse(call.method, call.path, http)
         if http.status == _DISK_FULL:
             raise DiskFull(f"the disk of the {self.name} is full", fix="free some space and continue with --resume")
         return _Failure(f"status {http.status}: {message_of(http)}", _retry_after_s(http), is_answer=True)
 
-    def read(self, answer: Answer, kind: type[T]) -> T:
-        """The body as `kind`; a refusal (4xx) or an unreadable body raises the peer's error."""
+    def read(self, answer: PeerResponse, kind: type[T]) -> T:
+        """Decode the body as `kind`; a refusal (4xx) or an invalid body raises the peer's error."""
         http = answer.http
         if http.status >= 300:
             raise self._error(
@@ -169,7 +169,7 @@ class Peer:
 
 
 def message_of(response: HttpAnswer) -> str:
-    """What the server says is wrong, whichever of the usual shapes it says it in."""
+    """The error message of a response, in any of the usual formats."""
     try:
         body: Any = json.loads(response.content)
     except ValueError:
@@ -187,7 +187,7 @@ def _with_type(headers: Mapping[str, str] | None, body: bytes | None) -> dict[st
 
 
 def _retry_after_s(response: HttpAnswer) -> float:
-    """Seconds of a Retry-After header; a date, or nonsense, counts as no wish."""
+    """Seconds of the Retry-After header; 0 for a date or an invalid value."""
     try:
         return min(max(float(response.header("Retry-After") or "0"), 0.0), _LONGEST_RETRY_AFTER_S)
     except ValueError:
@@ -195,7 +195,7 @@ def _retry_after_s(response: HttpAnswer) -> float:
 
 
 def _checked_url(name: str, base_url: str) -> str:
-    """A URL without its last slash. A bad one is refused here: later it would look like a connection error."""
+    """The URL without its last slash. An invalid one is refused here: later it would look like a connection error."""
     try:
         url = urlsplit(base_url)
         is_good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

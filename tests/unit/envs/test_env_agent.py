@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
-from treadle.envs.chat import Sampling
-from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.chat import RolloutSampling
+from treadle.envs.engine_client import Completion, GenerationResult
 from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
@@ -57,7 +57,7 @@ class Parrot:
         if self.error is not None:
             raise self.error
         ids = self.tokenizer.encode(self.says).ids
-        return Generation([Completion(ids, [-0.5] * len(ids), self.says, "stop", 0)], 0.1)
+        return GenerationResult([Completion(ids, [-0.5] * len(ids), self.says, "stop", 0)], 0.1)
 
 
 @asynccontextmanager
@@ -85,7 +85,9 @@ def rolled(tmp_path, program, *, num_rollouts=1, **more):
     async def scenario():
         async with asyncio.timeout(60), opened(tmp_path, command=[sys.executable, str(file)], **more) as context:
             item = Item.ask("What is 7 + 1?", answer="8", hint="count")
-            return await roll_group(context, item, Sampling(max_tokens=20, temperature=1.0), num_rollouts=num_rollouts)
+            return await roll_group(
+                context, item, RolloutSampling(max_tokens=20, temperature=1.0), num_rollouts=num_rollouts
+            )
 
     return asyncio.run(scenario())
 
@@ -209,7 +211,7 @@ def test_an_agent_is_ended_when_its_group_is_given_up(tmp_path):
             asyncio.timeout(60),
             opened(tmp_path, command=[sys.executable, str(tmp_path / "agent.py")]) as context,
         ):
-            sampling = Sampling(max_tokens=20, temperature=1.0)
+            sampling = RolloutSampling(max_tokens=20, temperature=1.0)
             rolling = asyncio.ensure_future(roll_group(context, Item.ask("?", answer="8"), sampling, num_rollouts=1))
             while not (note.is_file() and note.read_text()):
                 await asyncio.sleep(0.02)
@@ -261,7 +263,7 @@ def test_agents_that_come_by_themselves_get_the_items_and_post_the_scores(tmp_pa
 
     async def scenario():
         async with asyncio.timeout(60), opened(tmp_path, port=0) as context:
-            sampling = Sampling(max_tokens=20, temperature=1.0)
+            sampling = RolloutSampling(max_tokens=20, temperature=1.0)
             item = Item.ask("What is 7 + 1?", answer="8")
             url = context.environment.url
             rollouts, *_ = await asyncio.gather(
@@ -280,7 +282,9 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
     async def scenario():
         async with asyncio.timeout(60), opened(tmp_path, port=0, time_limit_s=3) as context:
             rolling = asyncio.ensure_future(
-                roll_group(context, Item.ask("?", answer="8"), Sampling(max_tokens=20, temperature=1.0), num_rollouts=2)
+                roll_group(
+                    context, Item.ask("?", answer="8"), RolloutSampling(max_tokens=20, temperature=1.0), num_rollouts=2
+                )
             )
             url = context.environment.url
             first, _ = [await take(url), await take(url)]
@@ -337,7 +341,7 @@ def test_a_program_runs_in_the_folder_where_its_command_was_given(tmp_path, monk
 
     async def scenario(**args):
         async with asyncio.timeout(60), opened(tmp_path, **args) as context:
-            sampling = Sampling(max_tokens=20, temperature=1.0)
+            sampling = RolloutSampling(max_tokens=20, temperature=1.0)
             (rollout,) = await roll_group(context, Item.ask("?", answer="8"), sampling, num_rollouts=1)
             return rollout.score.reward, context.environment.config.args
 

@@ -3,11 +3,10 @@ import re
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import Environment, Item, Score
+from treadle.envs.base import Environment, Item, Score, stable_seed, stable_shuffle
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.scoring import FailureLog, score_here
-from treadle.envs.seeds import stable_seed, stable_shuffle
 from treadle.envs.tasks.arithmetic import TASKS, Arithmetic, harder, split
 from treadle.errors import ConfigError
 

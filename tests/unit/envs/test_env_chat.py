@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from env_doubles import CHAT_TEMPLATE, save_tokenizer
 
-from treadle.envs.chat import Model, Sampling
-from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.chat import Model, RolloutSampling
+from treadle.envs.engine_client import Completion, GenerationResult
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ModelError, RequestError
 
@@ -40,13 +40,15 @@ class Script:
         text = self.says.pop(0)
         ids = self.tokenizer.encode_text(text + ("" if self.cut_off else "<|im_end|>"))
         reason = "length" if self.cut_off else "stop"
-        return Generation([Completion(ids, [-0.25] * len(ids), text, reason, len(self.prompts))], 0.5)
+        return GenerationResult([Completion(ids, [-0.25] * len(ids), text, reason, len(self.prompts))], 0.5)
 
 
 def scene(tmp_path, *says, template=CHAT_TEMPLATE, cut_off=False, **sampling):
     tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path / "model", template))
     engine = Script(tokenizer, list(says), cut_off)
-    return engine, Model(engine, tokenizer, Sampling(**{"max_tokens": 64, "temperature": 1.0, "seed": 7, **sampling}))
+    return engine, Model(
+        engine, tokenizer, RolloutSampling(**{"max_tokens": 64, "temperature": 1.0, "seed": 7, **sampling})
+    )
 
 
 def whole_text(model, transcript):

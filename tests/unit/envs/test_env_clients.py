@@ -9,12 +9,12 @@ from starlette.routing import Route
 from treadle.config.env import ServerConfig
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import RegisterEnv
 
-QUICK = Patience(give_up_after_s=2.0, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=2.0, first_pause_s=0.01, longest_pause_s=0.05)
 REGISTRATION = RegisterEnv(max_token_length=8, desired_name="arithmetic", weight=1.0, group_size=4)
 
 
@@ -56,7 +56,7 @@ def test_the_engine_is_asked_again_after_a_lost_connection_and_a_5xx(tmp_path):
     network = FlakyNetwork(engine.app, {"/generate": 2, "/health": 1})
 
     async def scenario():
-        async with EngineClient(ServerConfig(), patience=QUICK, transport=network) as client:
+        async with EngineClient(ServerConfig(), retry_policy=QUICK, transport=network) as client:
             assert (await client.health()).model == str(tmp_path)
             return await client.generate([1], max_tokens=4, temperature=0.0)
 
@@ -66,7 +66,7 @@ def test_the_engine_is_asked_again_after_a_lost_connection_and_a_5xx(tmp_path):
 def engine_error(*responses):
     async def scenario():
         transport = FlakyNetwork(answering(*responses))
-        async with EngineClient(ServerConfig(), patience=QUICK, transport=transport) as client:
+        async with EngineClient(ServerConfig(), retry_policy=QUICK, transport=transport) as client:
             await client.generate([1], max_tokens=4, temperature=0.0)
 
     with pytest.raises(EngineError) as caught:
@@ -95,8 +95,8 @@ def test_an_answer_that_is_no_generation_is_an_error():
 def test_an_engine_that_stays_away_is_given_up_with_a_remedy():
     async def scenario():
         network = FlakyNetwork(answering(), {"/generate": 10**6})
-        patience = Patience(give_up_after_s=0.1, first_pause_s=0.01)
-        async with EngineClient(ServerConfig(), patience=patience, transport=network) as client:
+        retry_policy = RetryPolicy(give_up_after_s=0.1, first_pause_s=0.01)
+        async with EngineClient(ServerConfig(), retry_policy=retry_policy, transport=network) as client:
             await client.generate([1], max_tokens=4, temperature=0.0)
 
     with pytest.raises(EngineError, match="see whether the engine runs"):
@@ -130,7 +130,7 @@ def test_registration_waits_for_the_trainer():
     hub.groups_accepted = 6
 
     async def scenario():
-        async with HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client:
+        async with HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub.app)) as client:
             return await client.register_env(REGISTRATION)
 
     answer = asyncio.run(scenario())
@@ -146,8 +146,8 @@ def test_a_delivery_survives_lost_connections_503_and_500(url, encoding):
 
     async def scenario():
         network = FlakyNetwork(hub.app, {"/v1/groups": 3})
-        patience = Patience(give_up_after_s=0.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with HubClient(url, patience=patience, transport=network) as client:
+        retry_policy = RetryPolicy(give_up_after_s=0.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with HubClient(url, retry_policy=retry_policy, transport=network) as client:
             await client.post_groups([group(4000)], key="k")
 
     asyncio.run(scenario())
@@ -160,7 +160,7 @@ def test_what_is_too_large_for_one_post_goes_in_parts_each_with_its_key():
     groups = [group(600_000) for _ in range(5)]  # 5 MB each and more, where 12 MiB may go at once
 
     async def scenario():
-        async with HubClient("http://127.0.0.1", patience=QUICK, transport=FlakyNetwork(hub.app)) as client:
+        async with HubClient("http://127.0.0.1", retry_policy=QUICK, transport=FlakyNetwork(hub.app)) as client:
             await client.post_groups(groups, key="k")
 
     asyncio.run(scenario())
@@ -173,7 +173,7 @@ def test_a_refused_delivery_is_an_error_and_a_conflict_is_not():
     hub.failures = [JSONResponse({"detail": "other content"}, 409), JSONResponse({"detail": "bad mask"}, 422)]
 
     async def scenario():
-        async with HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client:
+        async with HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub.app)) as client:
             await client.post_groups([group()], key="k")
             await client.post_groups([group()], key="k2")
 

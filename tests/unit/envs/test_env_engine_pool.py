@@ -14,10 +14,10 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 
-QUICK = Patience(give_up_after_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 SERVERS = ServerConfig(base_url="http://a:9001/v1 http://b:9001/v1", api_key="one two")
 
 
@@ -50,12 +50,12 @@ class Engines:
     def asked(self):
         return [len(double.requests) for double in self.doubles]
 
-    def pool(self, oldest_allowed=lambda newest: newest, patience=QUICK):
+    def pool(self, oldest_allowed=lambda newest: newest, retry_policy=QUICK):
         clients = [
-            EngineClient(one, patience=QUICK, transport=network)
+            EngineClient(one, retry_policy=QUICK, transport=network)
             for one, network in zip(SERVERS.each(), self.networks, strict=True)
         ]
-        return EnginePool(clients, oldest_allowed, patience=patience)
+        return EnginePool(clients, oldest_allowed, retry_policy=retry_policy)
 
     async def ask(self, pool, count):
         tasks = [pool.generate([65], n=2, max_tokens=8, temperature=1.0) for _ in range(count)]
@@ -94,7 +94,7 @@ def test_a_wave_is_shared_out_and_comes_back_in_its_order(tmp_path):
 
 
 def test_an_engine_that_is_too_old_is_not_asked_until_it_has_caught_up(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("treadle.envs.engine_pool.LOOK_S", 0.0)
+    monkeypatch.setattr("treadle.envs.engine_pool.REFRESH_S", 0.0)
     caplog.set_level(logging.INFO, logger="treadle.env")
     engines = Engines(tmp_path)
     engines.versions = [5, 3]
@@ -152,7 +152,7 @@ def test_what_an_engine_that_goes_away_was_asked_is_asked_of_the_other(tmp_path)
     engines = Engines(tmp_path)
 
     async def scenario():
-        async with engines.pool(patience=Patience(give_up_after_s=30.0)) as pool:
+        async with engines.pool(retry_policy=RetryPolicy(give_up_after_s=30.0)) as pool:
             await pool.health()
             engines.networks[0].losses = {"/generate": 10**6, "/health": 10**6}
             texts = await engines.ask(pool, 3)
@@ -167,7 +167,7 @@ def test_answers_of_an_engine_that_lost_its_weights_are_asked_again(tmp_path):
     engines.versions = [5, 5]
 
     async def scenario():
-        async with engines.pool(lambda newest: newest - 1, patience=Patience(give_up_after_s=30.0)) as pool:
+        async with engines.pool(lambda newest: newest - 1, retry_policy=RetryPolicy(give_up_after_s=30.0)) as pool:
             await pool.health()
             engines.versions[1] = 0
             wave = await pool.generate_wave("w", [[65], [66]], n=1, max_tokens=8, temperature=0.0)
@@ -219,7 +219,7 @@ def test_a_run_goes_on_with_the_engine_that_gets_the_weights(tmp_path, caplog):
 
     async def scenario():
         async with (
-            HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub_double.app)) as hub,
+            HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub_double.app)) as hub,
             engines.pool(lambda _: hub.oldest_version(config.max_age)) as pool,
             open_context(load_environment(config), pool, ChatTokenizer.load(engines.doubles[0].folder)) as context,
         ):

@@ -7,7 +7,7 @@ import pytest
 from env_doubles import EngineDouble, FlakyNetwork, save_tokenizer
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Environment, Item, Score
+from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.evaluation import (
     eval_temperature,
@@ -18,7 +18,6 @@ from treadle.envs.evaluation import (
     worthwhile_ks,
 )
 from treadle.envs.process import open_context
-from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, ScoringError
 from treadle.report.history import read_evaluation

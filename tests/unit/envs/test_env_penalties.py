@@ -4,7 +4,7 @@ import pytest
 
 from treadle.envs.base import Score
 from treadle.envs.chat import Transcript
-from treadle.envs.penalties import length_share, with_length_penalty, without_short
+from treadle.envs.grouping import length_share, with_length_penalty, without_short
 from treadle.envs.rollout import Rollout
 
 

@@ -14,8 +14,8 @@ from env_doubles import save_tokenizer
 from tokenizers import Tokenizer
 
 from treadle.envs.base import Item, Score
-from treadle.envs.chat import Model, Sampling
-from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.chat import Model, RolloutSampling
+from treadle.envs.engine_client import Completion, GenerationResult
 from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Session, SessionAbandoned, Sessions
 from treadle.envs.grouping import build_group
@@ -54,7 +54,7 @@ class Script:
             raise line
         ids = [*self.tokenizer.encode(line).ids, self.tokenizer.token_to_id(END)][:max_tokens]
         reason = "length" if len(ids) == max_tokens else "stop"
-        return Generation([Completion(ids, [-0.25 * (i + 1) for i in range(len(ids))], line, reason, 4)], 0.1)
+        return GenerationResult([Completion(ids, [-0.25 * (i + 1) for i in range(len(ids))], line, reason, 4)], 0.1)
 
 
 @dataclass
@@ -99,7 +99,7 @@ def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, assign
     async def stage():
         engine = Script(tokenizer, list(lines))
         engine.go.set()
-        sampling = Sampling(max_tokens=100, temperature=temperature, seed=7, longest_sequence=longest_sequence)
+        sampling = RolloutSampling(max_tokens=100, temperature=temperature, seed=7, longest_sequence=longest_sequence)
         model = Model(engine, ChatTokenizer.load(folder), sampling)
         sessions = Sessions()
         async with serving(Recorder(sessions, assigns_items=assigns_items).app, "127.0.0.1", 0) as url:

@@ -21,9 +21,9 @@ from treadle.envs.rollout import Rollout
 from treadle.envs.serving.report import EnvMonitor, EnvReport
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 
-QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 WRONG, HALF, RIGHT = Score(0.0, is_right=False), Score(0.5, is_right=False), Score(1.0, is_right=True)
 LATE = Score(None, is_right=False, outcome="timed_out", error="exact_match took longer than 10 s")
 
@@ -169,8 +169,8 @@ async def serve(tmp_path, hub, monitor, **settings):
     )
     config = EnvConfig(**{"group_size": 4, "state_dir": tmp_path / "state", **settings})
     async with (
-        EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
-        HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app), waits=monitor.waits) as client,
+        EngineClient(ServerConfig(), retry_policy=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
+        HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub.app), waits=monitor.waits) as client,
         open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
     ):
         await asyncio.wait_for(run(context, client, monitor), 60)

@@ -9,17 +9,17 @@ from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.responses import JSONResponse, Response
 
 from treadle.config.env import EnvConfig, ServerConfig
+from treadle.envs.base import stable_seed
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
-from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, HubError
 
-QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 
 
 def add(prompt, request):
@@ -46,8 +46,8 @@ class Scene:
         engine_network = FlakyNetwork(self.engine.app, self.engine_losses)
         hub_network = FlakyNetwork(self.hub.app, self.hub_losses)
         async with (
-            EngineClient(ServerConfig(), patience=QUICK, transport=engine_network) as engine,
-            HubClient("http://hub", patience=QUICK, transport=hub_network) as hub,
+            EngineClient(ServerConfig(), retry_policy=QUICK, transport=engine_network) as engine,
+            HubClient("http://hub", retry_policy=QUICK, transport=hub_network) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
             async with open_context(load_environment(self.config), engine, tokenizer) as context:

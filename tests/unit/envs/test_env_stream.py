@@ -24,11 +24,11 @@ from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
 from treadle.envs.serving.pace import FlightLimit, choose_pace, room
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
 from treadle.wire.hub import EnvStanding
 
-QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 
 
 @environment("test-two-turns")
@@ -110,8 +110,8 @@ class Scene:
 
     async def serve(self):
         async with (
-            EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(self.engine.app)) as engine,
-            HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(self.hub.app)) as hub,
+            EngineClient(ServerConfig(), retry_policy=QUICK, transport=FlakyNetwork(self.engine.app)) as engine,
+            HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(self.hub.app)) as hub,
         ):
             tokenizer = ChatTokenizer.load(self.engine.folder)
             loaded = load_environment(self.config)

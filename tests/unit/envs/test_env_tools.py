@@ -13,8 +13,8 @@ from tests.unit.envs.env_doubles import CHAT_TEMPLATE, save_tokenizer
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
-from treadle.envs.chat import Model, Sampling
-from treadle.envs.engine_client import Completion, Generation
+from treadle.envs.chat import Model, RolloutSampling
+from treadle.envs.engine_client import Completion, GenerationResult
 from treadle.envs.tasks.tools import knows_tool_role, make_puzzle, search
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError
@@ -40,7 +40,7 @@ class ScriptedPolicy:
         self.prompts.append(self._tokenizer.decode(prompt_token_ids))
         text = self._texts.pop(0)
         completion = Completion([1] * 3, [-0.5] * 3, text, self._finish_reason, policy_version=0)
-        return Generation([completion], seconds=0.1)
+        return GenerationResult([completion], seconds=0.1)
 
 
 def tools(**settings):
@@ -54,7 +54,7 @@ def play(texts, folder: Path, *, template=CHAT_TEMPLATE, **settings):
 def play_with(tokenizer, texts, *, item=None, finish_reason="stop", **settings):
     env = tools(**settings)
     policy = ScriptedPolicy(tokenizer, texts, finish_reason=finish_reason)
-    model = Model(policy, tokenizer, Sampling(max_tokens=256, temperature=1.0))
+    model = Model(policy, tokenizer, RolloutSampling(max_tokens=256, temperature=1.0))
     score = asyncio.run(env.rollout(item or env.train_item(0), model))
     return score, policy.prompts, model.transcripts[0].messages
 

@@ -17,14 +17,14 @@ from treadle.envs.process import open_context
 from treadle.envs.serving.eval_schedule import wait_for_step
 from treadle.envs.serving.runner import run
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import HubError
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import RegisterEnv
 
-OFTEN = Patience(give_up_after_s=5.0, first_pause_s=0.001, longest_pause_s=0.001)
+OFTEN = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.001, longest_pause_s=0.001)
 REGISTRATION = RegisterEnv(max_token_length=8, desired_name="arithmetic", weight=1.0, group_size=4)
 
 
@@ -69,7 +69,9 @@ def test_a_hub_that_is_not_there_is_told_with_address_and_command_and_not_for_ev
     network = scene.network(HubDouble().app, {"/register-env": 50})
 
     async def scenario():
-        async with HubClient("http://127.0.0.1:8000", patience=OFTEN, transport=network, waits=scene.waits) as client:
+        async with HubClient(
+            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=scene.waits
+        ) as client:
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
@@ -88,7 +90,7 @@ def test_an_engine_that_is_not_there_is_told_once_for_all_who_ask_it(tmp_path, s
 
     async def scenario():
         config = ServerConfig(base_url="http://127.0.0.1:9001/v1")
-        async with EngineClient(config, patience=OFTEN, transport=network, waits=scene.waits) as client:
+        async with EngineClient(config, retry_policy=OFTEN, transport=network, waits=scene.waits) as client:
             await asyncio.gather(*(client.generate([1], max_tokens=4, temperature=1.0) for _ in range(16)))
 
     asyncio.run(scenario())
@@ -105,7 +107,9 @@ def test_a_trainer_that_has_not_registered_is_told(scene):
 
     async def scenario():
         network = scene.network(hub.app)
-        async with HubClient("http://127.0.0.1:8000", patience=OFTEN, transport=network, waits=scene.waits) as client:
+        async with HubClient(
+            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=scene.waits
+        ) as client:
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
@@ -121,7 +125,7 @@ def test_a_hub_that_is_there_and_takes_nothing_is_not_to_be_started(scene):
 
     async def scenario():
         async with HubClient(
-            "http://hub", patience=OFTEN, transport=scene.network(hub.app), waits=scene.waits
+            "http://hub", retry_policy=OFTEN, transport=scene.network(hub.app), waits=scene.waits
         ) as client:
             await client.post_groups([ScoredGroup(tokens=[[5]], masks=[[5]], scores=[1.0])], "key")
 
@@ -135,9 +139,9 @@ def test_the_token_in_an_address_is_not_said(scene):
     network = scene.network(HubDouble().app, {"/info": 10**6})
 
     async def scenario():
-        patience = Patience(give_up_after_s=0.1, first_pause_s=0.001, longest_pause_s=0.001)
+        retry_policy = RetryPolicy(give_up_after_s=0.1, first_pause_s=0.001, longest_pause_s=0.001)
         url = "http://hub:8000/t/secret"
-        async with HubClient(url, patience=patience, transport=network, waits=scene.waits) as client:
+        async with HubClient(url, retry_policy=retry_policy, transport=network, waits=scene.waits) as client:
             await client.info()
 
     with pytest.raises(HubError, match="failed"):
@@ -186,8 +190,8 @@ def serve(tmp_path, scene, hub, **settings):
 
     async def life():
         async with (
-            EngineClient(ServerConfig(), patience=OFTEN, transport=FlakyNetwork(engine_double.app)) as engine,
-            HubClient("http://hub", patience=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
+            EngineClient(ServerConfig(), retry_policy=OFTEN, transport=FlakyNetwork(engine_double.app)) as engine,
+            HubClient("http://hub", retry_policy=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
             open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
             await asyncio.wait_for(run(context, client), 60)
@@ -241,7 +245,7 @@ def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(scene, loo
     network = scene.network(PollingHub(looks_per_step).app)
 
     async def scenario():
-        async with HubClient("http://hub", patience=OFTEN, transport=network, waits=scene.waits) as client:
+        async with HubClient("http://hub", retry_policy=OFTEN, transport=network, waits=scene.waits) as client:
             await wait_for_step(client, 3, patience_s=2.0)
 
     asyncio.run(scenario())

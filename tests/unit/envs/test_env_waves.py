@@ -17,11 +17,11 @@ from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.waves import PlannedWave, WaveSchedule
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError
 from treadle.wire.hub import EnvStanding
 
-QUICK = Patience(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
+QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
 
 
 class TrainingHub(HubDouble):
@@ -82,8 +82,8 @@ def serve(tmp_path, hub, **settings):
 
     async def life():
         async with (
-            EngineClient(ServerConfig(), patience=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
-            HubClient("http://hub", patience=QUICK, transport=FlakyNetwork(hub.app)) as client,
+            EngineClient(ServerConfig(), retry_policy=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
+            HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub.app)) as client,
             open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
             await asyncio.wait_for(run(context, client), 60)

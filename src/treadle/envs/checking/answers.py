@@ -16,13 +16,12 @@ from typing import Literal, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treadle.envs.base import Environment, Item, Score
-from treadle.envs.chat import Sampling
+from treadle.envs.base import Environment, Item, Score, stable_seed
+from treadle.envs.chat import RolloutSampling
 from treadle.envs.checking.findings import Finding, Verdict
-from treadle.envs.engine_client import Completion, Engine, Generation
+from treadle.envs.engine_client import Completion, GenerationResult, InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
-from treadle.envs.seeds import stable_seed
 from treadle.envs.tokens import ChatTokenizer
 
 Kind = Literal["right", "empty", "constant", "another", "every", "garbage", "unicode", "very long"]
@@ -96,9 +95,9 @@ class AnswerTester:
     async def _run_turns(self, item: Item, text: str) -> Score:
         if self._hung is not None:
             return self._hung
-        script = cast(Engine, _ScriptedEngine(text))  # a rollout of several turns only calls `generate`
+        script = cast(InferenceClient, _ScriptedEngine(text))  # a rollout of several turns only calls `generate`
         context = EnvContext(self._environment, script, _byte_tokenizer(), self._judge)
-        sampling = Sampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
+        sampling = RolloutSampling(max_tokens=self._environment.config.max_token_length, temperature=1.0)
         try:
             async with asyncio.timeout(ROLLOUT_LIMIT_S):
                 rollout = await roll_one(context, item, sampling)
@@ -115,9 +114,9 @@ class _ScriptedEngine:
     def __init__(self, text: str) -> None:
         self._text = text
 
-    async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> Generation:
+    async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> GenerationResult:
         await asyncio.sleep(0)  # so that an endless rollout can be cancelled
-        return Generation([_completion(self._text)], seconds=0.0)
+        return GenerationResult([_completion(self._text)], seconds=0.0)
 
 
 def _very_long(item: Item, max_tokens: int) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from treadle.config.load import replace_text
+from treadle.envs.base import stable_seed
 from treadle.envs.rollout import Rollout
-from treadle.envs.seeds import stable_seed
 from treadle.errors import ConfigError
 
 NUM_CANDIDATES = 4

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 import msgspec
 
+from treadle.envs.concurrency import ReportProgress
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.tracking import Tracking
-from treadle.envs.side_by_side import ReportProgress
 from treadle.watch.waits import Waits, Wanted
 from treadle.watch.watchdog import About
 from treadle.wire.hub import WorkReport

@@ -17,12 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from treadle.envs.base import Item
-from treadle.envs.chat import Sampling
+from treadle.envs.base import Item, stable_seed
+from treadle.envs.chat import RolloutSampling
 from treadle.envs.grouping import apply_group_rules, build_group, drop_reason
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import EnvContext, Rollout, roll_group
-from treadle.envs.seeds import stable_seed
 from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.item_selection import ItemCursor, ItemSelection
@@ -163,7 +162,7 @@ class StreamRunner:
 
     async def _roll_and_send(self, index: int) -> None:
         config = self.context.config
-        sampling = Sampling(
+        sampling = RolloutSampling(
             max_tokens=config.max_token_length,
             temperature=config.temperature,
             seed=stable_seed(config.seed, "item", index, self._tries[index]),

@@ -12,10 +12,9 @@ from typing import ClassVar
 
 from treadle.config.env import EnvConfig
 from treadle.config.load import suggest
-from treadle.envs.base import Environment, Item, Score
+from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.catalogue import environment
 from treadle.envs.engine_client import Completion
-from treadle.envs.seeds import stable_seed
 from treadle.errors import ConfigError
 
 Numbers = tuple[int, ...]  # that a question is about

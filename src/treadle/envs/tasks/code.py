@@ -15,15 +15,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.args import parse_args
-from treadle.envs.base import Item
-from treadle.envs.catalogue import environment
+from treadle.envs.base import Item, stable_seed, stable_shuffle
+from treadle.envs.catalogue import environment, parse_args
 from treadle.envs.data import Data, DataEnvironment
 from treadle.envs.rewards import RewardResult
 from treadle.envs.rewards.unit_tests import UnitTestsReward, read_tests
 from treadle.envs.rows import Row, RowError
 from treadle.envs.sandbox.execution import check_sandbox
-from treadle.envs.seeds import stable_seed, stable_shuffle
 from treadle.errors import ConfigError
 
 NUM_TESTS = 6

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from treadle.config.env import EnvConfig
-from treadle.envs.args import parse_args
 from treadle.envs.base import Item, Message
-from treadle.envs.catalogue import environment
+from treadle.envs.catalogue import environment, parse_args
 from treadle.envs.data import DataEnvironment
 from treadle.envs.rewards import BatchFunctionReward, registry
 from treadle.envs.rewards.combined import expects_box, leaves

@@ -15,11 +15,10 @@ import msgspec
 
 from treadle.config.env import EnvConfig
 from treadle.config.load import suggest
-from treadle.envs.base import Environment, Item
+from treadle.envs.base import Environment, Item, stable_seed
 from treadle.envs.catalogue import environment
 from treadle.envs.rewards import RewardResult
 from treadle.envs.rewards.reasoning_gym import BLOCK, EntryIndex, ReasoningGymReward, dataset, entry_at
-from treadle.envs.seeds import stable_seed
 from treadle.errors import ConfigError, require
 
 NUM_HELD_OUT = 100

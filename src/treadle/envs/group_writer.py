@@ -1,7 +1,7 @@
-"""`treadle env NAME process`: groups into a file with a page to look at, from an engine alone.
+"""Write groups to a file with an HTML page, without a hub (`treadle env NAME process`).
 
-Groups are written in the order of their items, several of them in the making at once, so the same seed and policy give
-the same file. One whose rollouts all have the same score is written too: what a file is for is up to its reader.
+Groups are sampled concurrently and written in the order of their items, so the same seed and policy give the same file.
+Groups with equal scores are written too.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from treadle.config.env import EnvConfig, ServerConfig
-from treadle.envs.base import Item
-from treadle.envs.chat import Sampling
+from treadle.envs.base import Item, stable_seed
+from treadle.envs.chat import RolloutSampling
+from treadle.envs.concurrency import ReportProgress, groups_at_once, in_order, show_progress
 from treadle.envs.engine_pool import open_engine
 from treadle.envs.group_file import GroupFile, as_written
 from treadle.envs.grouping import apply_group_rules, build_group, drop_reason
 from treadle.envs.page import write_page
 from treadle.envs.process import load_tokenizer, open_context, prepare_environment
 from treadle.envs.rollout import EnvContext, Rollout, roll_group
-from treadle.envs.seeds import stable_seed
-from treadle.envs.side_by_side import ReportProgress, groups_at_once, in_order, show_progress
-from treadle.envs.transport import Patience
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError
 
 DEFAULT_NUM_GROUPS = 16
 
 
 @dataclass
-class Tally:
-    """What was written so far."""
+class WriteStats:
+    """Statistics of the groups that were written."""
 
     num_groups: int = 0
     num_rollouts: int = 0
@@ -80,27 +79,27 @@ class Tally:
 
 
 async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
-    """The whole life of `treadle env NAME process`; exit code 1 when no group was fit to be written."""
+    """`treadle env NAME process`; exit code 1 if no group was written."""
     environment = await prepare_environment(env)
     total = num_groups_to_write(environment.config)
-    # A person waits for this one, so an engine that does not run is told soon.
-    async with open_engine(server, patience=Patience(give_up_after_s=5.0)) as engine:
+    # A person waits for this command, so give up early if no engine runs.
+    async with open_engine(server, retry_policy=RetryPolicy(give_up_after_s=5.0)) as engine:
         tokenizer = await load_tokenizer(engine, server)
         async with open_context(environment, engine, tokenizer) as context:
             with GroupFile(groups_path(context.config)) as file:
-                tally = Tally()
+                stats = WriteStats()
                 try:
                     with show_progress("groups", total) as report_progress:
-                        await write_all(context, file, total, tally, report_progress)
-                finally:  # also of what an interrupted one has written
-                    _conclude(file, tally)
-    return 0 if tally.num_groups else 1
+                        await write_all(context, file, total, stats, report_progress)
+                finally:  # also after an interruption
+                    _conclude(file, stats)
+    return 0 if stats.num_groups else 1
 
 
-def _conclude(file: GroupFile, tally: Tally) -> None:
-    print(tally.in_words())
-    if not tally.num_groups:
-        file.path.unlink()  # nobody has a use for an empty file
+def _conclude(file: GroupFile, stats: WriteStats) -> None:
+    print(stats.in_words())
+    if not stats.num_groups:
+        file.path.unlink()
         return
     print(f"written to {file.path}")
     write_page(file.path, file.page)
@@ -123,11 +122,11 @@ def groups_path(config: EnvConfig) -> Path:
 
 
 async def write_all(
-    context: EnvContext, file: GroupFile, total: int, tally: Tally, report_progress: ReportProgress
+    context: EnvContext, file: GroupFile, total: int, stats: WriteStats, report_progress: ReportProgress
 ) -> None:
-    """Sample the first `total` items' groups, and write each as soon as those before it are written."""
+    """Sample the groups of the first `total` items, and write them in order."""
     config = context.config
-    sampling = Sampling(config.max_token_length, config.temperature)
+    sampling = RolloutSampling(config.max_token_length, config.temperature)
 
     async def roll(index: int) -> tuple[int, Item, list[Rollout]]:
         item = context.environment.train_item(index)
@@ -148,5 +147,5 @@ async def write_all(
                 group = build_group(rollouts, temperature=config.temperature)
                 group.item = index
                 file.write(as_written(group, item, rollouts, context.tokenizer.decode))
-            tally.add(rollouts, reason)
-            report_progress(tally.num_groups + tally.dropped.total(), tally.brief)
+            stats.add(rollouts, reason)
+            report_progress(stats.num_groups + stats.dropped.total(), stats.brief)

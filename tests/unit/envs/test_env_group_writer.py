@@ -18,10 +18,10 @@ from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, read_group_file, split_text
+from treadle.envs.group_writer import WriteStats, groups_path, num_groups_to_write, write_all, write_groups
 from treadle.envs.process import open_context, run_until_signal
 from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.transport import Patience
-from treadle.envs.writing import Tally, groups_path, num_groups_to_write, write_all, write_groups
+from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
 
@@ -238,12 +238,12 @@ def test_an_engine_that_goes_away_leaves_what_was_written(tmp_path):
     config = EnvConfig(group_size=2, max_num_workers=1)
 
     async def work():
-        patience = Patience(give_up_after_s=0.1, first_pause_s=0.01, longest_pause_s=0.02)
-        async with EngineClient(ServerConfig(), patience=patience, transport=network) as client:
+        retry_policy = RetryPolicy(give_up_after_s=0.1, first_pause_s=0.01, longest_pause_s=0.02)
+        async with EngineClient(ServerConfig(), retry_policy=retry_policy, transport=network) as client:
             tokenizer = ChatTokenizer.load(engine.folder)
             async with open_context(load_environment(config), client, tokenizer) as context:
                 with GroupFile(tmp_path / "g.jsonl") as file:
-                    await write_all(context, file, 10, Tally(), lambda done, note: None)
+                    await write_all(context, file, 10, WriteStats(), lambda done, note: None)
 
     with pytest.raises(EngineError):
         asyncio.run(work())

@@ -1,4 +1,4 @@
-"""Several pieces of work at once, and how far they have come."""
+"""Run work concurrently with results in order, and show its progress."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 R = TypeVar("R")
-ReportProgress = Callable[[int, str], None]  # how many are done, and a few words on them
+ReportProgress = Callable[[int, str], None]  # number of finished items, and a short note
 
-ROLLOUTS_AT_ONCE = 128  # what an engine generates side by side, unless it was told otherwise
+ROLLOUTS_AT_ONCE = 128  # the default number of sequences that an engine generates concurrently
 _PLAIN_LINE_EVERY_S = 5.0
 
 
@@ -25,9 +25,9 @@ def groups_at_once(num_rollouts: int, rollouts_at_once: int = ROLLOUTS_AT_ONCE) 
 
 
 async def in_order(work: Callable[[T], Awaitable[R]], items: Iterable[T], *, at_once: int) -> AsyncGenerator[R, None]:
-    """The results in the order of `items`, of which so many are worked on at once. The first failure ends the rest.
+    """The results in the order of `items`, with `at_once` concurrent calls. The first failure cancels the rest.
 
-    To be closed (`contextlib.aclosing`): that ends what is still being worked on.
+    Close it (`contextlib.aclosing`) to cancel running calls.
     """
     free = asyncio.Semaphore(at_once)
 
@@ -47,7 +47,7 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Iterable[T], *, at_
 
 @contextmanager
 def show_progress(title: str, total: int, *, file: TextIO | None = None) -> Iterator[ReportProgress]:
-    """A bar where there is a terminal (standard error, unless told otherwise), else a plain line now and then."""
+    """A progress bar on a terminal, else a plain line every few seconds; on standard error by default."""
     console = Console(file=file, stderr=file is None)
     if not console.is_terminal:
         yield _PlainLines(console, title, total).report_progress
