@@ -14,7 +14,7 @@ import pytest
 
 from treadle.envs.copied_source import CopiedSource
 from treadle.envs.rewards import FunctionReward, RewardInput, registry
-from treadle.envs.rewards.addresses import find
+from treadle.envs.rewards.addresses import load_address
 from treadle.errors import ConfigError
 
 Cell = Callable[[str], dict[str, Any]]
@@ -45,7 +45,7 @@ def copy(thing: Any, folder: Path) -> Any:
     name = source.add(thing)
     folder.mkdir(exist_ok=True)
     (folder / "copied.py").write_text(source.text)
-    return find(f"{folder / 'copied.py'}:{name}")
+    return load_address(f"{folder / 'copied.py'}:{name}")
 
 
 def test_a_function_brings_what_it_uses_from_other_cells(cell: Cell, tmp_path: Path) -> None:

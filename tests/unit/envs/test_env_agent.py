@@ -368,15 +368,15 @@ def test_without_a_command_it_says_where_agents_come_and_with_which_key(tmp_path
             return context.environment.url
 
     url = asyncio.run(scenario())
-    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "agents_come_by_themselves"]
-    assert told["ask"] == f"POST {url}/sessions/create"
-    assert told["base_url"] == f"{url}/UUID/v1"
-    assert told["api_key"] == api_key
-    assert "command" in told["fix"]
-    assert token is None or token not in str(told)
+    (reported,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "agents_come_by_themselves"]
+    assert reported["ask"] == f"POST {url}/sessions/create"
+    assert reported["base_url"] == f"{url}/UUID/v1"
+    assert reported["api_key"] == api_key
+    assert "command" in reported["fix"]
+    assert token is None or token not in str(reported)
 
 
-def test_a_command_that_cannot_be_started_is_told_before_anything_else_is_done(tmp_path):
+def test_a_command_that_cannot_be_started_is_reported_first(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     config = EnvConfig(name="agent", data=str(tmp_path / "rows.jsonl"), args={"command": "no-such-program"})
     with pytest.raises(ConfigError, match="there is no such program here"):

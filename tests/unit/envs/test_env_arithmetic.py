@@ -100,7 +100,7 @@ def prompts(seed, indexes):
     return [env.train_item(index).prompt for index in indexes]
 
 
-def test_an_epoch_asks_every_training_pair_once_and_the_seed_decides_the_order():
+def test_an_epoch_has_every_training_pair_once_in_an_order_by_the_seed():
     first, second = prompts(1, range(4000)), prompts(1, range(4000, 8000))
     assert len(set(first)) == 4000
     assert set(first) == set(second)

@@ -1,4 +1,4 @@
-"""An environment's file: what is wrong with it is told in words, with the line, before anything starts."""
+"""An environment's file: errors are reported with the line before anything starts."""
 
 import subprocess
 import sys
@@ -79,7 +79,7 @@ def test_a_module_beside_the_file_is_not_to_be_installed(tmp_path):
         ("import sys\n\nsys.exit(3)\n", "SystemExit: 3", 3),
     ],
 )
-def test_whatever_else_fails_is_told_with_the_users_own_line(tmp_path, text, said, line):
+def test_whatever_else_fails_is_reported_with_the_users_own_line(tmp_path, text, said, line):
     error = refusal(tmp_path / "bad.py", text)
     assert error.message.startswith(f"{tmp_path}/bad.py cannot be loaded: {said}")
     assert error.fix == f"correct {tmp_path}/bad.py:{line}"
@@ -111,7 +111,7 @@ def test_a_default_that_cannot_be_right_is_refused(load):
     assert refused.value.fix == "correct it in the class"
 
 
-def test_an_environment_that_does_not_say_what_an_answer_is_worth_is_refused(load):
+def test_an_environment_without_rewards_score_and_rollout_is_refused(load):
     with pytest.raises(ConfigError, match="'task' does not say what an answer is worth") as refused:
         load("pass")
     assert refused.value.fix == "give Task rewards, or a method score or rollout"

@@ -104,7 +104,7 @@ def test_rows_with_asserts_with_pairs_and_in_the_forms_of_known_datasets(tmp_pat
     assert found["add = sum"] == 0.0
 
 
-def test_rows_that_cannot_be_used_are_told_with_their_place(tmp_path):
+def test_rows_that_cannot_be_used_are_reported_with_their_place(tmp_path):
     good = {"prompt": "Write f.", "tests": ["assert f() == 1"]}
     data = rows(
         tmp_path,

@@ -59,8 +59,8 @@ def test_how_many_groups_keep_an_engine_busy(num_rollouts, at_once, expected):
 
 
 def test_without_a_terminal_progress_is_lines_and_few():
-    told = io.StringIO()
-    with show_progress("groups", 1000, file=told) as report_progress:
+    reported = io.StringIO()
+    with show_progress("groups", 1000, file=reported) as report_progress:
         for done in range(1, 1001):
             report_progress(done, "[bold]mean score 0.5")
-    assert told.getvalue() == "groups: 1000 of 1000, [bold]mean score 0.5\n"
+    assert reported.getvalue() == "groups: 1000 of 1000, [bold]mean score 0.5\n"

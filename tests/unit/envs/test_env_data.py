@@ -1,4 +1,4 @@
-"""Rows from files, folders and datasets: what is broken is told and counted, what is held out is never trained on."""
+"""Rows from files, folders and datasets: broken ones are reported and counted, held-out ones never trained on."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_a_line_that_is_no_object_is_a_broken_row_with_its_place(line, problem):
         ({"question": "?", "answer": True}, "the field 'answer' is True, not text"),
     ],
 )
-def test_a_missing_empty_or_wrong_field_is_told(fields, problem):
+def test_a_missing_empty_or_wrong_field_is_reported(fields, problem):
     with pytest.raises(RowError) as error:
         to_item(Row(fields, "x:1"))
     assert str(error.value) == problem
@@ -97,7 +97,7 @@ def test_a_json_array_gives_every_element_its_line():
         list(parse_rows(b'[{"a": 1}, {', "rows.json"))
 
 
-def test_a_byte_order_mark_and_blank_lines_and_windows_line_ends_do_no_harm():
+def test_byte_order_marks_blank_lines_and_windows_line_ends_are_accepted():
     assert list(parse_rows(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}', "r.jsonl")) == [
         Row({"a": 1}, "r.jsonl:1"),
         Row({"a": 2}, "r.jsonl:3"),
@@ -111,15 +111,15 @@ def test_csv_rows_have_the_names_of_the_first_line():
     assert broken == BrokenRow("r.csv:5", "does not have the 2 fields of the first line")
 
 
-def test_broken_rows_are_skipped_counted_and_told_the_first_ones_singly(tmp_path, caplog):
+def test_broken_rows_are_skipped_and_counted_and_the_first_ones_logged(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(rows_as_bytes(20) + b"oops\n" * 7 + b'{"question": "no answer"}\n')
     data = load(path)
     assert len(data.train) + len(data.held_out) == 20
     assert len(data.broken) == 8
     assert str(data.broken[-1]) == f"{path}:28 has no field 'answer'; it has 'question'"
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["row_skipped"] * 5 + ["rows_skipped"]
+    reported = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert reported == ["row_skipped"] * 5 + ["rows_skipped"]
     assert caplog.records[0].treadle_fields["place"] == f"{path}:21"
 
 
@@ -139,7 +139,7 @@ def test_a_path_that_is_not_there_is_no_dataset(name):
         read_splits(name)
 
 
-def test_no_data_at_all_is_told_with_the_flag():
+def test_no_data_at_all_is_reported_with_the_flag():
     with pytest.raises(ConfigError, match=r"--env\.data"):
         load_data(EnvConfig(name="jsonl"), to_item)
 
@@ -176,7 +176,7 @@ def test_given_held_out_rows_win_over_a_test_split(tmp_path):
     assert questions(load(tmp_path, tmp_path / "mine.jsonl").held_out) == {"Q30?", "Q31?"}
 
 
-def test_a_training_row_that_asks_what_a_held_out_one_asks_is_not_trained_on(tmp_path):
+def test_a_training_row_with_a_held_out_question_is_not_trained_on(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "who  is it?", "answer": 1}\n{"question": "B?", "answer": 2}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "Who is it?\\n", "answer": 1}\n')
     data = load(tmp_path)
@@ -187,7 +187,7 @@ def test_a_training_row_that_asks_what_a_held_out_one_asks_is_not_trained_on(tmp
         load(tmp_path)
 
 
-def test_without_a_test_split_one_row_in_ten_is_set_aside_whatever_seed_and_order(tmp_path):
+def test_without_a_test_split_a_tenth_is_held_out_for_any_seed_and_order(tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = rows_as_bytes(100).splitlines(keepends=True)
     path.write_bytes(b"".join([*lines, lines[0], lines[1]]))
@@ -200,10 +200,10 @@ def test_without_a_test_split_one_row_in_ten_is_set_aside_whatever_seed_and_orde
     assert len(data.train) + data.num_kept_apart == 92
 
 
-def test_what_the_model_is_told_first_does_not_change_what_is_held_out():
+def test_the_system_prompt_does_not_change_what_is_held_out():
     plain = [Item.ask(f"Q{n}?", answer=str(n)) for n in range(50)]
-    told = [Item.ask(f"Q{n}?", answer=str(n), system="Be brief.") for n in range(50)]
-    assert [item.answer for item in hold_out(plain)] == [item.answer for item in hold_out(told)]
+    reported = [Item.ask(f"Q{n}?", answer=str(n), system="Be brief.") for n in range(50)]
+    assert [item.answer for item in hold_out(plain)] == [item.answer for item in hold_out(reported)]
 
 
 def test_at_most_256_rows_are_set_aside_and_at_least_one():
@@ -293,7 +293,7 @@ NOWHERE = ServerConfig(base_url="http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("action", ["serve", "process", "evaluate"])
-def test_data_that_is_not_there_is_told_before_an_engine_is_waited_for(action):
+def test_data_that_is_not_there_is_reported_before_an_engine_is_waited_for(action):
     with pytest.raises(ConfigError, match="needs data"):
         envs.act(action, EnvConfig(name="jsonl"), NOWHERE)
 

@@ -53,7 +53,7 @@ class Scene:
     def __init__(self, tmp_path, kind, write=right_in_half, **settings):
         self.environment = kind(EnvConfig(name="digits", task="", max_token_length=8, **settings))
         self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
-        self.told = []
+        self.reported = []
 
     @contextlib.asynccontextmanager
     async def context(self):
@@ -65,7 +65,7 @@ class Scene:
     def evaluate(self):
         async def work():
             async with self.context() as context:
-                report_progress = lambda done, note: self.told.append((done, note))  # noqa: E731
+                report_progress = lambda done, note: self.reported.append((done, note))  # noqa: E731
                 return await evaluate_policy(context, 3, wave_prefix="digits-eval-3", report_progress=report_progress)
 
         return asyncio.run(work())
@@ -83,7 +83,7 @@ def test_several_answers_give_pass_at_k(tmp_path):
         assert low < result.pass_at_k[k] < high
     assert result.generation_params == {"n": 4, "temperature": 1.0, "max_tokens": 8}
     assert len(result.samples) == 40
-    assert scene.told[-1] == (10, "55.0% right, mean score 0.611 so far")
+    assert scene.reported[-1] == (10, "55.0% right, mean score 0.611 so far")
 
 
 def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
@@ -140,7 +140,7 @@ def test_a_reward_that_always_raises_ends_the_evaluation_after_a_group(tmp_path,
     words = r"none of \d+ answers could be scored: KeyError: 'level', at \S*test_env_evaluation.py:\d+"
     with pytest.raises(ScoringError, match=words):
         scene.evaluate()
-    assert not scene.told, "not even one wave is counted"
+    assert not scene.reported, "not even one wave is counted"
 
 
 def test_an_evaluation_without_a_single_score_is_not_zero_percent(tmp_path):
@@ -171,7 +171,7 @@ def test_environments_with_turns_are_evaluated_too(tmp_path):
     assert result.pass_at_k == {"1": 1.0, "2": 1.0, "3": 1.0}
     assert len(scene.engine.requests) == 10 * 3 * 2
     assert len({request.seed for request in scene.engine.requests}) == 60, "no two turns draw the same numbers"
-    assert scene.told[-1][0] == 10
+    assert scene.reported[-1][0] == 10
 
 
 def test_one_answer_in_turns_is_greedy(tmp_path):
@@ -225,5 +225,5 @@ def test_the_files_that_atropos_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(("num", "ks"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
-def test_which_ks_are_told(num, ks):
+def test_which_ks_are_reported(num, ks):
     assert worthwhile_ks(num) == ks

@@ -113,7 +113,7 @@ def test_what_each_reward_gave_is_written(tmp_path):
     assert line["scores"] == [1.25, 0.5] * 2
 
 
-def test_groups_that_could_not_be_scored_are_dropped_and_told(tmp_path, capsys):
+def test_groups_that_could_not_be_scored_are_dropped_and_reported(tmp_path, capsys):
     code, _ = process(tmp_path, lambda _, request: ["0"] * request.n, name="hard-to-score", task="", total_steps=4)
     assert code == 0
     assert [line["item"] for line in lines_of(tmp_path / "out" / "g.jsonl")] == [0, 2]
@@ -159,7 +159,7 @@ def test_a_line_is_on_its_way_when_it_is_written(tmp_path):
         assert [group.scores for group in read_group_file(file.path)] == [[0.5]], "before it is closed"
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_a_wrong_one_is_told(tmp_path):
+def test_a_line_that_was_cut_off_is_left_out_and_a_wrong_one_is_reported(tmp_path):
     file = tmp_path / "g.jsonl"
     whole = b'{"tokens": [[1]], "masks": [[1]], "scores": [1.0]}\n'
     file.write_bytes(whole + whole[:20])

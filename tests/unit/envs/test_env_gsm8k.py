@@ -97,7 +97,7 @@ def test_data_that_is_not_there_is_refused():
         opened(data="./no/such/folder")
 
 
-def test_completions_are_scored_in_workers_and_right_ones_count_as_accuracy():
+def test_completions_are_scored_in_workers_and_counted_as_accuracy():
     env = opened()
     item = env.train_item(0)
 
@@ -139,7 +139,7 @@ def test_completions_are_scored_in_workers_and_right_ones_count_as_accuracy():
         (r"72", "72", False),
         (r"\boxed{72", "72", False),
         (r"\boxed{}", "72", False),
-        (r"\boxed{\frac12}", "0.5", False),  # malformed operators are not mended
+        (r"\boxed{\frac12}", "0.5", False),  # malformed operators are not repaired
         (r"\boxed{seventy-two}", "72", False),
         (r"\boxed{72 or 73}", "72", False),
         (r"\boxed{-72}", "72", False),

@@ -121,7 +121,7 @@ def test_a_row_that_cannot_be_asked_is_broken(tmp_path, row, problem):
         ({"rewards": []}, "combines nothing"),
     ],
 )
-def test_arguments_that_cannot_be_right_are_refused_before_the_data_is_read(args, problem):
+def test_invalid_arguments_are_refused_before_the_data_is_read(args, problem):
     with pytest.raises(ConfigError, match=problem):
         load_environment(EnvConfig(name="jsonl", data="./nowhere.jsonl", args=args))
 
@@ -139,7 +139,7 @@ def test_arguments_that_cannot_be_right_are_refused_before_the_data_is_read(args
         ),
     ],
 )
-def test_fields_of_other_names_are_told_with_the_flag_that_names_them(tmp_path, row, args, has, flag):
+def test_fields_of_other_names_are_reported_with_the_flag_that_names_them(tmp_path, row, args, has, flag):
     with pytest.raises(ConfigError) as refused:
         opened(tmp_path, [row], args=args)
     assert refused.value.message.endswith(f"; it has {has}")

@@ -35,7 +35,7 @@ def test_evaluate_prints_accuracy_and_samples_in_words(tmp_path, capsys):
     assert (tmp_path / "evals" / "eval_step_000012.json").is_file()
 
 
-def test_evaluate_with_several_answers_prints_pass_at_k_and_leaves_the_files(tmp_path, capsys):
+def test_evaluate_with_several_answers_prints_pass_at_k_and_writes_files(tmp_path, capsys):
     engine = EngineDouble(save_tokenizer(tmp_path / "model"), lambda p, r: [*add(p, r)[:1], *["?"] * (r.n - 1)])
     with listening(engine.app) as url:
         env = EnvConfig(num_eval=5, eval_samples=4, data_dir_to_save_evals=tmp_path / "evals")
@@ -83,11 +83,13 @@ def test_a_model_name_that_the_engine_does_not_serve_is_warned_of_once(tmp_path,
         listing(engine, *models)
     with listening(engine.app) as url:
         envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model_name="org/llama"))
-    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "another_model_is_served"]
-    assert told["asked"] == "org/llama"
-    assert told["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
-    assert told["tokenizer"] == str(tmp_path / "model")
-    assert told["fix"] == "leave out --openai.model-name, or let the engine serve it: treadle engine --model org/llama"
+    (fields,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "another_model_is_served"]
+    assert fields["asked"] == "org/llama"
+    assert fields["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
+    assert fields["tokenizer"] == str(tmp_path / "model")
+    assert (
+        fields["fix"] == "leave out --openai.model-name, or let the engine serve it: treadle engine --model org/llama"
+    )
 
 
 @pytest.mark.parametrize("name", ["org/qwen", "qwen", "/models/qwen/", "/elsewhere/qwen", "my-adapter", None])
@@ -101,18 +103,18 @@ def test_a_model_name_that_the_engine_serves_is_fine_in_any_spelling(tmp_path, c
     assert [record for record in caplog.records if record.getMessage() == "another_model_is_served"] == []
 
 
-def test_nothing_to_evaluate_is_told():
+def test_nothing_to_evaluate_is_reported():
     with pytest.raises(ConfigError, match="nothing to evaluate"):
         envs.act("evaluate", EnvConfig(num_eval=0), ServerConfig())
 
 
-def test_a_temperature_that_makes_no_sense_is_told_before_an_engine_is_asked():
+def test_an_invalid_temperature_is_reported_before_the_engine_is_used():
     nowhere = ServerConfig(base_url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="all 4 answers to a prompt are the same"):
         envs.act("evaluate", EnvConfig(eval_samples=4, eval_temperature=0), nowhere)
 
 
-def test_an_environment_without_held_out_prompts_is_told(tmp_path):
+def test_an_environment_without_held_out_prompts_is_reported(tmp_path):
     (tmp_path / "bare.py").write_text(
         "from treadle.envs import Environment, environment\n\n\n"
         "@environment('bare')\nclass Bare(Environment):\n    rewards = ('length',)\n\n"
@@ -169,24 +171,24 @@ def broken_task(tmp_path, fault):
 
 
 @pytest.mark.parametrize("action", ["serve", "process", "evaluate"])
-def test_what_prepare_raises_is_told_with_its_line_before_anything_is_asked(tmp_path, action):
+def test_an_exception_of_prepare_is_reported_with_its_line_at_the_start(tmp_path, action):
     path = broken_task(tmp_path, '{}["rows"]')
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         envs.act(action, EnvConfig(name=str(path)), ServerConfig(base_url="http://127.0.0.1:9"))
-    assert told.value.message == f"prepare() of the environment '{path}' raised KeyError: 'rows', at {path}:8"
-    assert told.value.fix == f"correct it; treadle env {path} validate"
+    assert reported.value.message == f"prepare() of the environment '{path}' raised KeyError: 'rows', at {path}:8"
+    assert reported.value.fix == f"correct it; treadle env {path} validate"
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [('{}["rows"]', "KeyError: 'rows'"), ("exit('no key')", "SystemExit: no key")]
+    ("fault", "reported"), [('{}["rows"]', "KeyError: 'rows'"), ("exit('no key')", "SystemExit: no key")]
 )
-def test_a_run_says_what_prepare_raised(tmp_path, fault, told):
+def test_a_run_says_what_prepare_raised(tmp_path, fault, reported):
     path = broken_task(tmp_path, fault)
-    with pytest.raises(ConfigError, match=f"raised {told}, at {path}:8"):
+    with pytest.raises(ConfigError, match=f"raised {reported}, at {path}:8"):
         settle_environment(EnvConfig(name=str(path)))
 
 
-def test_a_disk_that_is_full_while_a_task_prepares_is_told_as_such(tmp_path):
+def test_a_disk_that_is_full_while_a_task_prepares_is_reported_as_such(tmp_path):
     path = broken_task(tmp_path, "exec(\"raise OSError(28, 'No space left', '/data')\")")
     with pytest.raises(DiskFull, match="/data"):
         settle_environment(EnvConfig(name=str(path)))

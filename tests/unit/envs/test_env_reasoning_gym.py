@@ -34,7 +34,7 @@ def score(env, item, text):
     return env.rewards.score(RewardInput(text, answer=item.answer, metadata=dict(item.metadata)))
 
 
-def test_items_are_made_of_their_index_and_held_out_ones_are_never_trained_on():
+def test_items_depend_on_their_index_and_held_out_ones_are_not_trained_on():
     env, again = opened("basic_arithmetic", seed=1), opened("basic_arithmetic", seed=1)
     indexes = [0, 1, 999, 1000, 123_456]
     assert [env.train_item(i) for i in indexes] == [again.train_item(i) for i in reversed(indexes)][::-1]
@@ -89,7 +89,7 @@ def test_the_tags_nearest_to_each_other_belong_together():
     "task", ["basic_arithmetic", "arc_1d", "rearc", "sudoku", "countdown", "graph_color", "knights_knaves"]
 )
 def test_in_the_workers_the_tasks_own_scorer_judges(task):
-    """The entry is made anew there: tuples, numbers of numpy and all."""
+    """The entry is generated again there: tuples, numbers of numpy and all."""
     env = loaded(task)
     item = env.train_item(0)
 
@@ -125,7 +125,7 @@ def test_right_answers_are_made_of_harmless_signs(task):
 
 
 def test_a_scorer_that_runs_code_without_the_guard_does():
-    """What the guard is for: without it, this text is run. If this fails, the package has been mended."""
+    """What the guard is for: without it, this text is run. If this fails, the package has been fixed."""
     dataset = library.create_dataset("spiral_matrix", seed=0, size=1)
     ran: list[str] = []
     sys.modules["treadle_test_flag"] = type(sys)("treadle_test_flag")

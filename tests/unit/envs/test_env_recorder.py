@@ -114,7 +114,7 @@ def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, assign
     asyncio.run(scenario())
 
 
-def test_a_conversation_with_a_tool_call_is_one_sequence_in_which_only_what_was_sampled_is_trained(tmp_path):
+def test_a_chat_with_a_tool_call_is_one_sequence_with_only_replies_trained(tmp_path):
     async def play(on):
         first = await on.chat(QUESTION, tools=TOOLS)
         message = first.choices[0].message
@@ -236,7 +236,7 @@ def test_logprobs_and_token_ids_are_those_that_are_recorded(tmp_path):
     played(tmp_path, ["ab"], play)
 
 
-def test_a_temperature_of_the_agents_own_is_used_and_sent_along_with_its_sequence(tmp_path):
+def test_an_agents_own_temperature_is_used_and_sent_with_its_sequence(tmp_path):
     async def play(on):
         await on.chat(QUESTION, temperature=1.0)
         known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
@@ -376,7 +376,7 @@ def test_completions_go_on_from_text_and_from_token_ids(tmp_path):
     played(tmp_path, [" upon", " the", " End.", " one"], play)
 
 
-def test_behind_an_end_that_the_agent_does_not_see_a_completion_goes_on_as_a_new_sequence(tmp_path):
+def test_after_an_end_that_the_agent_does_not_see_a_new_sequence_starts(tmp_path):
     async def play(on):
         create = on.client.completions.create
         await create(model="m", prompt="Once")
@@ -391,7 +391,7 @@ def test_behind_an_end_that_the_agent_does_not_see_a_completion_goes_on_as_a_new
     played(tmp_path, [" upon", " the", " End."], play)
 
 
-def test_a_conversation_without_room_is_told_as_openai_tells_it(tmp_path):
+def test_a_conversation_without_room_gets_the_error_of_openai(tmp_path):
     async def play(on):
         first = await on.chat(QUESTION)
         assert first.choices[0].finish_reason == "length"
@@ -414,7 +414,7 @@ async def give_up(on, call, num_calls):
         await asyncio.sleep(0.01)
 
 
-def test_a_call_that_the_agent_gave_up_leaves_nothing_and_can_be_made_again(tmp_path):
+def test_a_cancelled_call_leaves_nothing_and_can_be_repeated(tmp_path):
     async def play(on):
         await on.chat(QUESTION)
         known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
@@ -496,7 +496,7 @@ def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
     played(tmp_path, [], play)
 
 
-def test_what_is_still_being_sampled_when_the_score_comes_is_no_part_of_the_rollout(tmp_path):
+def test_samples_that_run_when_the_score_arrives_are_not_in_the_rollout(tmp_path):
     async def play(on):
         await on.chat(QUESTION)
         on.engine.go.clear()
@@ -512,7 +512,7 @@ def test_what_is_still_being_sampled_when_the_score_comes_is_no_part_of_the_roll
     played(tmp_path, ["Five.", "Late."], play)
 
 
-def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp_path):
+def test_external_agents_use_the_routes_of_atropos_proxy(tmp_path):
     async def play(on):
         on.sessions.offer(on.session)
         async with httpx.AsyncClient(base_url=on.url) as http:
@@ -539,7 +539,7 @@ def test_agents_that_come_by_themselves_speak_to_the_routes_of_atropos_proxy(tmp
     played(tmp_path, ["Five."], play, assigns_items=True)
 
 
-def test_agents_that_share_an_address_are_told_apart_and_can_be_left_out(tmp_path):
+def test_agents_that_share_a_url_are_distinguished_and_can_be_discarded(tmp_path):
     async def play(on):
         async def ask(speaker):
             headers = {"X-Session-ID": speaker}

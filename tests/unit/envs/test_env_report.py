@@ -63,7 +63,7 @@ def test_recent_counts_forget_what_is_long_ago_and_totals_do_not():
     assert (report.total.finished, report.total.sent) == (100, 60)
 
 
-def test_groups_that_teach_nothing_are_told_with_which_way_they_went_and_what_to_do():
+def test_groups_with_equal_scores_are_reported_with_their_kind_and_a_fix():
     monitor = EnvMonitor("gsm8k")
     for number in range(40):
         same = RIGHT if number < 2 else WRONG
@@ -181,15 +181,15 @@ def warnings_of(caplog, event):
     return [record.treadle_fields for record in records if record.levelno >= logging.WARNING]
 
 
-def test_a_run_of_which_all_first_groups_are_dropped_says_so_early_and_once(tmp_path, caplog):
+def test_a_run_that_drops_all_its_first_groups_warns_early_and_once(tmp_path, caplog):
     monitor = EnvMonitor("test-too-hard")
     hub = TrainingHub(batch_size=16, num_steps=2)
     asyncio.run(serve(tmp_path, hub, monitor, name="test-too-hard", args={"first_right": 30}))
-    (told,) = warnings_of(caplog, "no_group_was_sent_yet")
-    assert told["problem"] == (
+    (reported,) = warnings_of(caplog, "no_group_was_sent_yet")
+    assert reported["problem"] == (
         "dropped 12 of its last 12 groups because all their scores were equal (12 all wrong)"  # three batches of four
     )
-    assert "too hard" in told["fix"]
+    assert "too hard" in reported["fix"]
     report = monitor.report()
     assert report.total.sent == 8
     assert report.total.dropped == {"equal_scores": 30}

@@ -43,7 +43,7 @@ def test_generation_time_of_a_group_is_that_of_its_slowest_rollout() -> None:
     assert build_group(turns, temperature=1.0).metrics["generation_s"] == 3.0
 
 
-def test_a_rollout_without_a_score_teaches_nothing_and_leaves_the_mean_as_it_is() -> None:
+def test_an_unscored_rollout_has_no_advantage_and_does_not_change_the_mean() -> None:
     lost = Rollout(rollout(0.0, "stop").transcripts, Score(None, False, outcome="timed_out", error="10 s"), 0.25)
     group = build_group([rollout(1.0, "stop"), rollout(0.0, "stop"), lost], temperature=1.0)
     assert group.scores == [1.0, 0.0, 0.5]

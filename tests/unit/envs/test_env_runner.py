@@ -309,7 +309,7 @@ def test_a_batch_of_no_whole_groups_is_refused(tmp_path):
         scene.serve_to_the_end()
 
 
-def test_sequences_longer_than_the_trainer_takes_are_refused_before_sampling(tmp_path):
+def test_sequences_too_long_for_the_trainer_are_refused_before_sampling(tmp_path):
     scene = Scene(tmp_path, num_eval=0)
     scene.hub.info["max_token_len"] = 40
     with pytest.raises(ConfigError, match="sequences of 40 tokens"):

@@ -79,7 +79,7 @@ def test_values_of_the_standard_library_pass_unchanged_both_ways(value):
         "try:\n    fail('no')\nexcept KeyError as error:\n    assert 'no' in str(error)\nelse:\n    assert False",
     ],
 )
-def test_tests_can_use_classes_generators_exceptions_and_lists_changed_in_place(test):
+def test_tests_can_use_classes_generators_exceptions_and_mutable_arguments(test):
     answer = """
 class Stack:
     def __init__(self, items=()): self.items = list(items)
@@ -156,7 +156,7 @@ def f(*args): return seen[-1] if seen else Anything()
      "assert f(2) % 1.5 == 0", "assert f(2) ** 1.5 == 0", "assert round(f(2) - 1.5, 3) == 0", "assert f(2) in {1.5}",
      "assert f(2) >= 1.5", "import unittest\nunittest.TestCase().assertAlmostEqual(f(2), 1.5)"],
 )  # fmt: skip
-def test_an_object_of_the_answer_neither_decides_how_near_it_is_nor_learns_to_what(test):
+def test_an_object_of_the_answer_neither_sees_nor_decides_a_comparison(test):
     assert passes(GREEDY, test, "assert f() == 1.5") == [False, False]
 
 
@@ -206,7 +206,7 @@ def test_names_of_builtins_are_the_answers_only_when_the_row_says_so():
     assert passes(answer, "assert sorted([2, 1]) == 'mine'", names=["sorted"]) == [True]
 
 
-def test_an_answer_that_dies_in_one_test_is_judged_by_the_others_all_the_same():
+def test_an_answer_that_dies_in_one_test_is_still_run_on_the_others():
     answer = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    return x\n"
     assert passes(answer, "assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2") == [True, False, True]
 
@@ -289,8 +289,8 @@ time.sleep(60)
     ],
 )
 def test_a_program_that_does_not_do_its_task_fails(source, problem):
-    (told,) = run_cases(source, [Case("", "x")], SandboxLimits(test_s=2, total_s=4))
-    assert problem in told
+    (reported,) = run_cases(source, [Case("", "x")], SandboxLimits(test_s=2, total_s=4))
+    assert problem in reported
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_more_answers_narrow_the_interval_only_where_prompts_are_alike():
 
 @pytest.mark.parametrize(("num_answers", "k"), [(1, 1), (4, 1), (4, 2), (16, 4)])
 def test_nineteen_of_twenty_intervals_hold_the_truth(num_answers, k):
-    """Prompts of very different difficulty, drawn anew 1,000 times."""
+    """Prompts of very different difficulty, drawn 1,000 times."""
     draw = random.Random(3)
     truth = 1 - math.prod((0.7 + i) / (1 + i) for i in range(k))  # the mean of 1 - (1-p)^k where p ~ Beta(0.3, 0.7)
     num_hits = 0

@@ -124,7 +124,7 @@ class Scene:
         return self.config.state_dir / self.config.name
 
 
-def test_a_run_is_served_to_its_end_and_groups_that_teach_nothing_are_dropped_with_a_count(tmp_path):
+def test_a_run_is_served_to_its_end_and_dropped_groups_are_counted(tmp_path):
     scene = Scene(tmp_path)
     asyncio.run(scene.serve())
     assert scene.hub.current_step == 5
@@ -150,7 +150,7 @@ def test_no_more_is_begun_than_the_age_allows(tmp_path):
     assert [group.policy_version for group in scene.hub.groups][:4] == [0, 0, 1, 1]
 
 
-def test_what_was_scored_while_the_hub_was_away_is_delivered_by_the_next_life(tmp_path):
+def test_groups_scored_while_the_hub_is_away_are_sent_after_a_restart(tmp_path):
     scene = Scene(tmp_path)
     scene.hub.is_away = True
 
@@ -185,7 +185,7 @@ def test_the_items_of_a_new_run_begin_with_the_first(tmp_path):
     assert min(group.item for group in later.hub.groups) == 1  # item 0 teaches nothing
 
 
-def test_what_an_earlier_run_left_is_put_aside_under_its_name_and_not_delivered(tmp_path):
+def test_groups_left_by_an_earlier_run_are_set_aside_and_not_delivered(tmp_path):
     scene = Scene(tmp_path)
     for name in ("spool", "refused"):
         (scene.folder / name).mkdir(parents=True)
@@ -221,7 +221,7 @@ class OneTurn(TwoTurns):
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_a_stream_follows_a_trainer_that_comes_back_with_another_batch_size(tmp_path, caplog, size):
+def test_a_stream_follows_a_trainer_that_restarts_with_another_batch_size(tmp_path, caplog, size):
     scene = Scene(tmp_path, hub=TrainingHub(batch_size=8, num_steps=30))
 
     async def scenario():
@@ -233,8 +233,8 @@ def test_a_stream_follows_a_trainer_that_comes_back_with_another_batch_size(tmp_
 
     asyncio.run(scenario())
     assert scene.hub.current_step == 30
-    (told,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "trainer_changed"]
-    assert told == {"batch_size": size, "batch_size_before": 8}
+    (reported,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "trainer_changed"]
+    assert reported == {"batch_size": size, "batch_size_before": 8}
 
 
 def test_a_stream_ends_when_its_groups_can_no_longer_fill_a_batch(tmp_path):
@@ -260,7 +260,7 @@ def test_a_group_that_the_hub_refuses_is_kept_and_the_run_goes_on(tmp_path):
     assert len(list(scene.folder.glob("refused/*.groups"))) == 1
 
 
-def test_a_hub_that_refuses_everything_is_told(tmp_path):
+def test_a_hub_that_refuses_everything_is_reported(tmp_path):
     scene = Scene(tmp_path)
     scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)] * 9
     with pytest.raises(HubError, match=r"mask has the wrong length.*kept in .*refused"):

@@ -24,7 +24,7 @@ def test_a_template_renders_and_encodes_to_the_text_it_wrote(tmp_path):
     assert tokenizer.decode(ids) == "system\nBe brief.\nuser\nWhat is 2 + 2?\nassistant\n"
 
 
-def test_special_tokens_and_functions_reach_the_template_as_transformers_gives_them(tmp_path):
+def test_templates_get_the_special_tokens_and_functions_of_transformers(tmp_path):
     template = """
     {%- for message in messages %}
         {%- if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif %}
@@ -70,7 +70,7 @@ def test_without_a_template_the_prompt_is_the_plain_text(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "Be brief.\nWhat is 2 + 2?"
 
 
-def test_a_broken_template_is_told_with_its_folder(tmp_path):
+def test_a_broken_template_is_reported_with_its_folder(tmp_path):
     with pytest.raises(ModelError, match="cannot be parsed"):
         ChatTokenizer.load(save_tokenizer(tmp_path, "{% if %}"))
 
@@ -86,6 +86,6 @@ def test_the_tokenizer_is_looked_for_in_the_name_then_at_the_engine(tmp_path):
     assert resolve_tokenizer_folder("smollm2-135m-instruct", str(engines)) == engines
 
 
-def test_a_tokenizer_that_is_nowhere_is_told_with_a_remedy(tmp_path):
+def test_a_tokenizer_that_is_nowhere_is_reported_with_a_remedy(tmp_path):
     with pytest.raises(ModelError, match="copy the model's tokenizer files"):
         resolve_tokenizer_folder("/no/such/model", str(tmp_path))

@@ -78,7 +78,7 @@ def test_looking_up_calculating_and_answering_is_right(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "reported"),
     [
         ("<tool_call>{'name': 'search'}</tool_call>", "error: not JSON"),
         (call("serach", query="x"), "error: there is no tool 'serach'; there are: search, calculator"),
@@ -87,10 +87,10 @@ def test_looking_up_calculating_and_answering_is_right(tmp_path):
         (call("calculator", expression="9**9**9"), "error: an exponent is at most 64"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_with_the_reason_and_costs_a_little(said, told, tmp_path):
+def test_an_invalid_call_is_answered_with_the_reason_and_penalized(said, reported, tmp_path):
     item = tools().train_item(0)
     score, _, messages = play([said, f"\\boxed{{{item.answer}}}"], tmp_path, item=item)
-    assert messages[3]["content"].startswith(told)
+    assert messages[3]["content"].startswith(reported)
     assert score.reward == pytest.approx(0.95)
     assert score.parts["invalid_calls"] == 1
 
@@ -148,7 +148,7 @@ def test_without_a_tool_role_results_come_as_one_message_of_the_user(template, t
     assert "32" in prompts[1]
 
 
-def test_the_default_models_template_shows_results_and_the_tools_are_in_its_prompt():
+def test_the_default_models_template_shows_tool_results_and_tools():
     folder = next(Path.home().glob(".cache/treadle/models/smollm2-*"), None)
     if folder is None:
         pytest.skip("the default model has not been prepared here")
@@ -160,7 +160,7 @@ def test_the_default_models_template_shows_results_and_the_tools_are_in_its_prom
     assert "tool\n21\n" in prompts[1]
 
 
-def test_items_are_made_of_their_index_and_held_out_questions_are_never_trained_on():
+def test_items_depend_on_their_index_and_held_out_ones_are_not_trained_on():
     env, again = tools(seed=3), tools(seed=3)
     assert [env.train_item(i) for i in range(50)] == [again.train_item(i) for i in reversed(range(50))][::-1]
     assert tools(seed=4).train_item(0) != env.train_item(0)

@@ -1,4 +1,4 @@
-"""`validate`: a good task passes, and each kind of bad one is told for what it is."""
+"""`validate`: a good task passes, and each kind of bad one is reported."""
 
 import asyncio
 import io
@@ -81,7 +81,7 @@ def test_a_slow_task_is_tried_on_as_many_items_as_there_is_time_for():
     assert "items tried ok 1 of 30: stopped after 0 s" in lines
 
 
-def test_how_far_the_trials_have_come_is_told(capsys):
+def test_the_progress_of_the_trials_is_shown(capsys):
     examine(name="echo")
     assert "items tried: 30 of 30, 239 answers scored" in capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_what_pays_without_being_right_is_a_problem(examine_file, reward, name):
     assert any(line.startswith(f"{name} problem") and "pays on" in line for line in lines), lines
 
 
-def test_length_pays_only_where_a_completion_may_get_so_long(examine_file):
+def test_length_pays_only_if_a_completion_may_get_that_long(examine_file):
     long_or_right = """
         def score(self, item, text, completion):
             return float(text == item.answer or len(text) > 1000)
@@ -180,7 +180,7 @@ def test_a_long_answer_does_not_hold_the_right_one_by_chance(examine_file, answe
     assert "very long answers ok worth 0" in lines
 
 
-def test_a_score_that_raises_on_strange_text_is_told_with_the_text(examine_file):
+def test_a_score_that_raises_on_strange_text_is_reported_with_the_text(examine_file):
     code, lines = examine_file(
         """
         def score(self, item, text, completion):
@@ -194,7 +194,7 @@ def test_a_score_that_raises_on_strange_text_is_told_with_the_text(examine_file)
 
 
 @pytest.mark.parametrize("where", ["score", "reward", "rollout"])
-def test_a_slip_of_the_code_is_told_once_with_its_line(tmp_path, examine_file, caplog, where):
+def test_an_error_of_the_code_is_reported_once_with_its_line(tmp_path, examine_file, caplog, where):
     (tmp_path / "slip.py").write_text("def slip(completion):\n    return completion.txt == completion.answer\n")
     inside = {
         "score": "def score(self, item, text, completion):\n    return completion.txt == item.answer\n",
@@ -214,7 +214,7 @@ def test_a_slip_of_the_code_is_told_once_with_its_line(tmp_path, examine_file, c
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_reward_that_never_ends_is_ended_and_told(tmp_path, examine_file):
+def test_a_reward_that_never_ends_is_killed_and_reported(tmp_path, examine_file):
     (tmp_path / "slow.py").write_text(
         "def slow(completion):\n"
         "    while len(completion.text) > 1000:\n"
@@ -312,7 +312,7 @@ def test_turns_whose_right_answer_takes_more_than_one_text_are_a_warning(examine
     assert any(line.startswith("right answers warning") and "gold_completion" in line for line in lines)
 
 
-def test_a_rollout_that_raises_is_told(examine_file):
+def test_a_rollout_that_raises_is_reported(examine_file):
     code, lines = examine_file(
         TURNS.replace("Are you sure?", "").replace("float(", "float(1 / len(last.text)) * float(")
     )

@@ -45,7 +45,7 @@ class Scene:
         self._now_s += 0.5
         self._watchdog.look()
 
-    def told(self, event):
+    def reported(self, event):
         self._watchdog.look()
         return [record.treadle_fields for record in self._caplog.records if record.getMessage() == event]
 
@@ -65,7 +65,7 @@ def scene(caplog):
     return Scene(caplog)
 
 
-def test_a_hub_that_is_not_there_is_told_with_address_and_command_and_not_for_every_try(scene):
+def test_an_unreachable_hub_is_reported_once_with_address_and_command(scene):
     network = scene.network(HubDouble().app, {"/register-env": 50})
 
     async def scenario():
@@ -75,16 +75,16 @@ def test_a_hub_that_is_not_there_is_told_with_address_and_command_and_not_for_ev
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
-    told = scene.told("waiting")
-    assert told[0]["for"] == "the hub at http://127.0.0.1:8000"
-    assert told[0]["fix"] == "start it with `treadle hub`, or name another with --env.rollout-server-url"
-    assert "connection refused" in told[0]["problem"]
-    assert [said["seconds"] for said in told] == [2.0, 6.0, 14.0]  # of 25, and fifty tries
-    (there,) = scene.told("waited")
-    assert there == {"for": told[0]["for"], "seconds": 25.0}
+    reported = scene.reported("waiting")
+    assert reported[0]["for"] == "the hub at http://127.0.0.1:8000"
+    assert reported[0]["fix"] == "start it with `treadle hub`, or name another with --env.rollout-server-url"
+    assert "connection refused" in reported[0]["problem"]
+    assert [said["seconds"] for said in reported] == [2.0, 6.0, 14.0]  # of 25, and fifty tries
+    (there,) = scene.reported("waited")
+    assert there == {"for": reported[0]["for"], "seconds": 25.0}
 
 
-def test_an_engine_that_is_not_there_is_told_once_for_all_who_ask_it(tmp_path, scene):
+def test_an_engine_that_is_not_there_is_reported_once_for_all_who_ask_it(tmp_path, scene):
     engine = EngineDouble(save_tokenizer(tmp_path), lambda _, request: ["1"] * request.n)
     network = scene.network(engine.app, {"/generate": 4 * 16})
 
@@ -94,14 +94,14 @@ def test_an_engine_that_is_not_there_is_told_once_for_all_who_ask_it(tmp_path, s
             await asyncio.gather(*(client.generate([1], max_tokens=4, temperature=1.0) for _ in range(16)))
 
     asyncio.run(scenario())
-    told = scene.told("waiting")
-    assert {said["for"] for said in told} == {"the engine at http://127.0.0.1:9001"}
-    assert told[0]["fix"] == "start it with `treadle engine`, or name another with --openai.base-url"
-    assert len(told) <= 4
-    assert len(scene.told("waited")) == 1
+    reported = scene.reported("waiting")
+    assert {said["for"] for said in reported} == {"the engine at http://127.0.0.1:9001"}
+    assert reported[0]["fix"] == "start it with `treadle engine`, or name another with --openai.base-url"
+    assert len(reported) <= 4
+    assert len(scene.reported("waited")) == 1
 
 
-def test_a_trainer_that_has_not_registered_is_told(scene):
+def test_a_trainer_that_has_not_registered_is_reported(scene):
     hub = HubDouble()
     hub.num_register_waits = 6
 
@@ -113,10 +113,10 @@ def test_a_trainer_that_has_not_registered_is_told(scene):
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
-    (said,) = scene.told("waiting")
+    (said,) = scene.reported("waiting")
     assert said["for"] == "a trainer to register at the hub (http://127.0.0.1:8000)"
     assert said["fix"] == "start one with `treadle train`, or everything at once with `treadle run`"
-    assert len(scene.told("waited")) == 1
+    assert len(scene.reported("waited")) == 1
 
 
 def test_a_hub_that_is_there_and_takes_nothing_is_not_to_be_started(scene):
@@ -130,7 +130,7 @@ def test_a_hub_that_is_there_and_takes_nothing_is_not_to_be_started(scene):
             await client.post_groups([ScoredGroup(tokens=[[5]], masks=[[5]], scores=[1.0])], "key")
 
     asyncio.run(scenario())
-    (said,) = scene.told("waiting")
+    (said,) = scene.reported("waiting")
     assert said["problem"] == "status 503: the queue is full"
     assert said["fix"] == "the log of the hub says more"
 
@@ -146,8 +146,8 @@ def test_the_token_in_an_address_is_not_said(scene):
 
     with pytest.raises(HubError, match="failed"):
         asyncio.run(scenario())
-    assert {said["for"] for said in scene.told("waiting")} == {"the hub at http://hub:8000"}
-    assert scene.told("waited") == [], "it was given up"
+    assert {said["for"] for said in scene.reported("waiting")} == {"the hub at http://hub:8000"}
+    assert scene.reported("waited") == [], "it was given up"
 
 
 class SlowTrainer(HubDouble):
@@ -200,34 +200,32 @@ def serve(tmp_path, scene, hub, **settings):
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_takes_no_step_for_too_long_is_late_once_with_the_step_and_whose_turn_it_is(
-    tmp_path, scene, pace
-):
+def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, scene, pace):
     hub = SlowTrainer([1, 15, 1])
     serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
-    (late,) = scene.told("late")
+    (late,) = scene.reported("late")
     assert late["for"] == "the trainer to take step 2"
     assert late["turn_of"] == "trainer"
-    assert hub.current_step == 3, "it is told, and waited for all the same"
+    assert hub.current_step == 3, "it is reported, and waited for all the same"
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
 def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, scene, pace):
     serve(tmp_path, scene, SlowTrainer([7, 7, 7]), pace=pace, trainer_patience_s=8.0)  # four seconds each
-    assert scene.told("late") == []
+    assert scene.reported("late") == []
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_is_started_later_is_told_and_never_late(tmp_path, scene, pace):
+def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, scene, pace):
     hub = SlowTrainer([1, 1], looks_without_trainer=14)  # the hub was reset when the environment had registered
     serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
     assert hub.current_step == 2
-    assert {said["for"] for said in scene.told("waiting")} == {"a trainer to register at the hub (http://hub)"}
-    assert scene.told("late") == []
+    assert {said["for"] for said in scene.reported("waiting")} == {"a trainer to register at the hub (http://hub)"}
+    assert scene.reported("late") == []
 
 
 class PollingHub(HubDouble):
-    """Its trainer takes a step for every so many questions for the step."""
+    """Its trainer takes a step after a number of requests for the step."""
 
     def __init__(self, looks_per_step):
         super().__init__()
@@ -249,7 +247,7 @@ def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(scene, loo
             await wait_for_step(client, 3, patience_s=2.0)
 
     asyncio.run(scenario())
-    assert [said["for"] for said in scene.told("late")] == [f"the trainer to take step {step}" for step in late]
+    assert [said["for"] for said in scene.reported("late")] == [f"the trainer to take step {step}" for step in late]
     assert scene.waits.now == []
 
 

@@ -116,8 +116,8 @@ def test_no_life_is_stuck_repeats_an_item_or_uses_a_key_for_two_waves():
     for seed in range(NUM_LIVES):
         life = Life(seed)
         life.live()
-        told = f"life {seed}: {life.happened}"
-        assert sorted(life.delivered) == list(range(len(life.delivered))), told
-        assert life.conflicts == [], told
+        reported = f"life {seed}: {life.happened}"
+        assert sorted(life.delivered) == list(range(len(life.delivered))), reported
+        assert life.conflicts == [], reported
         num_faults += len(life.happened)
     assert num_faults > NUM_LIVES, "too little went wrong to show anything"

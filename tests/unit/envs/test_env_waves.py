@@ -108,8 +108,8 @@ def test_waves_follow_a_trainer_that_comes_back_with_another_batch_size(tmp_path
     assert len(set(items_of(hub))) == len(items_of(hub)), "an item was asked twice"
     assert len({key for key, _ in hub.deliveries}) == len(hub.deliveries)
     assert hub.untrained < (1 + max_age) * 24, "more than was asked for"
-    told = [record.treadle_fields for record in caplog.records if record.getMessage() == "trainer_changed"]
-    assert [change["batch_size"] for change in told] == list(becomes.values())
+    reported = [record.treadle_fields for record in caplog.records if record.getMessage() == "trainer_changed"]
+    assert [change["batch_size"] for change in reported] == list(becomes.values())
 
 
 def test_a_batch_size_that_no_groups_can_fill_ends_with_both_numbers(tmp_path):
@@ -118,7 +118,7 @@ def test_a_batch_size_that_no_groups_can_fill_ends_with_both_numbers(tmp_path):
         serve(tmp_path, hub)
 
 
-def test_an_environment_that_was_started_again_with_another_batch_size_goes_on(tmp_path):
+def test_an_environment_restarted_with_another_batch_size_continues(tmp_path):
     for size, groups_accepted, step in ((16, 16, 8), (4, 16, 2)):  # both had batches of eight, or of 32
         hub = TrainingHub(batch_size=size, num_steps=step + 3)
         hub.groups_accepted, hub.current_step, hub.num_gone = groups_accepted, step, 4 * groups_accepted
@@ -147,14 +147,14 @@ def test_a_trainer_that_wants_more_steps_gets_more_waves(tmp_path):
     ]
 
 
-def test_a_hub_that_was_reset_after_the_registration_is_waited_for_and_its_trainer_followed(tmp_path):
+def test_after_a_reset_of_the_hub_waves_wait_for_and_follow_its_trainer(tmp_path):
     hub = TrainingHub(batch_size=8, num_steps=3)
     hub.looks_without_trainer, hub.next_batch_size = 5, 16
     serve(tmp_path, hub)
     assert hub.trained == [16] * 3
 
 
-def test_a_trainer_whose_batch_is_smaller_than_a_group_is_refused_in_words_after_a_reset(tmp_path):
+def test_after_a_reset_a_batch_smaller_than_a_group_is_refused(tmp_path):
     hub = TrainingHub(batch_size=8, num_steps=3)
     hub.looks_without_trainer, hub.next_batch_size = 5, 2
     with pytest.raises(ConfigError, match="the batch of 2 sequences is no multiple of group_size 4"):
@@ -176,22 +176,22 @@ def test_the_steps_that_a_resumed_trainer_repeats_need_no_waves():
 def test_a_trainer_that_waits_for_what_was_delivered_is_believed():
     count = WaveSchedule.at_start(standing(step=4), groups_accepted=10 * 8, group_size=8)
     wave = count.corrected(standing(step=4, untrained_sequences=40, trainer_waits=True)).next_wave()
-    assert wave == PlannedWave(step=5, first_item=80, num_prompts=3, first_place=5)
+    assert wave == PlannedWave(step=5, first_item=80, num_prompts=3, first_position=5)
 
 
-def test_of_a_wave_that_came_in_part_the_rest_is_sampled_for_the_places_that_are_left():
+def test_the_rest_of_a_partial_wave_is_sampled_for_the_free_positions():
     count = WaveSchedule.at_start(standing(step=1, untrained_sequences=24), groups_accepted=11, group_size=8)
-    assert count.next_wave() == PlannedWave(step=2, first_item=11, num_prompts=5, first_place=3)
+    assert count.next_wave() == PlannedWave(step=2, first_item=11, num_prompts=5, first_position=3)
     assert count.after(count.next_wave()).next_wave() == PlannedWave(step=3, first_item=16, num_prompts=8)
 
 
-def test_a_batch_size_that_changed_while_the_environment_was_away_repeats_no_item():
+def test_a_batch_size_changed_during_a_restart_repeats_no_item():
     # Seven waves of two prompts, and now there are four in one: 14 is no multiple of it.
     count = WaveSchedule.at_start(standing(step=7, batch_size=32), groups_accepted=14, group_size=8)
     assert count.next_wave() == PlannedWave(step=8, first_item=14, num_prompts=4)
 
 
-def test_a_wave_of_another_size_for_a_step_that_is_repeated_has_another_name():
+def test_a_wave_of_another_size_for_a_repeated_step_has_another_name():
     earlier = WaveSchedule.at_start(standing(step=2, batch_size=16), groups_accepted=4, group_size=8).next_wave()
     later = WaveSchedule.at_start(standing(step=2, batch_size=32), groups_accepted=8, group_size=8).next_wave()
     assert (earlier.step, earlier.first_item) == (3, 4)
@@ -199,6 +199,6 @@ def test_a_wave_of_another_size_for_a_step_that_is_repeated_has_another_name():
     assert earlier.name != later.name
 
 
-def test_a_new_hub_beside_an_old_checkpoint_gets_the_waves_that_come_and_not_those_that_were():
+def test_a_new_hub_with_an_old_checkpoint_gets_only_the_next_waves():
     count = WaveSchedule.at_start(standing(step=50), groups_accepted=0, group_size=8)
     assert count.next_wave() == PlannedWave(step=51, first_item=400, num_prompts=8)

@@ -99,7 +99,7 @@ def rank(group, step: float = 1.0):
 
 @reward
 class SleepyReward(Reward):
-    """Takes as long to load as it is told, and no time to score."""
+    """Takes the given time to load, and no time to score."""
 
     load_s: float = 0.0
 

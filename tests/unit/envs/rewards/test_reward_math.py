@@ -10,7 +10,7 @@ import pytest
 
 from treadle.envs.rewards import AccuracyReward, BoxedMath, RewardInput
 from treadle.envs.rewards.boxed_math import _verify
-from treadle.envs.rewards.parsing import compare, read_number
+from treadle.envs.rewards.parsing import compare_numbers, read_number
 
 RIGHT = [
     ("5", "5"), ("5.0", "5"), ("+5", "5"), ("-5", "-5"), ("−5", "-5"), ("1,234", "1234"), ("1{,}234", "1234"),
@@ -55,7 +55,7 @@ def test_where_the_answer_is_looked_for(text, score):
     assert BoxedMath().score(RewardInput(text, answer="5")) == score
 
 
-def test_values_for_right_and_wrong_can_be_chosen_and_accuracy_has_no_minus():
+def test_scores_of_right_and_wrong_are_settings_and_accuracy_has_no_minus():
     wrong = RewardInput(r"\boxed{4}", answer="5")
     assert BoxedMath(right=2.0, wrong=-0.5).score(wrong) == -0.5
     assert AccuracyReward().score(wrong) == 0.0
@@ -79,7 +79,7 @@ def test_the_fast_half_never_contradicts_the_slow_one():
     assert all(read_number(form) is not None for form in FORMS)
     num_decided = 0
     for gold, said in itertools.product(FORMS, FORMS):
-        fast = compare(read_number(gold), read_number(said))
+        fast = compare_numbers(read_number(gold), read_number(said))
         if fast is not None:
             num_decided += 1
             assert fast == _verify(rf"\boxed{{{said}}}", gold), (gold, said)

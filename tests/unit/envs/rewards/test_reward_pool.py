@@ -98,7 +98,7 @@ def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outc
     assert blamed.detail.startswith("naughty: ")
 
 
-def test_a_time_out_in_a_chunk_is_blamed_on_the_right_completion_and_order_is_kept():
+def test_a_timeout_in_a_chunk_fails_its_completion_and_keeps_the_order():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.5) as pool:
             await pool.score(misbehaving_rewards.naughty, said(*map(str, range(100))))  # now it is known to be cheap
@@ -169,7 +169,7 @@ def test_it_works_under_uvloop():
     assert [result.outcome for result in results] == ["scored", "timed_out", "scored"]
 
 
-def test_memory_that_earlier_calls_left_behind_is_not_blamed_on_a_later_completion():
+def test_memory_left_by_earlier_calls_does_not_fail_a_later_completion():
     results = scored(misbehaving_rewards.hoarding, said(*"12345678"), memory_limit_mb=200, time_limit_s=10)
     assert [result.score for result in results] == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -185,7 +185,7 @@ def test_a_group_call_that_fails_marks_the_whole_group():
     assert [result.outcome for result in results] == ["timed_out", "timed_out"]
 
 
-def test_a_failed_part_leaves_the_other_parts_and_a_part_without_weight_fails_nothing():
+def test_a_failed_part_keeps_the_others_and_weight_zero_fails_nothing():
     both = registry.create([LengthReward(target=2), misbehaving_rewards.naughty])
     (failed,) = scored(both, said("raise"))
     assert (failed.score, failed.parts) == (None, {"length": 0.5, "naughty": None})

@@ -25,7 +25,7 @@ from treadle.errors import ConfigError
 SETTINGS = {"regex": {"pattern": "x"}, "combined": {"rewards": ["length"]}}
 
 
-def test_every_name_gives_its_own_class_in_a_fresh_interpreter_and_brings_no_torch():
+def test_every_name_gives_its_class_in_a_fresh_interpreter_without_torch():
     script = (
         "import json, sys\n"
         "from treadle.envs.rewards.registry import BUILT_IN, registry\n"
@@ -105,7 +105,7 @@ def test_a_decorated_function_is_a_reward_and_still_a_function():
 
 
 @pytest.mark.parametrize("arguments", ["prompt, completion", "completion, *, answer", "", "**kwargs"])
-def test_a_function_that_wants_other_arguments_is_told_what_a_reward_takes(tmp_path, arguments):
+def test_a_function_with_other_arguments_is_refused_with_what_it_may_take(tmp_path, arguments):
     file = tmp_path / "mine.py"
     file.write_text(f"def mine({arguments}):\n    return 1.0\n")
     with pytest.raises(ConfigError, match="a reward takes one argument, completion: RewardInput") as refused:
@@ -113,7 +113,7 @@ def test_a_function_that_wants_other_arguments_is_told_what_a_reward_takes(tmp_p
     assert refused.value.fix.startswith("write def mine(completion: RewardInput)")
 
 
-def test_a_reward_of_groups_is_told_that_it_takes_a_group():
+def test_a_reward_of_groups_is_refused_with_what_it_takes():
     with pytest.raises(ConfigError, match=r"takes one argument, group: list\[RewardInput\]"):
 
         @reward(group=True)
@@ -121,7 +121,7 @@ def test_a_reward_of_groups_is_told_that_it_takes_a_group():
             return [1.0 for _ in completions]
 
 
-def test_what_is_no_reward_is_told_how_to_become_one():
+def test_a_value_that_is_no_reward_is_refused_with_a_fix():
     for what, said, fix in (
         (LengthReward, "LengthReward is a class", "make one of it: LengthReward()"),
         (3, "3 is not a reward", "give a name"),

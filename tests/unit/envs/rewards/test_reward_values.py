@@ -62,7 +62,7 @@ def test_no_text_makes_a_built_in_reward_raise(name, text):
         (RewardInput("x", num_tokens=50), 0.5),
         (RewardInput("x", num_tokens=100), 1.0),
         (RewardInput("x", num_tokens=10**9), 1.0),
-        (RewardInput("ten words are counted when nobody told the number of tokens"), 0.11),
+        (RewardInput("ten words are counted when nobody reported the number of tokens"), 0.11),
         (RewardInput(""), 0.0),
     ],
 )
