@@ -49,7 +49,7 @@ def engine_url(model):
 
 
 @asynccontextmanager
-async def desk_of(config, engine_url, model):
+async def context_of(config, engine_url, model):
     environment = load_environment(config)
     await environment.open()
     try:
@@ -66,7 +66,7 @@ def test_the_example_agent_calls_a_tool_and_every_token_of_it_is_exact(engine_ur
     config = EnvConfig(name="agent", data=str(rows), args={"command": [sys.executable, str(EXAMPLE)]})
 
     async def scenario():
-        async with asyncio.timeout(120), desk_of(config, engine_url, model) as context:
+        async with asyncio.timeout(120), context_of(config, engine_url, model) as context:
             sampling = RolloutSampling(max_tokens=90, temperature=1.0, seed=5, longest_sequence=200)
             return await roll_group(context, Item.ask(QUESTION, answer=RESULT), sampling, num_rollouts=2)
 

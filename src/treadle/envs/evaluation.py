@@ -256,7 +256,7 @@ def save_result(result: EvalResult, folder: Path) -> Path:
     return path
 
 
-def figures(result: EvalResult) -> dict[str, float]:
+def eval_metrics(result: EvalResult) -> dict[str, float]:
     """The metrics of an evaluation, with Atropos' names if it has them."""
     low, high = result.interval_95
     return {
@@ -273,7 +273,7 @@ def figures(result: EvalResult) -> dict[str, float]:
 
 def save_for_atropos(result: EvalResult, folder: Path, *, model_name: str) -> None:
     """Write the two files of Atropos' `evaluate`, for tools that read those."""
-    shown = figures(result)
+    shown = eval_metrics(result)
     params = {**result.generation_params, "max_new_tokens": result.generation_params["max_tokens"]}
     metrics = {
         "config_general": {
@@ -299,7 +299,7 @@ def _write_whole(path: Path, content: bytes) -> None:
     unfinished.replace(path)
 
 
-def in_words(result: EvalResult, num_samples: int = 3) -> str:
+def format_result(result: EvalResult, num_samples: int = 3) -> str:
     """The result as text, with the first answers to a few prompts."""
     name = f"{_title(result)} at policy version {result.policy_version}"
     mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
@@ -318,7 +318,7 @@ def in_words(result: EvalResult, num_samples: int = 3) -> str:
         reasons = ", ".join(f"{outcome}: {times}" for outcome, times in result.unscored.items())
         lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
     shown = result.samples[:: result.generation_params["n"]][:num_samples]
-    return "\n".join(lines + [_sample_in_words(sample) for sample in shown])
+    return "\n".join(lines + [_format_sample(sample) for sample in shown])
 
 
 def _title(result: EvalResult) -> str:
@@ -332,7 +332,7 @@ def _share(result: EvalResult, k: str) -> str:
     return f"{result.pass_at_k[k]:.1%} (95 % interval {low:.1%} to {high:.1%})"
 
 
-def _sample_in_words(sample: EvalSample) -> str:
+def _format_sample(sample: EvalSample) -> str:
     verdict = "right" if sample.is_right else f"wrong, it is {sample.gold}"
     if sample.reward is None:
         verdict = f"not scored: {sample.error or sample.outcome}"

@@ -63,7 +63,7 @@ class WriteStats:
         speed = self.num_tokens / max(self.seconds, 1e-9)
         return f"mean score {mean:.3f}, {right:.1%} right, {speed:.0f} generated tokens/s"
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         lines = [f"{self.num_groups} groups, {self.num_rollouts} rollouts: {self.brief}"]
         if not self.num_groups:
             lines = ["no group was fit to be written"]
@@ -97,7 +97,7 @@ async def write_groups(env: EnvConfig, server: ServerConfig) -> int:
 
 
 def _conclude(file: GroupFile, stats: WriteStats) -> None:
-    print(stats.in_words())
+    print(stats.summary())
     if not stats.num_groups:
         file.path.unlink()
         return

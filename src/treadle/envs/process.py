@@ -19,7 +19,7 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.concurrency import show_progress
 from treadle.envs.engine_client import InferenceClient
 from treadle.envs.engine_pool import open_engine
-from treadle.envs.evaluation import eval_temperature, evaluate_policy, in_words, save_for_atropos, save_result
+from treadle.envs.evaluation import eval_temperature, evaluate_policy, format_result, save_for_atropos, save_result
 from treadle.envs.hub_client import HubClient
 from treadle.envs.rollout import EnvContext
 from treadle.envs.scoring import Judge, reward_pool
@@ -81,7 +81,7 @@ async def evaluate_once(env: EnvConfig, server: ServerConfig) -> None:
                 result = await evaluate_policy(
                     context, health.policy_version, wave_prefix=prefix, report_progress=report_progress
                 )
-    print(in_words(result))
+    print(format_result(result))
     if config.data_dir_to_save_evals is not None:
         print(f"written to {save_result(result, config.data_dir_to_save_evals)}")
         save_for_atropos(result, config.data_dir_to_save_evals, model_name=health.model)

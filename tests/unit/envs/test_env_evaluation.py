@@ -12,7 +12,7 @@ from treadle.envs.engine_client import EngineClient
 from treadle.envs.evaluation import (
     eval_temperature,
     evaluate_policy,
-    in_words,
+    format_result,
     save_for_atropos,
     save_result,
     worthwhile_ks,
@@ -101,7 +101,7 @@ def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
     assert (result.num_right, result.num_prompts, result.num_unscored, result.unscored) == (9, 10, 1, {"raised": 1})
     assert (result.samples[9].is_right, result.samples[9].reward) == (False, None)
     assert "no idea" in result.samples[9].error
-    words = in_words(result, num_samples=10)
+    words = format_result(result, num_samples=10)
     assert "digits at policy version 0: 9 of 10 right = 90.0% (95 % interval 59.6% to 98.2%)" in words
     assert "not scored, and counted as wrong: 1 (raised: 1)" in words
     assert re.search(r"\(not scored: RuntimeError: no idea, at \S*test_env_evaluation\.py:\d+\)", words)
@@ -120,7 +120,7 @@ def test_a_number_counts_as_right_from_the_threshold_on(tmp_path, right, num_rig
     result = Scene(tmp_path, Shaped, right=right).evaluate()
     assert result.num_right == num_right
     assert result.mean_score == pytest.approx(0.46)
-    assert "mean score 0.460" in in_words(result)
+    assert "mean score 0.460" in format_result(result)
 
 
 class AlwaysRaises(Digits):
@@ -158,7 +158,7 @@ def test_what_every_prompt_begins_with_is_not_shown_with_every_example(tmp_path)
             return [Item.ask("Say 1", answer="1", system="You have one task in life.")]
 
     result = Scene(tmp_path, Told).evaluate()
-    words = in_words(result)
+    words = format_result(result)
     assert "  'Say 1' -> '1' (right)" in words
     assert "task in life" not in words
     assert result.samples[0].prompt == "You have one task in life.\nSay 1", "the file has all of it"

@@ -342,9 +342,9 @@ def test_calls_that_fail_leave_nothing_in_their_session(tmp_path):
                 await on.chat({"role": "user", "content": f"{number}" * 1000}, n=2)
             with pytest.raises(openai.BadRequestError):
                 await on.client.completions.create(model="m", prompt=f"{number}" * 1000)
-        assert (on.session._lines, on.session.model.chats) == ([], [])
+        assert (on.session._conversations, on.session.model.chats) == ([], [])
         await on.chat({"role": "user", "content": "?"})
-        assert len(on.session._lines) == len(on.session.model.chats) == 1
+        assert len(on.session._conversations) == len(on.session.model.chats) == 1
 
     played(tmp_path, ["Yes."], play, longest_sequence=100)
 

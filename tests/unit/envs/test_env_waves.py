@@ -1,4 +1,4 @@
-"""WaveRunner when things are not as they were counted: another batch size, lost groups, a trainer that went back."""
+"""Waves when the schedule must be corrected: another batch size, lost groups, a trainer that went back."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ def show(findings: Sequence[Finding], console: Console, *, verbose: bool) -> Non
         table.add_row(Text(finding.name), verdict, Text(finding.found + remedy))
     if listed:
         console.print(table)
-    console.print(in_words(findings) + ("" if verbose else " (--verbose lists them)"), highlight=False)
+    console.print(summary(findings) + ("" if verbose else " (--verbose lists them)"), highlight=False)
 
 
-def in_words(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[Finding]) -> str:
     """ "1 problem, 2 warnings, 19 checks ok"."""
     num = Counter(finding.verdict for finding in findings)
     wrong = [

@@ -12,7 +12,7 @@ from treadle.errors import require
 
 
 class BoxedMath(Reward):
-    r"""1 when the last \boxed{...} behind the last </think> equals the answer, else -1: the rules of GSM8K.
+    r"""1 if the last \boxed{...} after the last </think> equals the answer, else -1: the rules of GSM8K.
 
     Without a box, "the answer is $...$" counts as well. Plain numbers are compared here; everything else is verified by
     the package math-verify.
@@ -44,23 +44,23 @@ def is_right(text: str, gold: str) -> bool:
     """Whether the answer in a completion has the value of `gold`; ValueError if `gold` cannot be parsed."""
     if not gold.strip():
         raise ValueError("the gold answer is empty")
-    said = answer_text(text)
-    box = last_box(said)
+    answer = answer_text(text)
+    box = last_box(answer)
     if box is None:
-        return "answer" in said.lower() and _verify(said, gold)  # math-verify needs that word outside of a box
+        return "answer" in answer.lower() and _verify(answer, gold)  # math-verify needs that word outside of a box
     return is_equal(gold, box)
 
 
-def is_equal(gold: str, said: str) -> bool:
+def is_equal(gold: str, predicted: str) -> bool:
     """Whether two LaTeX expressions have the same value."""
-    gold_number, said_number = _gold_number(gold), read_number(said)
-    if gold_number is not None and said_number is not None:
-        verdict = compare_numbers(gold_number, said_number)
+    gold_number, predicted_number = _gold_number(gold), read_number(predicted)
+    if gold_number is not None and predicted_number is not None:
+        verdict = compare_numbers(gold_number, predicted_number)
         if verdict is not None:
             return verdict
-    if not said.strip():
+    if not predicted.strip():
         return False
-    return _verify(f"\\boxed{{{said}}}", gold)
+    return _verify(f"\\boxed{{{predicted}}}", gold)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,13 +68,13 @@ def _gold_number(gold: str) -> Any:
     return read_number(gold)
 
 
-def _verify(said: str, gold: str) -> bool:
+def _verify(predicted: str, gold: str) -> bool:
     """Verify with math-verify (slow). Without its time limit, which needs signals: the pool limits every call."""
     library = _library()
     wanted = _parsed_gold(gold)
     if not wanted:
         raise ValueError(f"the gold answer {gold!r} cannot be read as mathematics")
-    found = library.parse(said, library.answer_rules, extraction_mode="first_match", parsing_timeout=None)
+    found = library.parse(predicted, library.answer_rules, extraction_mode="first_match", parsing_timeout=None)
     return bool(library.verify(wanted, found, timeout_seconds=None))
 
 

@@ -108,16 +108,16 @@ def read_number(text: str) -> PlainNumber | None:
     return None
 
 
-def compare_numbers(gold: PlainNumber, said: PlainNumber) -> bool | None:
+def compare_numbers(gold: PlainNumber, predicted: PlainNumber) -> bool | None:
     """True: equal; False: different; None: too close to decide. 5 % is 0.05, and between whole numbers also 5.
 
     >>> compare_numbers(PlainNumber(Fraction(5)), PlainNumber(Fraction(5), is_percent=True))
     True
     """
-    has_decimals = gold.is_decimal or said.is_decimal
-    pairs = [(_share(gold), _share(said))]
+    has_decimals = gold.is_decimal or predicted.is_decimal
+    pairs = [(_share(gold), _share(predicted))]
     if not has_decimals:
-        pairs.append((gold.value, said.value))
+        pairs.append((gold.value, predicted.value))
     if any(left == right for left, right in pairs):
         return True
     if has_decimals and any(abs(left - right) < NEARBY for left, right in pairs):

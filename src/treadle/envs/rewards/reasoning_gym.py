@@ -64,10 +64,10 @@ class ReasoningGymReward(Reward):
         entry = entry_at(self.task, self._settings, msgspec.convert(completion.metadata["place"], EntryIndex))
         if entry["question"] != completion.metadata["asked"]:
             raise ValueError(f"the task '{self.task}' makes another question of the same seed in another process")
-        said = extract_answer(completion.text)
-        if said is None or (self.task in SAFE_ANSWERS and SAFE_ANSWERS[self.task].fullmatch(said) is None):
+        predicted = extract_answer(completion.text)
+        if predicted is None or (self.task in SAFE_ANSWERS and SAFE_ANSWERS[self.task].fullmatch(predicted) is None):
             return 0.0
-        return float(dataset(self.task, self._settings, 0).score_answer(answer=said, entry=entry))
+        return float(dataset(self.task, self._settings, 0).score_answer(answer=predicted, entry=entry))
 
 
 def extract_answer(text: str) -> str | None:

@@ -17,7 +17,7 @@ from treadle.config.env import EnvConfig
 from treadle.config.load import parse
 from treadle.config.secret_settings import without_secrets
 from treadle.config.train import TrackOptions
-from treadle.envs.evaluation import EvalResult, figures
+from treadle.envs.evaluation import EvalResult, eval_metrics
 from treadle.envs.rollout import Rollout
 from treadle.errors import TreadleError
 from treadle.log import get_logger
@@ -84,7 +84,7 @@ class Tracking:
         if self._tracker is None:
             return
         with _only_logged():
-            self._tracker.log(result.step, figures(result))
+            self._tracker.log(result.step, eval_metrics(result))
         if self._num_rows and result.samples:
             firsts = result.samples[:: result.generation_params["n"]][: self._num_rows]
             rows = [

@@ -46,7 +46,7 @@ class Svamp(DataEnvironment):
         )
 
     def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
-        said, answer = last_number(answer_text(completion_text)), Decimal(item.answer)
+        predicted, answer = last_number(answer_text(completion_text)), Decimal(item.answer)
         # Compared, not subtracted: 1e999999999 is too large for arithmetic.
-        is_right = said is not None and answer - _TOLERANCE <= said <= answer + _TOLERANCE
+        is_right = predicted is not None and answer - _TOLERANCE <= predicted <= answer + _TOLERANCE
         return Score(reward=float(is_right), is_right=is_right)

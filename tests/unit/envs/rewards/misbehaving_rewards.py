@@ -25,7 +25,7 @@ def half(completion: RewardInput) -> float:
 
 
 @reward
-def naughty(completion: RewardInput) -> float:
+def misbehave(completion: RewardInput) -> float:
     return MISDEEDS.get(completion.text, float)(completion.text)
 
 

@@ -90,22 +90,22 @@ def test_the_verdict_of_a_reward_decides_and_else_the_threshold_does():
     ],
 )
 def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outcome, detail):
-    before, blamed, after = scored(misbehaving_rewards.naughty, said("1", misdeed, "2"))
+    before, blamed, after = scored(misbehaving_rewards.misbehave, said("1", misdeed, "2"))
     assert (before.score, before.outcome) == (1.0, "scored")
     assert (after.score, after.outcome) == (2.0, "scored")
-    assert (blamed.score, blamed.parts, blamed.outcome) == (None, {"naughty": None}, outcome)
+    assert (blamed.score, blamed.parts, blamed.outcome) == (None, {"misbehave": None}, outcome)
     assert detail in blamed.detail
-    assert blamed.detail.startswith("naughty: ")
+    assert blamed.detail.startswith("misbehave: ")
 
 
 def test_a_timeout_in_a_chunk_fails_its_completion_and_keeps_the_order():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.5) as pool:
-            await pool.score(misbehaving_rewards.naughty, said(*map(str, range(100))))  # now it is known to be cheap
+            await pool.score(misbehaving_rewards.misbehave, said(*map(str, range(100))))  # now it is known to be cheap
             texts = [str(number) for number in range(120)]
             texts[17] = texts[18] = "loop"
             texts[70] = "os._exit"
-            return await pool.score(misbehaving_rewards.naughty, said(*texts))
+            return await pool.score(misbehaving_rewards.misbehave, said(*texts))
 
     results = asyncio.run(score())
     assert {place: r.outcome for place, r in enumerate(results) if r.outcome != "scored"} == {
@@ -120,7 +120,7 @@ def test_200_concurrent_callers_each_get_their_own_results():
     async def score():
         async with RewardPool(num_workers=2, time_limit_s=2.0, max_waiting=32) as pool:
             callers = [
-                pool.score(misbehaving_rewards.naughty, said(bad.get(caller, str(caller)), str(caller + 0.5)))
+                pool.score(misbehaving_rewards.misbehave, said(bad.get(caller, str(caller)), str(caller + 0.5)))
                 for caller in range(200)
             ]
             return await asyncio.wait_for(asyncio.gather(*callers), PATIENCE_S)
@@ -134,7 +134,7 @@ def test_the_event_loop_goes_on_while_rewards_hang():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
             num_turns = 0
-            scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("regex")))
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("regex")))
             while not scoring.done():
                 await asyncio.sleep(0.01)
                 num_turns += 1
@@ -149,8 +149,8 @@ def test_the_event_loop_goes_on_while_rewards_hang():
 def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=2.0) as pool:
-            await pool.score(misbehaving_rewards.naughty, said("1"))  # the worker is up
-            scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("nap")))
+            await pool.score(misbehaving_rewards.misbehave, said("1"))  # the worker is up
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("nap")))
             await asyncio.sleep(0.1)  # the nap of half a second begins
             time.sleep(2.5)  # noqa: ASYNC251  # somebody's code blocks the loop
             return await scoring
@@ -162,7 +162,7 @@ def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
 def test_it_works_under_uvloop():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            return await pool.score(misbehaving_rewards.naughty, said("1", "loop", "2"))
+            return await pool.score(misbehaving_rewards.misbehave, said("1", "loop", "2"))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(score())
@@ -186,17 +186,17 @@ def test_a_group_call_that_fails_marks_the_whole_group():
 
 
 def test_a_failed_part_keeps_the_others_and_weight_zero_fails_nothing():
-    both = registry.create([LengthReward(target=2), misbehaving_rewards.naughty])
+    both = registry.create([LengthReward(target=2), misbehaving_rewards.misbehave])
     (failed,) = scored(both, said("raise"))
-    assert (failed.score, failed.parts) == (None, {"length": 0.5, "naughty": None})
-    recorded = registry.create([LengthReward(target=2), {"type": misbehaving_rewards.naughty.source, "weight": 0}])
+    assert (failed.score, failed.parts) == (None, {"length": 0.5, "misbehave": None})
+    recorded = registry.create([LengthReward(target=2), {"type": misbehaving_rewards.misbehave.source, "weight": 0}])
     (fine,) = scored(recorded, said("raise"))
-    assert (fine.score, fine.outcome, fine.parts["naughty"]) == (0.5, "scored", None)
+    assert (fine.score, fine.outcome, fine.parts["misbehave"]) == (0.5, "scored", None)
     assert "KeyError" in fine.detail
 
 
 def test_nothing_to_score_is_nothing():
-    assert scored(misbehaving_rewards.naughty, []) == []
+    assert scored(misbehaving_rewards.misbehave, []) == []
     assert scored(misbehaving_rewards.rank, []) == []
 
 
@@ -218,7 +218,7 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_and_the_pool_goes_on(reward,
         async with RewardPool(num_workers=1, time_limit_s=5, load_limit_s=3) as pool:
             with pytest.raises(error, match=words):
                 await pool.score(reward, said("1", "2"))
-            return await pool.score(misbehaving_rewards.naughty, said("1"))
+            return await pool.score(misbehaving_rewards.misbehave, said("1"))
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -228,15 +228,15 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_a_way_out():
         return 1.0
 
     with pytest.raises(ConfigError, match="inline"):
-        scored(registry.create(misbehaving_rewards.naughty.with_settings({})).__class__(function=local), said("1"))
+        scored(registry.create(misbehaving_rewards.misbehave.with_settings({})).__class__(function=local), said("1"))
     with pytest.raises(ConfigError, match="cannot be sent"):
         scored(registry.create("rank", step=object()), said("1"))
     with pytest.raises(ConfigError, match="cannot be sent"):
-        scored(misbehaving_rewards.naughty, [RewardInput("1", metadata={"row": object()})])
+        scored(misbehaving_rewards.misbehave, [RewardInput("1", metadata={"row": object()})])
 
 
 def test_a_completion_without_text_is_marked_alone():
-    broken, fine = scored(misbehaving_rewards.naughty, [RewardInput(None), RewardInput("1")])
+    broken, fine = scored(misbehaving_rewards.misbehave, [RewardInput(None), RewardInput("1")])
     assert (broken.outcome, fine.score) == ("raised", 1.0)
 
 
@@ -244,7 +244,7 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     async def score():
         pool = RewardPool(num_workers=2, time_limit_s=30)
         async with pool:
-            waiting = [asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop"))) for _ in range(4)]
+            waiting = [asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop"))) for _ in range(4)]
             while len(pool.workers) < 2:
                 await asyncio.sleep(0.01)
             pids = [worker.pid for worker in pool.workers]
@@ -255,14 +255,14 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     assert all(isinstance(outcome, TreadleError) for outcome in outcomes)
     assert not [pid for pid in pids if is_alive(pid)]
     with pytest.raises(TreadleError, match="not open"):
-        asyncio.run(pool.score(misbehaving_rewards.naughty, said("1")))
+        asyncio.run(pool.score(misbehaving_rewards.misbehave, said("1")))
 
 
 def test_closing_tells_those_who_could_not_even_stand_in_line():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=30, max_waiting=1) as pool:
             waiting = [
-                asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop", "1"))) for _ in range(5)
+                asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop", "1"))) for _ in range(5)
             ]
             while not pool.workers:
                 await asyncio.sleep(0.01)
@@ -274,11 +274,11 @@ def test_closing_tells_those_who_could_not_even_stand_in_line():
 def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            gone = asyncio.create_task(pool.score(misbehaving_rewards.naughty, said(*["loop"] * 100)))
+            gone = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said(*["loop"] * 100)))
             while not pool.workers:
                 await asyncio.sleep(0.01)
             gone.cancel()
-            return await asyncio.wait_for(pool.score(misbehaving_rewards.naughty, said("1")), 50)  # not 100 s
+            return await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, said("1")), 50)  # not 100 s
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -286,7 +286,7 @@ def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
 def test_what_a_reward_started_is_killed_with_its_worker(tmp_path, monkeypatch):
     note = tmp_path / "pid"
     monkeypatch.setenv("CHILD_PID_FILE", str(note))
-    (result,) = scored(misbehaving_rewards.naughty, said("child"))
+    (result,) = scored(misbehaving_rewards.misbehave, said("child"))
     assert result.outcome == "timed_out"
     wait_until_gone([int(note.read_text())])
 
@@ -299,8 +299,8 @@ from treadle.envs.rewards import RewardInput, RewardPool
 
 async def main():
     async with RewardPool(num_workers=2, time_limit_s=600) as pool:
-        scoring = asyncio.create_task(pool.score(misbehaving_rewards.naughty, [RewardInput({misdeed!r})]))
-        idle = await pool.score(misbehaving_rewards.naughty, [RewardInput("1")])
+        scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, [RewardInput({misdeed!r})]))
+        idle = await pool.score(misbehaving_rewards.misbehave, [RewardInput("1")])
         while len(pool.workers) < 2:
             await asyncio.sleep(0.01)
         print(*[worker.pid for worker in pool.workers], flush=True)
@@ -387,9 +387,9 @@ def test_all_workers_are_still_at_work_after_single_calls():
     async def score():
         async with RewardPool(num_workers=3, time_limit_s=30) as pool:
             for number in range(20):
-                await pool.score(misbehaving_rewards.naughty, said(str(number)))
-            hanging = [asyncio.create_task(pool.score(misbehaving_rewards.naughty, said("loop"))) for _ in range(2)]
-            (result,) = await asyncio.wait_for(pool.score(misbehaving_rewards.naughty, said("7")), 60)
+                await pool.score(misbehaving_rewards.misbehave, said(str(number)))
+            hanging = [asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop"))) for _ in range(2)]
+            (result,) = await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, said("7")), 60)
             for task in hanging:
                 task.cancel()
             return result.score
@@ -400,7 +400,7 @@ def test_all_workers_are_still_at_work_after_single_calls():
 def test_inline_scoring_gives_the_same_results_without_processes():
     async def score():
         async with make_scorer("inline") as scorer:
-            return await scorer.score(misbehaving_rewards.naughty, said("1", "raise", "sys.exit", "2"))
+            return await scorer.score(misbehaving_rewards.misbehave, said("1", "raise", "sys.exit", "2"))
 
     results = asyncio.run(score())
     assert [result.outcome for result in results] == ["scored", "raised", "raised", "scored"]
