@@ -30,14 +30,8 @@ from treadle.config.keys import (
 )
 from treadle.config.schema import EngineConfig, RunConfig
 from treadle.envs.catalogue import load_environment
-from treadle.envs.serving.assignment import fitting_group_size
-from treadle.errors import ConfigError
-from treadle.launch.budget import calibration
-from treadle.launch.budget.cards import Machine, card_bytes, find_gpu, host_memory
-from treadle.launch.budget.job import Job, Mode
-from treadle.launch.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.launch.plan import explicit_keys, keys_in, longest_sequence, with_values
-from treadle.launch.settings import with_fitting_groups
+from treadle.errors import ConfigError, ModelError, TreadleError
+from treadle.formatting import gigabytes
 from treadle.processor import fast_dtype
 
 LESS = 0.75  # of the planned peak, for a run that ran out of memory

@@ -23,7 +23,7 @@ from treadle.envs.checking.findings import Finding
 from treadle.launch.supervisor import describe_exit
 
 DEADLINE_S = 60.0
-PROGRAM = "treadle.sync.trial"
+PROGRAM = "treadle.sharing_check"
 IN_MEMORY, ON_GPU = "cpu", "cuda"
 
 

@@ -298,7 +298,7 @@ class EnginePool:
 
 def _is_trained(model: str) -> bool:
     """Whether the trainer restarted the engine from the folder of a version (weight_bridge_mode none)."""
-    return Path(model).name.startswith(PREFIXES)
+    return Path(model).name.startswith(PUBLISHED_PREFIXES)
 
 
 def _refuse_older(generations: Sequence[GenerationResult], oldest: int, url: str) -> None:

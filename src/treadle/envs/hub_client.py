@@ -14,7 +14,7 @@ from treadle.errors import HubError
 from treadle.log import get_logger
 from treadle.net.client import HttpClient
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
-from treadle.net.urls import shown_url
+from treadle.net.urls import is_loopback, shown_url
 from treadle.watch.waits import Wait, Waits, Wanted
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup

@@ -44,7 +44,8 @@ from treadle.log import get_logger
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer, read_json, unless_gone
 from treadle.net.connections import Connections, HttpLimits
-from treadle.net.server import SignalFreeServer, server_settings, take_port
+from treadle.net.listening import take_port
+from treadle.net.server import SignalFreeServer, server_settings
 from treadle.net.urls import url_to
 from treadle.wire.generate import Name
 

@@ -31,7 +31,7 @@ from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import CurrentWait, HubClient
 from treadle.envs.rollout import EnvContext
-from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches, fitting_group_size, make_assignment
+from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches, make_assignment
 from treadle.envs.serving.delivery import Delivery, Spool
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate, evaluate_during_training, evaluate_if_due
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor, ItemSelection, SequentialSelection
