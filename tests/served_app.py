@@ -16,6 +16,7 @@ def listening(app: Any) -> Iterator[str]:
     """Yields the URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # requests wait in the backlog until the server has started
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
