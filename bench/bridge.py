@@ -1,14 +1,14 @@
-"""Weights on their way to a real engine: what a publish costs it, and whether both sides agree before and after.
+"""Measure the cost of publishing weights to a real engine, and the logprob difference of both sides before and after.
 
-    python bench/bridge.py --engine vllm                     SmolLM2, or --model FOLDER; one copy of the weights
+    python bench/bridge.py --engine vllm                     SmolLM2 (or --model FOLDER), one copy of the weights
     python bench/bridge.py --engine vllm --shape 1.7b        the shape of Qwen3-1.7B, random weights
-    python bench/bridge.py --engine vllm --compare stock eager      in turn with vLLM's own server, and eager mode
+    python bench/bridge.py --engine vllm --compare stock eager      alternating with vLLM's own server, and eager mode
     python bench/bridge.py --engine vllm --mode lora_only --steps 50      adapters; or another mode
 
-An engine process is started as `treadle engine` starts it; this process is the trainer: it takes real optimizer steps
-on what the engine sampled, and publishes while requests are in flight (bridge_load.py). One line of JSON at the end:
-for how long the engine stood still, what of it is the optimizer's own write, bytes of weights that the trainer
-allocated, tokens per second of generation, mean and largest difference of logprobs.
+The engine process is started as by `treadle engine`. This process is the trainer: it takes real optimizer steps on
+sampled completions, and publishes while requests are in flight (bridge_load.py). It prints one line of JSON at the end:
+the pause of the engine, the part of it that is the optimizer's write, bytes of weights that the trainer
+allocated, generated tokens per second, mean and largest difference of logprobs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ADAPTERS = ("lora_only", "lora_restart")
 
 
 def write_shape(folder: Path, tokenizer_of: Path) -> Path:
-    """Qwen3-1.7B's shape with random weights, and the tokenizer of another model: only token ids are asked."""
+    """Write a model of Qwen3-1.7B's shape with random weights and another model's tokenizer; only ids are used."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -82,7 +82,7 @@ def write_shape(folder: Path, tokenizer_of: Path) -> Path:
 
 
 def write_prompts(file: Path, model: Path, *, is_random: bool) -> Path:
-    """Questions in the model's own chat form; token ids at random for a model that knows no language."""
+    """Questions in the model's chat format, or random token ids for a model with random weights."""
     chance = random.Random(0)
     if is_random:
         prompts = [[chance.randrange(10, 49_000) for _ in range(64)] for _ in range(NUM_PROMPTS)]
@@ -108,7 +108,7 @@ class Server:
 
 @contextmanager
 def starting(argv: list[str], log: Path) -> Iterator[Server]:
-    """`wait_until_healthy` says when it serves."""
+    """Start the server; use `wait_until_healthy` to wait until it serves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -133,7 +133,7 @@ def wait_until_healthy(server: Server) -> None:
 
 
 class Load:
-    """bridge_load.py, in a process of its own."""
+    """Runs bridge_load.py in a separate process."""
 
     def __init__(self, url: str, prompts: Path, known: argparse.Namespace, *more: str) -> None:
         sizes = ["--clients", known.clients, "--group", known.group, "--max-tokens", known.max_tokens]
@@ -150,15 +150,15 @@ class Load:
         return json.loads(self._process.stdout.readline())
 
     def newest(self, count: int) -> list[dict[str, Any]]:
-        """Of the answers; waits for the first ones."""
+        """The newest answers; waits for the first ones."""
         while len(answers := self.ask(f"answers {count}")) < count:
             time.sleep(0.2)
         return answers  # type: ignore[no-any-return]
 
     def result(self) -> dict[str, Any]:
-        """Of a fixed number of requests, when they are through."""
-        told, _ = self._process.communicate()
-        return json.loads(told)  # type: ignore[no-any-return]
+        """The result of a fixed number of requests, when they are done."""
+        output, _ = self._process.communicate()
+        return json.loads(output)  # type: ignore[no-any-return]
 
     def stop(self) -> dict[str, Any]:
         counted: dict[str, Any] = self.ask("count")
@@ -197,14 +197,14 @@ def parity(policy: Any, answers: list[dict[str, Any]], config: TrainConfig) -> t
     return float(everything.mean()), float(everything.max())
 
 
-def told(values: list[float]) -> list[float]:
-    """Median, the 90th of a hundred, and the worst, in milliseconds."""
+def summary_ms(values: list[float]) -> list[float]:
+    """Median, 90th percentile and maximum in milliseconds."""
     ordered = sorted(values)
     return [round(value * 1e3, 2) for value in (statistics.median(values), ordered[len(values) * 9 // 10], ordered[-1])]
 
 
 def median_share(receipts: list[Receipt], took: list[float]) -> float:
-    """Of a step, that its publish took to prove."""
+    """Median share of a step that verifying its publish took."""
     return round(statistics.median(r.verified.seconds / s for r, s in zip(receipts, took, strict=True)), 4)
 
 
@@ -220,12 +220,12 @@ def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
 
 
 def loads_ms(log: Path) -> dict[str, list[float]]:
-    """Of adapters, as the engine tells them: from the question to the answer, and what of it is vLLM's part."""
+    """Times of loading adapters, from the engine's log: from request to answer, and vLLM's part of it."""
     found = re.findall(r"adapter_loaded .*?seconds=([0-9.e-]+) vllm_s=([0-9.e-]+)", log.read_text())[1:]
     if not found:
         return {}
     whole, vllms = zip(*found, strict=True)
-    return {"load_ms": told(list(map(float, whole))), "vllm_ms": told(list(map(float, vllms)))}
+    return {"load_ms": summary_ms(list(map(float, whole))), "vllm_ms": summary_ms(list(map(float, vllms)))}
 
 
 def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
     sync = choose_sync(config)
     attached = sync.attach()
     if has_gpu:
-        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes its workspace
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # let cuBLAS allocate its workspace
     before = torch.cuda.memory_allocated() if has_gpu else 0
     policy = build_policy(attached, config)
     weights_added = (torch.cuda.memory_allocated() - before) if has_gpu else 0
@@ -261,18 +261,18 @@ def publish_under_load(url: str, prompts: Path, known: argparse.Namespace, work:
         time.sleep(max(0.0, known.pace - took[-1]))
     under_load = load.stop()
     fresh = Load(url, prompts, known)
-    last = parity(policy, fresh.newest(4), config)  # all of them were asked for after the last publish
+    last = parity(policy, fresh.newest(4), config)  # all of them were requested after the last publish
     failed = under_load["failed"] + fresh.stop()["failed"]
 
     return {
-        "weights_added_bytes": weights_added, "steps_moved": moved, "step_ms": told(took),
-        "publish_ms": told(published),
-        "pause_ms": told([r.wait_s for r in receipts]), "write_ms": told([r.write_s for r in receipts]),
-        "hold_ms": told([r.hold_s for r in receipts]),
-        "hold_beyond_write_ms": told([r.hold_s - r.write_s for r in receipts]),
-        "verify_ms": told([r.verified.seconds for r in receipts]), "verify_share": median_share(receipts, took),
+        "weights_added_bytes": weights_added, "steps_moved": moved, "step_ms": summary_ms(took),
+        "publish_ms": summary_ms(published),
+        "pause_ms": summary_ms([r.wait_s for r in receipts]), "write_ms": summary_ms([r.write_s for r in receipts]),
+        "hold_ms": summary_ms([r.hold_s for r in receipts]),
+        "hold_beyond_write_ms": summary_ms([r.hold_s - r.write_s for r in receipts]),
+        "verify_ms": summary_ms([r.verified.seconds for r in receipts]), "verify_share": median_share(receipts, took),
         "sent_bytes": receipts[-1].num_bytes,
-        "parity_before": first, "parity_after": last, **({"save_ms": told(saved[1:])} if saved else {}),
+        "parity_before": first, "parity_after": last, **({"save_ms": summary_ms(saved[1:])} if saved else {}),
         "requests": under_load["requests"], "failed": failed[:3], "num_failed": len(failed),
     }  # fmt: skip
 
@@ -316,7 +316,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
         model = write_shape(work / "model", model)
     prompts = write_prompts(work / "prompts.json", model, is_random=known.shape is not None)
     sizes = ["--max-num-seqs", "256", "--max-model-len", "2048", "--dtype", known.dtype]
-    # Several servers start side by side on one card: each gets its share by name instead of looking at what is free.
+    # Several servers start concurrently on one card: give each a fixed share, because free memory changes meanwhile.
     cache = ["--kv-cache-memory-bytes", "12G" if known.shape else "4G"] if torch.cuda.is_available() else []
     ours = ["treadle", "engine", "--engine", known.engine, "--model", str(model), *sizes]
     ours += ["--gpu-memory-utilization", "0.2", f"--vllm-args={' '.join(cache)}", "--adapter-root", str(work)]
@@ -345,7 +345,7 @@ def measure(known: argparse.Namespace, work: Path) -> dict[str, Any]:
             result[f"{name}_start_s"] = round(time.monotonic() - began, 1)
         urls = {name: server.url for name, server in running.items()}
         routes = {name: ("--route", "/v1/completions") if name == "stock" else () for name in urls}
-        if turn:  # until here it was shared: whoever began with this one serves now too
+        if turn:  # the other servers, which started concurrently with this one, also serve by now
             fcntl.flock(turn, fcntl.LOCK_EX)
         for name, url in urls.items():  # the first requests of a server are slow
             throughput(url, prompts, known, *routes[name], "--requests", "16")

@@ -1,12 +1,12 @@
-"""Requests in flight against an engine, from a process of their own: what is measured shares no thread with them.
+"""Keep requests in flight against an engine, in a separate process that shares no thread with the measured code.
 
-    python bench/bridge_load.py --url URL --prompts FILE --requests 128    tokens a second over so many answers
-    python bench/bridge_load.py --url URL --prompts FILE                   until its input ends
+    python bench/bridge_load.py --url URL --prompts FILE --requests 128    tokens a second over this number of answers
+    python bench/bridge_load.py --url URL --prompts FILE                   until its standard input ends
 
-With --requests, what is counted begins after as many answers as there are clients, and ends while all are still busy:
-most of the first wave, and the last stragglers, are not in it. Of a request that began before or ended after that, the
-part of its time that lies in it counts. Without, it answers lines: "answers 4" gives the newest
-four, "count" how many there were.
+With --requests, the measured interval starts after as many answers as there are clients, and ends while all clients are
+still busy, so that most of the first wave and the last requests are excluded. A request that overlaps the interval
+counts in proportion. Without --requests, it answers commands on standard input: "answers 4" prints the newest four,
+"count" their number.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Made:
 
 
 class Load:
-    """`clients` requests at a time; each asks for `group` completions, all of one length. Lengths differ from request
-    to request, `max_tokens` in the mean, so that requests do not end all at once."""
+    """Keeps `clients` requests in flight, each for `group` completions of one length. Lengths differ between requests,
+    with `max_tokens` as their mean, so that requests do not end at the same time."""
 
     def __init__(self, known: argparse.Namespace) -> None:
         self._known = known
@@ -81,7 +81,7 @@ class Load:
         return {"tokens_per_s": tokens / (end - begin), "failed": []}
 
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
-        """All are kept busy meanwhile."""
+        """Wait while all clients stay busy."""
         while not is_so() and not self.failed:
             time.sleep(0.01)
 

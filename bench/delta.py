@@ -1,11 +1,11 @@
-"""What a publish sends and takes through the disk: all weights (reload) against the elements that changed (delta).
+"""Compare bytes and time of a publish through the disk: all weights (reload) against the changed elements (delta).
 
     python bench/delta.py                                    SmolLM2 in bfloat16, AdamW at 1e-6
     python bench/delta.py --model FOLDER --engine vllm --lr 1e-5 --live-path /mnt/shared
 
-An engine process is started as `treadle engine` starts it; this process is the trainer: real optimizer steps on what
-the engine sampled, each of them published and proved, in one mode and then from the first weights again in the other.
-One line of JSON for each: MB and seconds of the first publish and of the later ones (first step, median, last step).
+The engine process is started as by `treadle engine`. This process is the trainer: it takes real optimizer steps on
+sampled completions, and publishes and verifies each, first in one mode and then from the initial weights in the other.
+Prints one line of JSON per mode: MB and seconds of the first publish and of later ones (first step, median, last step).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def running_engine(words: list[str], log: Path) -> Iterator[str]:
 
 
 def sample(url: str, vocab_size: int, known: argparse.Namespace) -> list[ScoredGroup]:
-    """Groups for all steps; both modes train on the same."""
+    """Groups for all steps; both modes train on the same groups."""
     chance = random.Random(0)
     groups = []
     for _ in range(known.steps * PROMPTS_PER_STEP):
@@ -107,7 +107,7 @@ def publish_steps(config: TrainConfig, groups: list[ScoredGroup]) -> list[Receip
 
 
 def summary(receipts: list[Receipt]) -> dict[str, list[float]]:
-    """Of the publish before the first step, of the first step, in the median of the steps, and of the last step."""
+    """Values of the publish before the first step, of the first step, the median over steps, and of the last step."""
 
     def at(values: list[float]) -> list[float]:
         first, *steps = values

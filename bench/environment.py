@@ -1,10 +1,10 @@
-"""What one environment process costs: rollouts in flight against a stub engine that takes one second for each.
+"""Measure the CPU cost of one environment process with rollouts in flight; a stub engine takes one second for each.
 
     python bench/environment.py                 512 rollouts of two turns in flight, on one core
     python bench/environment.py --rollouts 64   fewer
 
-The engine and the hub are doubles in another process, so that the figures are the environment's own: its share of a
-core, and how much longer a turn takes than the engine itself.
+Engine and hub are stubs in another process, so that only the environment is measured: its share of a core, and the time
+of a turn beyond the engine's.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ async def measure(port: int, folder: Path, num_rollouts: int, seconds: float) ->
         HubClient(config.rollout_server_url) as hub,
         open_context(task, engine, ChatTokenizer.load(model)) as context,
     ):
-        running = asyncio.create_task(run(context, hub))
-        await asyncio.sleep(8.0)  # until the flight limit has grown to what is allowed
+        running = asyncio.create_task(run(desk, hub))
+        await asyncio.sleep(8.0)  # until the limit on groups in flight has grown to its maximum
         process = psutil.Process()
         cpu, started = sum(process.cpu_times()[:2]), time.monotonic()
         before = await hub.status()
@@ -116,7 +116,7 @@ async def measure(port: int, folder: Path, num_rollouts: int, seconds: float) ->
 
 
 def serve_doubles(port: int) -> None:
-    """An engine that takes a second for any request, and a hub whose trainer never has enough."""
+    """Serve a stub engine that takes a second per request, and a stub hub that always needs more groups."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -142,7 +142,7 @@ def serve_doubles(port: int) -> None:
         num_groups += 1
         return JSONResponse({"status": "received", "groups_processed": 1})
 
-    def told(value: dict[str, object]) -> object:
+    def as_json(value: dict[str, object]) -> object:
         async def answer_it(_: Request) -> Response:
             return JSONResponse(value)
 
@@ -160,11 +160,11 @@ def serve_doubles(port: int) -> None:
     app = Starlette(routes=[
         Route("/generate", generate, methods=["POST"]),
         Route("/v1/groups", groups, methods=["POST"]),
-        Route("/register-env", told(registered), methods=["POST"]),
-        Route("/disconnect-env", told({"status": "success"}), methods=["POST"]),
-        Route("/info", told({"batch_size": 4096, "max_token_len": 0})),
-        Route("/v1/envs/0", told(standing)),
-        Route("/health", told(health)),
+        Route("/register-env", as_json(registered), methods=["POST"]),
+        Route("/disconnect-env", as_json({"status": "success"}), methods=["POST"]),
+        Route("/info", as_json({"batch_size": 4096, "max_token_len": 0})),
+        Route("/v1/envs/0", as_json(standing)),
+        Route("/health", as_json(health)),
         Route("/status", status),
     ])  # fmt: skip
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools")

@@ -1,9 +1,9 @@
-"""Tokens a second of the transformers engine against plain batched `generate`, on the same prompts.
+"""Compare tokens per second of the transformers engine and plain batched `generate`, on the same prompts.
 
     python bench/generate.py                      32 prompts, 64 tokens each, on a CPU with 1 and with 2 threads
     python bench/generate.py --device cuda        on a GPU
 
-Each way runs in a process of its own, three times in turn with the other; what is told is the best of each.
+Each variant runs in a separate process, three times, alternating with the other; the best of each is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT = "the river bends where old stones keep count of every winter and boats go
 
 
 def prompts() -> list[str]:
-    """Texts of different lengths, as a batch of real ones has."""
+    """Texts of different lengths, as in a real batch."""
     words = TEXT.split()
     return [" ".join(words[(i + j) % len(words)] for j in range(8 + i)) for i in range(NUM_PROMPTS)]
 
@@ -73,7 +73,7 @@ def run_plain(model: str, device: str, dtype: str, threads: int) -> float:
 
 
 def _tokens_per_s(generate) -> float:  # noqa: ANN001 - a function of this file
-    generate()  # the first run allocates, and compiles what a GPU needs
+    generate()  # the first run allocates, and compiles GPU kernels
     started = time.monotonic()
     num_tokens = generate()
     assert num_tokens == NUM_PROMPTS * NUM_TOKENS

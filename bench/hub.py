@@ -1,4 +1,4 @@
-"""The hub beside Atropos' run-api, in one run on one machine: python bench/hub.py --run-api .venv-atropos/bin/run-api
+"""Compare the hub with Atropos' run-api on one machine: python bench/hub.py --run-api .venv-atropos/bin/run-api
 
 Prints a table as Markdown. Both servers get the same bytes from the same clients; nothing else should run meanwhile.
 """
@@ -35,14 +35,14 @@ class Server:
     process: psutil.Process
 
     def resident_mb(self) -> float:
-        """Of the process and of the children it has."""
+        """Resident memory of the process and its children."""
         family = [self.process, *self.process.children(recursive=True)]
         return sum(member.memory_info().rss for member in family) / 1e6
 
 
 @contextlib.contextmanager
 def serving(command: list[str]) -> Iterator[Server]:
-    """Start a server in an empty folder, wait until it answers, stop it in the end."""
+    """Start a server in an empty folder, wait until it answers, and stop it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="bench-hub-"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -65,7 +65,7 @@ def serving(command: list[str]) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- what is measured
+# ---- measurements
 
 
 async def fill(port: int, num_groups: int, make: Callable[[int], bytes], at_once: int = 200) -> None:
@@ -111,7 +111,7 @@ def throughput(command: list[str], seconds: float) -> Result:
 
 
 def growth_mb_per_group(command: list[str], num_groups: int) -> tuple[float, float]:
-    """(megabytes for each waiting group, megabytes in the end), with no trainer that takes any."""
+    """(megabytes per waiting group, megabytes at the end), without a trainer that takes groups."""
     body = group_body(8, 1024)
     with serving(command) as server:
         asyncio.run(register(server.port, 64))
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def throughput_rows(ours: list[str], theirs: list[str] | None, seconds: float, repeat: int) -> Rows:
-    """Runs alternate, so that a noisy minute hits both."""
+    """Runs alternate, so that noise on the machine affects both."""
     results: dict[str, list[Result]] = {"ours": [], "theirs": []}
     for turn in range(repeat):
         for name, command in (("theirs", theirs), ("ours", ours)):

@@ -1,6 +1,6 @@
-"""Load for a rollout API: clients that post groups as fast as they are answered, one trainer that polls /batch.
+"""Generate load for a rollout API: clients that post groups without pauses, and one trainer that polls /batch.
 
-Plain sockets and bodies made beforehand: what is measured is the server, and the load takes little of the machine.
+It uses plain sockets and prepared bodies, so that the load itself costs little CPU time.
 Both servers (`treadle hub`, Atropos' `run-api`) get the same bytes and the same polling.
 """
 
@@ -29,7 +29,7 @@ class Result:
 
 
 def group_body(num_sequences: int, num_tokens: int, seed: int = 0, env_id: int | None = None) -> bytes:
-    """A group as an Atropos environment posts it: ids of a 128k vocabulary, half of each sequence trained."""
+    """A group as posted by an Atropos environment: ids of a 128k vocabulary, half of each sequence trained."""
     rng = random.Random(seed)
     tokens = [[rng.randrange(128_000) for _ in range(num_tokens)] for _ in range(num_sequences)]
     half = num_tokens // 2
@@ -95,13 +95,13 @@ async def post_for(port: int, bodies: list[bytes], until: float, result: Result)
 
 
 async def poll_for(port: int, until: float, result: Result, pause_s: float = 0.01) -> None:
-    """The trainer: takes what there is, waits a moment when there is nothing."""
+    """The trainer: takes available batches, and waits briefly if there is none."""
     connection = Connection(port)
     while time.perf_counter() < until:
         began = time.perf_counter()
         _, answer = await connection.call("GET", "/batch")
         if time.perf_counter() > until:
-            break  # delivered after the bell: not counted, for either server
+            break  # delivered after the end of the measurement: not counted, for either server
         num_groups = answer.count(b'"tokens"')
         if num_groups:
             result.batch_s.append(time.perf_counter() - began)
@@ -126,7 +126,7 @@ async def register(port: int, batch_size: int) -> None:
 async def load(
     port: int, *, num_clients: int, bodies: list[bytes], seconds: float, batch_size: int, warm_up_s: float = 2.0
 ) -> Result:
-    """The first seconds are thrown away: both servers have code and caches to warm."""
+    """Run the load. The first seconds are discarded as a warm-up."""
     await register(port, batch_size)
     result = Result()
     for result, span_s in ((Result(seconds=warm_up_s), warm_up_s), (Result(seconds=seconds), seconds)):

@@ -1,9 +1,9 @@
-"""One GRPO step of a 135M model on a CPU, beside TRL: python bench/laptop.py
+"""Compare one GRPO step of a 135M model on a CPU with TRL: python bench/laptop.py
 
 Both sides get the same 8 prompts with the same 8 recorded completions each, about 20 tokens long, and do the same with
 them: advantages, forward, backward, clipping, and one AdamW update of every parameter. Nothing is generated. Each side
-runs in a process of its own, in turns, so that a noisy minute hits both; nothing else should run meanwhile.
-TRL comes from scripts/setup-trl.sh; without it, --ours-only.
+runs in separate processes, alternating, so that noise on the machine affects both; nothing else should run meanwhile.
+scripts/setup-trl.sh installs TRL; without it, use --ours-only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treadle.launch.model import prepare_model
 
 BENCH = Path(__file__).resolve().parent
 TRL_PYTHON = BENCH.parent / ".venv-trl" / "bin" / "python"
-# What bf16 rounding may do to a step of this size; other work would show far more.
+# Tolerances for bf16 rounding in a step of this size; different work would differ far more.
 LOSS_TOLERANCE = 0.01
 NORM_TOLERANCE = 0.05  # of the norm
 _NOT_PASSED_ON = ("PYTHONDONTWRITEBYTECODE", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -56,7 +56,7 @@ def ours(threads: Sequence[int]) -> list[Row]:
 def trl(threads: Sequence[int], *, which: str) -> list[Row]:
     """The plain configuration (a batch at once), fast and small ones with weights in fp32 and in bf16, the smallest.
 
-    "plain": only the first; "every": also those that were no faster, or need more memory for the same time.
+    "plain": only the first; "every": also those that were not faster, or need more memory for the same time.
     """
     autocast = ("--autocast",)  # TRL's own defaults: fp32 weights, and products in bf16
     bfloat16 = ("--weights", "bfloat16")  # no fp32 masters: an update smaller than 1/256 of a weight is lost
@@ -79,7 +79,7 @@ def trl(threads: Sequence[int], *, which: str) -> list[Row]:
 
 
 def run(command: Sequence[str | Path], threads: int) -> str:
-    """The output of a process that has `threads` threads; they wait as the system's OpenMP has it, by spinning."""
+    """The output of a process with `threads` threads; they wait by spinning, the default of OpenMP."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON},
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
@@ -92,7 +92,7 @@ def run(command: Sequence[str | Path], threads: int) -> str:
 
 
 def measure(row: Row, model: Path, work: Path, num_steps: int) -> None:
-    """One run of one row: a step to warm up, then `num_steps` that count."""
+    """One run of one row: a warm-up step, then `num_steps` measured ones."""
     script, python = (BENCH / "laptop_ours.py", sys.executable)
     if row.side == "TRL":
         script, python = (BENCH / "laptop_trl.py", str(TRL_PYTHON))
@@ -107,7 +107,7 @@ def measure(row: Row, model: Path, work: Path, num_steps: int) -> None:
 
 
 def differences(rows: Sequence[Row]) -> list[str]:
-    """What tells that two rows did not do the same work; nothing when they did."""
+    """Differences that show that two rows did not do the same work; empty if they did."""
     reference = rows[0]
     found = []
     for row in rows[1:]:
@@ -120,7 +120,7 @@ def differences(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown. Ratios are against the fastest of ours."""
+    """The table as Markdown. Ratios are against Treadle's fastest row."""
     best = min((row for row in rows if row.side == "treadle"), key=lambda row: row.median("wall_s"))
     lines = [
         "| | threads | CPU s | wall s | peak GB | CPU | wall | memory | loss | gradient norm |",

@@ -1,4 +1,4 @@
-"""What both sides of bench/laptop.py have in common: reading the work, and measuring steps. Needs nothing installed."""
+"""Read the work and measure steps, for both sides of bench/laptop.py. Needs no installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Group:
-    """G completions of one prompt, what the model gave their tokens, and what each was worth."""
+    """G completions of one prompt, with the logprobs of their tokens and their scores."""
 
     prompt: str
     prompt_ids: list[int]
@@ -48,7 +48,7 @@ class Meter:
         return step
 
     def report(self) -> None:
-        """The last line of the process' output; the numbers of all steps, the warm-up too."""
+        """Print the values of all steps, including the warm-up, as the last line of output."""
         print(json.dumps({"steps": [asdict(step) for step in self.steps], "peak_gb": _peak_gb()}), flush=True)
 
 
@@ -57,13 +57,13 @@ def read_work(file: Path) -> list[Group]:
 
 
 def _cpu_s() -> float:
-    """Of all threads of this process, in user code and in the kernel."""
+    """CPU time of all threads of this process, in user code and in the kernel."""
     times = os.times()
     return times.user + times.system
 
 
 def _peak_gb() -> float:
-    """The most memory this process ever had resident. Linux keeps the launcher's peak in ru_maxrss, so not that."""
+    """Peak resident memory of this process. ru_maxrss is not used: on Linux it includes the launcher's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

@@ -1,4 +1,4 @@
-"""Our side of bench/laptop.py: the trainer's own functions in the order of its loop, without a hub and an engine."""
+"""Treadle's side of bench/laptop.py: the trainer's own functions in the order of its loop, without hub and engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 
 def scored(group: Group) -> ScoredGroup:
-    """As the hub would deliver it."""
+    """The group as the hub would deliver it."""
     num_prompt = len(group.prompt_ids)
     return ScoredGroup(
         tokens=[group.prompt_ids + completion for completion in group.completions],
@@ -47,7 +47,7 @@ def main() -> None:
         lr=1e-6,
         warmup_steps=0,
         schedule="constant",
-        std_ddof=1,  # TRL's, so that both losses are the same number; all else is the default
+        std_ddof=1,  # TRL's value, so that both losses are equal; everything else is the default
         micro_tokens=options.micro_tokens,
     )
     policy = load_policy(options.model, config)

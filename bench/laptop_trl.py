@@ -1,8 +1,8 @@
 """TRL's side of bench/laptop.py. Runs in .venv-trl, where only TRL is installed.
 
-TRL is used as its users use it, and nothing of it is patched: `GRPOTrainer.train()` with a `rollout_func`, its own way
-to bring completions from elsewhere. Ours hands over the recorded ones, so no time goes into generation. A callback
-measures from the beginning to the end of each optimizer step; reading data and logging lie outside.
+TRL is used unpatched: `GRPOTrainer.train()` with a `rollout_func`, its interface for external completions. It returns
+the recorded completions, so no time is spent on generation. A callback measures each optimizer step from beginning to
+end, without reading data and logging.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
 
 def replay(work: list[Group]) -> Any:
-    """A rollout function that gives each prompt its recorded completions, one for each time the prompt is listed."""
+    """A rollout function that returns the recorded completions of a prompt, one for each time the prompt is listed."""
     by_prompt = {group.prompt: group for group in work}
 
     def rollout(prompts: list[list[dict[str, str]]], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -89,7 +89,7 @@ def main() -> None:
             max_completion_length=max(len(c) for group in work for c in group.completions),
             max_steps=options.steps,
             shuffle_dataset=False,
-            # the objective and the optimizer of ours
+            # the same objective and optimizer as Treadle's side
             loss_type="dapo",
             beta=0.0,
             epsilon=0.2,

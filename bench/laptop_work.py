@@ -1,4 +1,4 @@
-"""Makes the work of bench/laptop.py: prompts of the arithmetic environment, and completions that the model sampled."""
+"""Create the work of bench/laptop.py: prompts of the arithmetic environment, and sampled completions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from treadle.config.env import EnvConfig
 from treadle.envs.tasks.arithmetic import Arithmetic
 from treadle.envs.tokens import ChatTokenizer
 
-SHORTEST, LONGEST = 8, 32  # tokens of a completion, every length as likely: 20 in the mean
+SHORTEST, LONGEST = 8, 32  # tokens of a completion, uniformly distributed: 20 on average
 
 
 def make_work(model_folder: Path, num_groups: int, group_size: int, seed: int) -> list[Group]:
-    """The same seed gives the same work. Every group has right and wrong completions, so none can be left out.
+    """The same seed gives the same work. Every group has right and wrong completions, so none can be skipped.
 
-    The shortest ones are right: the loss is then a number far from zero, on which both sides can be seen to agree.
+    The shortest ones are right, so that the loss is far from zero and can be compared between both sides.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -49,7 +49,7 @@ def make_work(model_folder: Path, num_groups: int, group_size: int, seed: int) -
 
 
 def _sample(model_folder: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """LONGEST tokens after each prompt and their logprobs in fp32; one that would end earlier is made to go on."""
+    """LONGEST tokens after each prompt and their logprobs in fp32; the end token is suppressed."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
@@ -64,7 +64,7 @@ def _sample(model_folder: Path, prompts: list[list[int]]) -> list[tuple[list[int
         return_dict_in_generate=True,
     )
     sampled_BC = generated.sequences[:, longest:]
-    # One token at a time: the logits of all at once would take a gigabyte per copy.
+    # One token at a time: logits of all tokens at once would take a gigabyte per copy.
     logprobs_CB = [
         logits_BV.log_softmax(-1).gather(-1, token_B[:, None])[:, 0].tolist()
         for logits_BV, token_B in zip(generated.logits, sampled_BC.T, strict=True)

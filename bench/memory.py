@@ -1,11 +1,11 @@
-"""What `treadle plan` predicts, beside what a real trainer takes: one optimizer step after another on one GPU.
+"""Compare the memory that `treadle plan` predicts with that of a real trainer on one GPU.
 
     python bench/memory.py                     the three runs that docs/plan.md quotes
     python bench/memory.py --only "8B LoRA"    one of them
 
-Random weights of the model's shape, 64 sequences with prompts of 256 and completions of up to 1024 tokens. Predicted
-and measured are the peak of the trainer's tensors (torch.cuda.max_memory_allocated); beside it what the allocator held.
-The prediction is for micros as large as the largest of this work: micros are made alike, so they are rarely full.
+Random weights of the model's shape, 64 sequences with prompts of 256 and completions of up to 1024 tokens. It compares
+the peak of the trainer's tensors (torch.cuda.max_memory_allocated), and also prints the allocator's peak. The
+prediction is for the largest micro of this work: micros are balanced, so they are rarely full.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Everything that docs/weights.md says of training on one GPU: real runs with vLLM and one copy of the weights, and
-then adapters that are exchanged under load.
+"""Reproduce the figures of docs/weights.md for one GPU: real runs with vLLM and one copy of the weights, then adapter
+swaps under load.
 
     python bench/one_gpu.py OUT [--gsm8k FOLDER]      FOLDER: train.jsonl and test.jsonl of GSM8K, for a run on it
 
-Prints for each run its reward over the steps, in ten parts, accuracy on held-out prompts before and after, and what the
-publishes cost; then the line of bench/bridge.py for adapters. Runs and the servers' logs stay in OUT.
+Prints for each run its mean reward in ten parts of the run, accuracy on held-out prompts before and after, and the cost
+of publishes; then the line of bench/bridge.py for adapters. Runs and the servers' logs stay in OUT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# Of a card with 80 GB or more: each vLLM gets a part by name, whatever else is on the card when it looks.
+# For a card with 80 GB or more: each vLLM gets a fixed share, independent of the free memory at its start.
 ENGINE = [
     "--engine.engine", "vllm", "--engine.gpu-memory-utilization", "0.15",
     "--engine.vllm-args=--kv-cache-memory-bytes=8G", "--engine.max-num-seqs", "256",
@@ -37,7 +37,7 @@ def run_flags(name: str, out: Path, *more: str) -> list[str]:
 
 
 def curve(values: list[float]) -> str:
-    """Means of ten parts.
+    """Means over ten equal parts of the run.
 
     >>> curve([0.0, 1.0] * 10)
     '0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50 0.50'
@@ -83,7 +83,7 @@ def main() -> None:
     codes = {name: process.wait() for name, process in started.items()}
     for name in codes:
         tell(name, out)
-    # Alone on the card: how long an exchange takes is measured.
+    # Runs alone on the card, because the duration of a swap is measured.
     adapters = ["--engine", "vllm", "--mode", "lora_only", "--steps", "50", "--turns", "1"]
     bench = begin("bridge", [str(HERE / "bridge.py"), *adapters, "--logs", str(out / "adapters")], out)
     codes["adapters"] = bench.wait()

@@ -1,8 +1,8 @@
-"""How soon the page of a long run can be read: python bench/page.py FOLDER [--chromium PATH] [--loads 5]
+"""Measure how fast the page of a long run loads: python bench/page.py FOLDER [--chromium PATH] [--loads 5]
 
-FOLDER is what bench/page_history.py wrote. Needs `pip install playwright` and a Chromium of the system. Prints a table
-as Markdown: milliseconds from the start of the navigation, of the first load after the hub's start and the median of
-further ones, each in a browser with an empty cache.
+FOLDER is the output of bench/page_history.py. Needs `pip install playwright` and an installed Chromium. Prints a table
+as Markdown: milliseconds from the start of the navigation, for the first load after the hub's start and the median of
+further loads, each in a browser with an empty cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write a long, made-up run for the page: figures, evaluations, logs, and a queue of trained and waiting groups.
+"""Generate a long run for the page: metrics, evaluations, logs, and a queue of trained and waiting groups.
 
 python bench/page_history.py /tmp/long-run --steps 10000 --groups 100000
 treadle hub --database /tmp/long-run/hub.sqlite --run-folder /tmp/long-run
@@ -71,8 +71,8 @@ def write_metrics(folder: Path, num_steps: int, seed: int = 0) -> None:
     logs.mkdir(exist_ok=True)
     for step in range(0, num_steps + 1, max(1, num_steps // 10)):
         accuracy = 0.8 * step / num_steps
-        told = {"step": step, "accuracy": accuracy, "interval_95": [max(0, accuracy - 0.05), accuracy + 0.05]}
-        (evals / f"step-{step:06d}.json").write_text(json.dumps(told))
+        evaluation = {"step": step, "accuracy": accuracy, "interval_95": [max(0, accuracy - 0.05), accuracy + 0.05]}
+        (evals / f"step-{step:06d}.json").write_text(json.dumps(evaluation))
     for name in ("hub", "engine", "env", "trainer"):
         lines = (f"2026-01-02T03:04:05.678 INFO    {name} step step={step} seconds=1.2\n" for step in range(num_steps))
         (logs / f"{name}.log").write_text("".join(islice(lines, 2000)))
@@ -127,7 +127,7 @@ def made_up_step(step: int, num_steps: int, dice: random.Random) -> dict[str, fl
 
 
 def write_queue(database: Path, *, num_steps: int, num_groups: int, seed: int = 0) -> None:
-    """A tenth of the groups waits; the others were trained, as many in each step."""
+    """A tenth of the groups waits; the others are trained, the same number in each step."""
     dice = random.Random(seed)
     per_step = max(1, num_groups * 9 // 10 // num_steps)
     limits = Limits(groups=10**9)
@@ -151,7 +151,7 @@ def write_queue(database: Path, *, num_steps: int, num_groups: int, seed: int = 
 
 
 def write_tokens(folder: Path, batch: Batch, dice: random.Random) -> None:
-    """As if a trainer had trained on them: half of the rollouts, those that are better or worse than their group."""
+    """Token files as written by a trainer, for half of the rollouts: those better or worse than their group."""
     groups = [from_stored(content_of(stored)) for stored in batch.groups]
     rollouts = [made_up_tokens(group, row, dice) for group in groups for row in range(group.size)]
     TokenFiles(folder / FOLDER).write(batch.step, 0, [one for one in rollouts if one is not None])
@@ -187,7 +187,7 @@ _TERMS = LeaseTerms(lease_s=600.0, max_deliveries=5, plan=plan, is_alive=lambda 
 
 
 def made_up_group(number: int, num_groups: int, num_steps: int, dice: random.Random) -> NewGroup:
-    """Every second one as JSON, as Atropos' environments send them."""
+    """Every second group is JSON, as sent by Atropos' environments."""
     a, b = dice.randrange(1000), dice.randrange(1000)
     prompt = f"What is {a} + {b}? "
     scores = [float(dice.random() < number / num_groups) for _ in range(GROUP_SIZE)]

@@ -1,7 +1,7 @@
-"""Mathematical rewards in worker processes: python bench/rewards.py [--calls 10000] [--workers 2] [--load 2]
+"""Measure mathematical rewards in worker processes: python bench/rewards.py [--calls 10000] [--workers 2] [--load 2]
 
 The mix: 70 % plain numbers, 20 % LaTeX fractions and expressions, 10 % garbage; half of the answers are right. Prints
-a table as Markdown. `--load N` keeps N other processes busy meanwhile; `--alone` scores in this process instead.
+a table as Markdown. `--load N` runs N busy processes at the same time; `--alone` scores in this process instead.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_groups(num_calls: int, seed: int = 0) -> list[list[RewardInput]]:
 
 @contextlib.contextmanager
 def busy(num_processes: int) -> Iterator[None]:
-    """Other work on the machine."""
+    """Other load on the machine."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
     try:
         yield
@@ -94,7 +94,7 @@ def busy(num_processes: int) -> Iterator[None]:
 
 
 async def measure(groups: list[list[RewardInput]], *, workers: int, alone: bool) -> tuple[float, list[RewardResult]]:
-    """Score all groups, 64 at a time; the workers' start is counted."""
+    """Score all groups, 64 at a time; the time includes the workers' start."""
     started = time.perf_counter()
     gate = asyncio.Semaphore(64)
     scorer = make_scorer("inline") if alone else make_scorer("process", num_workers=workers, time_limit_s=10)

@@ -1,15 +1,15 @@
-"""One optimizer step on fixed work, on one GPU: real tokens per second, use of the card's peak, peak memory.
+"""Measure one optimizer step on fixed work, on one GPU: real tokens per second, MFU, peak memory.
 
 The work: the shape of Qwen3-1.7B with random bf16 weights, 64 sequences, prompts of 256 tokens, completions uniform in
 64..1024 (random.Random(0)), full fine-tune with AdamW on fp32 masters. A step is everything from the scored groups to
 the new live weights: advantages, packing, forward, backward, clipping, update, rounding into the live weights.
 
-    python bench/step.py                    what the trainer does by itself
-    python bench/step.py --ideas            the same without, one after another, each of the ideas that make it fast
+    python bench/step.py                    the trainer's defaults
+    python bench/step.py --ideas            add the optimisations one after another, starting without any
     python bench/step.py --train.optimizer adamw_8bit --train.gradient-checkpointing true     any setting of the trainer
 
-Tokens are real ones: a prompt that eight completions share counts eight times, also when it is forwarded once. Use of
-the peak (MFU) counts 6 operations per parameter and token, of forwarded tokens against the card's data sheet.
+Tokens are real tokens: a prompt that eight completions share counts eight times, even if it is forwarded once. MFU
+counts 6 operations per parameter and forwarded token against the card's data sheet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 VOCABULARY = 151_936
 NUM_SEQUENCES, GROUP_SIZE, PROMPT = 64, 8, 256
-LOGPROB = -12.3  # about what random weights give every token
+LOGPROB = -12.3  # about the logprob of every token with random weights
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def measure(name: str, config: TrainConfig, groups: list[ScoredGroup], *, layers
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """The plain twins in torch instead of Triton's."""
-    kept = logprobs._softmax_functions, optimizer_module.choose_adder
-    logprobs._softmax_functions = lambda _: (logprobs.add_softmax_sums, logprobs.logit_gradients)
-    optimizer_module.choose_adder = lambda _: torch.Tensor.add_
+    """Use the plain torch implementations instead of the Triton kernels."""
+    kept = logprobs._kernels, gradients.choose_adder
+    logprobs._kernels = lambda _: softmax
+    gradients.choose_adder = lambda _: torch.Tensor.add_
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def ideas(config: TrainConfig, *, layers: int, repeat: int) -> Iterator[Result]:
-    """From the plainest to the fastest; each line adds one idea to the line before."""
+    """From the slowest to the fastest; each line adds one optimisation to the line before."""
     apart, together = make_groups(shared_prompts=False), make_groups(shared_prompts=True)
 
     def run(name: str, groups: list[ScoredGroup], **settings: Any) -> Result:

@@ -1,25 +1,25 @@
-"""One optimizer step of TRL's GRPOTrainer and of Atropos' example trainer, on the work of bench/step.py, on one GPU.
+"""Measure one step of TRL's GRPOTrainer and of Atropos' example trainer, on the work of bench/step.py, on one GPU.
 
-    python bench/step_peers.py                                    every configuration, one line each
+    python bench/step_peers.py                                    all configurations, one line each
     python bench/step_peers.py --only "TRL bf16"                  those whose name contains it
-    python bench/step_peers.py --tiny --device cpu --layers 2     to try the script out; its numbers mean nothing
+    python bench/step_peers.py --tiny --device cpu --layers 2     to test the script; its numbers are meaningless
 
 Both peers run unpatched, with the work's own weights: the shape of Qwen3-1.7B, random, 64 sequences, no shared prompts.
-Each configuration has a process of its own; one that fails gives a line with the reason, and the next one runs.
+Each configuration runs in a separate process; a failed one prints a line with the reason, and the next one runs.
 
 Counted, for both: from scored completions to updated weights. That is advantages, forward, backward, the metrics that a
 step always computes, clipping, update, zeroing of gradients. Not counted: rollout, reading data, logging.
-- TRL: `train()` with a `rollout_func` that hands over the recorded completions. The clock starts when the reward
-  function returns and stops at the end of the step. TRL has padded by then, so its padding is not counted: milliseconds
-  in its favour. Its defaults are fp32 weights with bf16 autocast, gradient checkpointing, 8 sequences at once, and
-  fused AdamW. "bf16" is without autocast and without fp32 masters.
-- Atropos: `pad_data_to_good_offset`, as its data code calls it, and `run_training_step`, on the model as its loader
-  leaves it: bf16 weights, gradient checkpointing, no fp32 masters. Its defaults are 2 sequences at once and 8-bit AdamW
-  of bitsandbytes; without bitsandbytes it takes torch's AdamW, and that one is measured.
+- TRL: `train()` with a `rollout_func` that returns the recorded completions. The clock starts when the reward
+  function returns and stops at the end of the step. TRL has already padded by then, so its padding is not counted:
+  milliseconds in its favour. Its defaults are fp32 weights with bf16 autocast, gradient checkpointing, 8 sequences at
+  once, and fused AdamW. "bf16" is without autocast and without fp32 masters.
+- Atropos: `pad_data_to_good_offset`, as its data code calls it, and `run_training_step`, on the model from its own
+  loader: bf16 weights, gradient checkpointing, no fp32 masters. Its defaults are 2 sequences at once and 8-bit AdamW
+  of bitsandbytes; without bitsandbytes it uses torch's AdamW, which is measured here.
 Attention is torch's own (sdpa). TRL passes a padding mask, Atropos passes none.
 
-Tokens are real ones, "forwarded" are those with padding. Use of the peak (MFU): 6 operations per parameter and real
-token, so padding and recomputation do not count as use.
+Tokens are real tokens, "forwarded" includes padding. MFU: 6 operations per parameter and real token, so padding and
+recomputation do not count.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 NUM_WARM_UP = 2
 TINY_VOCABULARY, TINY_FRACTION = 512, 16
-TINY_LOGPROB = -6.2  # about what tiny random weights give every token; far from it, every ratio would be clipped
+TINY_LOGPROB = -6.2  # about the logprob of every token with tiny random weights; another value would clip every ratio
 FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`settings` are the peer's own: of TRL's GRPOConfig, of Atropos' TrainingConfig."""
+    """`settings` are those of the peer: TRL's GRPOConfig or Atropos' TrainingConfig."""
 
     peer: Literal["TRL", "Atropos"]
     configuration: str
@@ -121,7 +121,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Run:
-    """What a peer did: the seconds of each step, the gradient's norm in each, and how the work was cut and padded."""
+    """Result of a peer: seconds and gradient norm of each step, and how the work was split and padded."""
 
     steps_s: list[float]
     grad_norms: list[float]
@@ -173,7 +173,7 @@ def run_trl(variant: Variant, work: Work) -> Run:
     scores = [score for group in work.groups for score in group.scores]
 
     def recorded_rollouts(prompts: list[str], _trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """All groups of a step in their order: the data set is not shuffled, and lists one prompt for each group."""
+        """All groups of a step in order: the dataset is not shuffled, and has one prompt per group."""
         assert len(prompts) == len(rows)
         return {
             "prompt_ids": [tokens[:prompt] for tokens, prompt in rows],
@@ -226,7 +226,7 @@ def run_trl(variant: Variant, work: Work) -> Run:
 
 
 def _empty_tokenizer() -> Any:
-    """TRL wants one, to decode what was sampled; no reward here reads text."""
+    """TRL needs a tokenizer to decode samples; no reward here reads text."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -303,7 +303,7 @@ def measure_here(name: str, options: argparse.Namespace) -> dict[str, Any]:
             return asdict(measure(variant, options))
     except torch.OutOfMemoryError as error:
         return {"name": name, FAILED: f"out of memory: {_first_line(error)}"}
-    except Exception as error:  # whatever a peer raises is this line's result, and the next one runs
+    except Exception as error:  # an error of a peer is the result of its line, and the next one runs
         sys.excepthook(type(error), error, error.__traceback__)
         return {"name": name, FAILED: f"{type(error).__name__}: {_first_line(error)}"}
 
@@ -313,7 +313,7 @@ def _first_line(error: Exception) -> str:
 
 
 def measure_apart(variant: Variant, arguments: Sequence[str]) -> dict[str, Any]:
-    """In a process of its own: Liger patches classes for good, and memory of a failed run would stay."""
+    """Measure in a separate process: Liger patches classes permanently, and a failed run may not free its memory."""
     command = [sys.executable, __file__, *arguments, "--here", variant.name]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)

@@ -1,9 +1,9 @@
-"""A plain agent: the client of OpenAI, a loop, a tool. It knows nothing of training, and is trained all the same.
+"""A plain agent: OpenAI's client, a loop, a tool. It has no training code, and is trained unmodified.
 
     treadle env agent serve --env.data rows.jsonl --env.args '{"command": "python examples/agent.py"}'
 
 with rows like {"question": "What is 17 * 23?", "answer": "391"}. It is started once for every rollout; OPENAI_BASE_URL
-and OPENAI_API_KEY, which the client reads by itself, lead to the model. The client: pip install openai
+and OPENAI_API_KEY, which the client reads automatically, point to the model. The client: pip install openai
 """
 
 import json
@@ -29,7 +29,7 @@ CALCULATOR = {
 
 
 def solve(client: openai.OpenAI, messages: list[dict]) -> str:
-    """Talk until the model answers without calling the tool; its last words."""
+    """Call the model until it answers without a tool call; return its last reply."""
     reply = None
     for _ in range(MAX_TURNS):
         answer = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])
@@ -47,7 +47,7 @@ def multiply(arguments: str) -> str:
         given = json.loads(arguments)
         return str(given["a"] * given["b"])
     except (ValueError, KeyError, TypeError) as error:
-        return f"error: {error}"  # the model made the call, so it is told
+        return f"error: {error}"  # the model made the call, so it gets the error
 
 
 def post_score(url: str, score: float) -> None:
@@ -58,7 +58,7 @@ def post_score(url: str, score: float) -> None:
 
 if __name__ == "__main__":
     item = json.load(sys.stdin)
-    # Out of the environment: a tool that runs programs for the model must not hand them the answer, or the score.
+    # Remove them from the environment: a tool that runs programs for the model must not pass on the answer or the URL.
     score_url, _ = os.environ.pop("TREADLE_SCORE_URL"), os.environ.pop("TREADLE_ITEM", None)
     said = solve(openai.OpenAI(), item["messages"])
     post_score(score_url, float(item["answer"] in said))

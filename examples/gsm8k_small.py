@@ -1,9 +1,9 @@
-"""GSM8K for a model too small for it: the last number that it writes counts as its answer.
+"""GSM8K for a small model: the last number that it writes counts as its answer.
 
 treadle run --env.name examples/gsm8k_small.py --env.data FOLDER      train.jsonl and test.jsonl of GSM8K
 
-Of a model with 135 million parameters nearly all groups are wrong in all their answers, and teach nothing. So it also
-gets a little for coming to an end in time, with a number in its last line; accuracy counts the right number alone.
+With a model of 135 million parameters nearly all groups have only wrong answers, and no learning signal. So there is
+also a small reward for an answer that ends in time with a number in its last line; accuracy counts only right numbers.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Train a model with reward functions of your own, from Python: python examples/own_reward.py
+"""Train a model with your own reward functions, from Python: python examples/own_reward.py
 
-The functions take lists and return a list, as for TRL. They run in processes of their own, which get a copy of their
-source; so this file needs no `if __name__ == "__main__":`.
+The functions take lists and return a list, as in TRL. They run in separate processes, which get a copy of their
+source, so this file needs no `if __name__ == "__main__":`.
 """
 
 import re
@@ -17,13 +17,13 @@ NUMBER = re.compile(r"\d+")
 
 
 def is_right(completions, answer, **columns):
-    """1 where the last number is the sum."""
+    """1 if the last number is the sum."""
     said = [NUMBER.findall(text)[-1:] for text in completions]
     return [float(numbers == [str(total)]) for numbers, total in zip(said, answer, strict=True)]
 
 
 def is_short(completions, **columns):
-    """1 for a single word, less for each further one."""
+    """1 for a single word, less for each additional word."""
     return [1 / max(1, len(text.split())) for text in completions]
 
 

@@ -1,8 +1,8 @@
-"""A task of several turns: find a number between 1 and 100 by asking whether it is larger.
+"""A task with several turns: find a number between 1 and 100 by asking whether it is larger.
 
     treadle run --env.name examples/twenty_questions.py --env.max-token-length 16
 
-Every reply is trained on, exactly as it was sampled; what the game answers is not.
+Every reply is trained on, with exactly the sampled tokens; the answers of the game are not.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Write the hashes of everything that a set-up may install into the constraints files.
+"""Write the hashes of all packages that the set-up scripts may install into the constraints files.
 
-Run it after a version there was changed or added: `.venv/bin/python scripts/hashes.py [FILE...]`. It asks the index
-that uv asks (UV_DEFAULT_INDEX names another).
+Run it after you change or add a version there: `.venv/bin/python scripts/hashes.py [FILE...]`. It uses uv's package
+index (UV_DEFAULT_INDEX selects another).
 """
 
 from __future__ import annotations

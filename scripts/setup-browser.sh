@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes sure that there is a Chromium for the tests in tests/browser: Debian's, without a window. Playwright only drives it
-# and downloads nothing. Does nothing when there is one.
+# Install Debian's headless Chromium for the tests in tests/browser, unless there is one. Playwright only controls it
+# and downloads nothing.
 set -euo pipefail
 for name in chromium-headless-shell chromium chromium-browser google-chrome; do
   if command -v "$name" >/dev/null; then
@@ -14,7 +14,7 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
 fi
 echo "setup-browser: installing $package"
 export DEBIAN_FRONTEND=noninteractive
-# On a machine that was just made another apt-get may still be at work: wait for it.
+# On a newly created machine another apt-get may still be running: wait for it.
 apt-get -q -o DPkg::Lock::Timeout=300 update >/dev/null
 apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" >/dev/null
 command -v "$package" >/dev/null

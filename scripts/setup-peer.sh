@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-NAME ready: another project's package in an environment of its own, because it wants other versions than
-# ours, pinned by constraints-NAME.txt. Does nothing when it is ready.
+# Set up .venv-NAME: another project's package in a separate virtual environment, because it needs other versions than
+# Treadle, pinned by constraints-NAME.txt. Does nothing if it is up to date.
 #   scripts/setup-peer.sh NAME 'python that must run' PACKAGE...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv ready with the extras given as arguments ("train", "train,dev"); does nothing when it is ready already.
+# Set up .venv with the extras given as arguments ("train", "train,dev"); does nothing if it is up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh

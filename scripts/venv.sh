@@ -1,9 +1,9 @@
-# Sourced by the setup scripts, from the project's folder: what making an environment ready has in common.
+# Shared functions of the setup scripts, which source this file from the project's folder.
 unset PYTHONDONTWRITEBYTECODE  # without compiled files every process would spend seconds compiling its libraries
 python=${PYTHON:-python3}
 
-# make_venv VENV STAMP WHAT FILE...: ends the script when STAMP says that VENV is ready for these files; else sees that
-# VENV is there. WHAT is named to a user whose Python is too old.
+# make_venv VENV STAMP WHAT FILE...: end the script if STAMP says that VENV is up to date with these files; otherwise
+# create VENV if it is missing. WHAT is shown to a user whose Python is too old.
 make_venv() {
   local venv=$1 stamp=$2 what=$3
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -23,9 +23,9 @@ make_venv() {
   echo "== installing $what into $venv (minutes the first time)"
 }
 
-# install VENV CONSTRAINTS FLAG... PACKAGE...: by uv, which takes seconds where pip takes minutes, shares what environments
-# have in common, and checks every file against the hashes in CONSTRAINTS, which pip does not do for an editable package.
-# UV_COMPILE_BYTECODE=1 compiles what was installed.
+# install VENV CONSTRAINTS FLAG... PACKAGE...: install with uv, which takes seconds instead of pip's minutes, shares files
+# between environments, and checks every file against the hashes in CONSTRAINTS, which pip does not do for an editable
+# package. UV_COMPILE_BYTECODE=1 compiles the installed files.
 install() {
   local venv=$1; shift
   grep '^uv==' constraints-build.txt |
@@ -35,11 +35,11 @@ install() {
   take_over "$venv" UV_INDEX "${PIP_EXTRA_INDEX_URL:-}" extra-index-url ' '
   take_over "$venv" UV_NO_INDEX "${PIP_NO_INDEX:-}" no-index ' '
   take_over "$venv" SSL_CERT_FILE "${PIP_CERT:-}" cert ' '
-  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as with pip, no index comes before another
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}  # as with pip, all indexes have the same priority
   install_checked "$venv/bin/uv" "$venv" "$@"
 }
 
-# install_checked UV VENV CONSTRAINTS FLAG... PACKAGE...: refuses a package that is not listed and a file with another hash.
+# install_checked UV VENV CONSTRAINTS FLAG... PACKAGE...: refuse packages that are not listed and files with another hash.
 install_checked() {
   local venv=$2 constraints=$3 plan unlisted torch
   local uv=("$1" pip install --python "$2/bin/python" --system-certs --build-constraint constraints-build.txt --require-build-hashes)
@@ -59,7 +59,7 @@ install_checked() {
     return 1
   fi
   torch=$(sed -n 's/^ [+~] \(torch==[^ ]*+[^ ]*\).*/\1/p' <<<"$plan")
-  if [ -n "$torch" ]; then  # a build for CPUs or for one version of CUDA: there are many, and they are not in the index
+  if [ -n "$torch" ]; then  # a build for CPUs or for one version of CUDA: there are many, which are not in the index
     echo "== $torch is a build that this machine's settings of pip lead to; its hash is not known and not checked" >&2
     sed '/^torch==/s/ --hash.*//' "$constraints" > "$venv/constraints.txt"
     constraints=$venv/constraints.txt
@@ -75,7 +75,7 @@ explain_hashes() {
     "look where it comes from (the settings of pip name the places) before you trust it" >&2
 }
 
-# warn_of_cuda VENV PLAN: one line before gigabytes are downloaded that a machine without a GPU cannot use.
+# warn_of_cuda VENV PLAN: warn before gigabytes are downloaded that a machine without a GPU cannot use.
 warn_of_cuda() {
   if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then
     return
@@ -86,8 +86,8 @@ warn_of_cuda() {
   fi
 }
 
-# take_over VENV NAME VALUE SETTING SEPARATOR: uv reads none of pip's settings. Where its own variable NAME is not set, it
-# gets pip's: VALUE, which is that of pip's variable, else what pip's files say.
+# take_over VENV NAME VALUE SETTING SEPARATOR: uv does not read pip's settings. If uv's variable NAME is not set, set it
+# from pip: VALUE (the value of pip's variable), else the setting in pip's files.
 take_over() {
   local value=${!2:-}
   if [ -n "$value" ]; then
@@ -95,11 +95,11 @@ take_over() {
   fi
   value=${3:-$("$1/bin/python" -m pip config get "global.$4" 2>/dev/null || true)}
   if [ -n "$value" ]; then
-    export "$2=$(echo $value | tr ' ' "$5")"  # unquoted: what lies between several of them is one space then
+    export "$2=$(echo $value | tr ' ' "$5")"  # unquoted, so that several values are separated by one space
   fi
 }
 
-# is_ready VENV STAMP: next time there is nothing to do.
+# is_ready VENV STAMP: record that VENV is up to date.
 is_ready() {
   echo "$wanted" > "$1/$2"
   echo "== installed in $((SECONDS - started)) s"
