@@ -93,7 +93,7 @@ async def measure(port: int, folder: Path, num_rollouts: int, seconds: float) ->
         HubClient(config.rollout_server_url) as hub,
         open_context(task, engine, ChatTokenizer.load(model)) as context,
     ):
-        running = asyncio.create_task(run(desk, hub))
+        running = asyncio.create_task(run(context, hub))
         await asyncio.sleep(8.0)  # until the limit on groups in flight has grown to its maximum
         process = psutil.Process()
         cpu, started = sum(process.cpu_times()[:2]), time.monotonic()

@@ -133,9 +133,9 @@ def measure(name: str, config: TrainConfig, groups: list[ScoredGroup], *, layers
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Use the plain torch implementations instead of the Triton kernels."""
-    kept = logprobs._kernels, gradients.choose_adder
-    logprobs._kernels = lambda _: softmax
-    gradients.choose_adder = lambda _: torch.Tensor.add_
+    kept = logprobs._softmax_functions, optimizer_module.choose_adder
+    logprobs._softmax_functions = lambda _: (logprobs.add_softmax_sums, logprobs.logit_gradients)
+    optimizer_module.choose_adder = lambda _: torch.Tensor.add_
     try:
         yield
     finally:

@@ -146,9 +146,7 @@ def test_a_complete_run_stays_complete_when_its_hub_ends(live_visit: Visit, hub:
     page.screenshot(path=pictures / "complete-without-hub.png")
 
 
-def test_a_run_is_live_while_its_processes_report_and_stopped_or_failed_when_they_do_not(
-    browser: Any, tmp_path: Path, pictures: Path
-):
+def test_a_run_is_live_while_its_processes_report(browser: Any, tmp_path: Path, pictures: Path):
     write_run(tmp_path / "run", num_steps=NUM_STEPS, num_groups=NUM_GROUPS)
     settings = tmp_path / "run" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"steps": 2 * NUM_STEPS}))
@@ -253,7 +251,7 @@ def test_hovering_tells_the_values_and_dragging_zooms(visit: Visit):
 
 
 @pytest.mark.full  # a detail of the page
-def test_log_scale_and_smoothing_change_the_lines_and_not_what_was_measured(visit: Visit):
+def test_log_scale_and_smoothing_do_not_change_the_measured_values(visit: Visit):
     page = visit.open()
     found = chart(page, "Gradient norm")
     assert found.locator(".u-legend .faint").count() == 1  # the line as measured, behind the smoothed one
@@ -391,9 +389,7 @@ def test_tokens_have_the_colour_of_what_the_trainer_found_in_them(visit: Visit):
     assert visit.complaints == []
 
 
-def test_a_group_that_was_not_trained_says_so_and_shows_its_scores_against_their_mean(
-    live_visit: Visit, hub: HubProcess
-):
+def test_an_untrained_group_shows_its_scores_minus_their_mean(live_visit: Visit, hub: HubProcess):
     post_group(hub)
     page = live_visit.open(f"rollouts/{NUM_GROUPS + 1}")
     page.wait_for_selector(".rollout")
@@ -598,9 +594,7 @@ def test_a_chart_can_be_read_by_keyboard(visit: Visit):
     assert {row[1] for row in rows(page)} == {"3"}
 
 
-def test_with_a_token_the_address_carries_it_and_without_it_nothing_is_told(
-    browser: Any, run_folder: Path, tmp_path: Path
-):
+def test_the_page_needs_the_token_in_its_address(browser: Any, run_folder: Path, tmp_path: Path):
     token = "a-token-of-more-than-sixteen"  # noqa: S105
     database = run_folder / "hub.sqlite"
     flags = ("--run-folder", str(run_folder))

@@ -661,7 +661,7 @@ class Test12Endpoints:
 
 
 class Test13Queueing:
-    def test_a_group_of_the_registered_size_is_received_and_another_one_buffered(self, calls: Atropos):
+    def test_groups_of_another_than_the_registered_size_are_buffered(self, calls: Atropos):
         calls.start()
         calls.register_env(group_size=4)
         assert calls.post(4, env_id=0) == {"status": "received"}
@@ -718,7 +718,7 @@ class Test14PackingWithoutMinimums:
         batches = [calls.batch(), calls.batch(), calls.batch()]
         assert all(batch is not None and sum(size for _, size in batch) == 8 for batch in batches)
 
-    def test_sizes_that_do_not_divide_the_batch_are_explained_and_used_once_they_fit(self, calls: Atropos):
+    def test_group_sizes_that_do_not_divide_the_batch_wait_until_they_fit(self, calls: Atropos):
         """Original: a silent deadlock (S6)."""
         calls.register(batch_size=8)
         for tag in range(5):

@@ -84,7 +84,7 @@ class TestSizes:
         answer = client.post("/scored_data", content=content, headers=headers)
         assert (answer.status_code, answer.json()) == (413, {"detail": "the body is larger than 64 MiB"})
 
-    def test_the_next_request_of_a_connection_is_read_right_after_a_refused_one(self, hub: HubProcess):
+    def test_a_connection_stays_usable_after_a_refused_request(self, hub: HubProcess):
         """The end of the large body, the next head and the beginning of the next body arrive in one read."""
         large, small = b" " * (2 * MIB), b'{"env_id":0}'
         kind = "Content-Type: application/json"

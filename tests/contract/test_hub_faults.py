@@ -81,7 +81,7 @@ with httpx.Client(base_url=sys.argv[1]) as client:
 """
 
 
-def test_a_trainer_that_was_stopped_beyond_its_lease_cannot_acknowledge_any_more(hub: HubProcess):
+def test_a_trainer_stopped_past_its_lease_cannot_acknowledge(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data_list", json=[group(1), group(2)])
         late = subprocess.Popen(
@@ -180,7 +180,7 @@ def test_a_rotten_log_is_refused_by_name(hub: HubProcess, tmp_path: Path):
     assert f"delete {hub.database}.progress" in message
 
 
-def test_a_rotten_group_is_set_aside_under_its_name_and_both_kinds_of_trainers_go_on(hub: HubProcess):
+def test_a_damaged_group_is_set_aside_and_trainers_continue(hub: HubProcess):
     with prepared(hub) as client:
         client.post("/scored_data_list", json=[group(tag, 3000) for tag in range(7001, 7009)])
         hub.stop()
@@ -255,7 +255,7 @@ def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: 
 # ---- helpers that die
 
 
-def test_a_worker_that_is_killed_while_sixteen_clients_post_costs_nobody_anything(hub: HubProcess):
+def test_killing_a_worker_fails_no_request_of_sixteen_clients(hub: HubProcess):
     with prepared(hub) as client:
 
         def post(tag: int) -> int:
@@ -277,7 +277,7 @@ def test_a_worker_that_is_killed_while_sixteen_clients_post_costs_nobody_anythin
     assert hub.stop()[0] == 0
 
 
-def test_a_body_that_ends_every_worker_that_reads_it_is_refused_and_the_hub_lives(hub: HubProcess):
+def test_a_body_that_kills_every_worker_is_refused_and_the_hub_survives(hub: HubProcess):
     with prepared(hub) as client:
         (idle,) = wait_for_workers(hub)
         client.post("/scored_data", json=group(3, 20_000))  # it has begun its work

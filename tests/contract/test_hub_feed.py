@@ -65,7 +65,7 @@ def test_a_lease_is_renewed_for_as_long_as_the_step_takes(tmp_path):
         assert client.get("/status").json()["current_step"] == 1
 
 
-def test_a_trainer_that_fails_gives_its_batch_back_and_only_that_one_counts(tmp_path):
+def test_a_failed_trainer_returns_its_batch_and_only_that_one_counts(tmp_path):
     with hub(tmp_path) as client:
         feed = feed_of(client)
         feed.register(registration())
@@ -153,7 +153,7 @@ def test_a_run_can_begin_afresh_and_the_old_queue_is_kept(tmp_path):
 JSON = {"Content-Type": "application/json"}
 
 
-def test_a_hub_that_hangs_is_named_with_what_to_do_and_one_that_is_gone_with_something_else():
+def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
     """A port that takes connections and never answers; then nobody is at it any more."""
     told: list[tuple[str, str, str]] = []
     waits = Waits()

@@ -138,7 +138,7 @@ def test_an_open_hub_is_what_it_says_it_is(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_hub_with_a_token_is_what_it_says_it_is_and_takes_no_call_without_it(tmp_path: Path):
+def test_a_hub_with_a_token_matches_its_schema_and_refuses_other_calls(tmp_path: Path):
     with HubProcess(tmp_path, env={"TREADLE_HUB_TOKEN": TOKEN}) as hub:
         authorized = {"Authorization": f"Bearer {TOKEN}"}
         begin_a_run(hub.url, authorized)

@@ -123,7 +123,7 @@ def test_a_token_in_the_url_lets_unmodified_clients_in_and_is_not_logged(run):
     assert run.token not in run.hub_log
 
 
-def test_each_batch_has_exactly_batch_size_sequences_in_groups_of_fourteen_keys(run):
+def test_batches_have_batch_size_sequences_in_groups_of_14_keys(run):
     for batch in run.batches:
         assert sum(len(group["tokens"]) for group in batch["batch"]) == BATCH_SIZE
     for group in run.groups:
@@ -157,7 +157,7 @@ def test_the_trainer_makes_whole_tensors_of_each_batch(run):
         assert sum(tensors["advantages"]) == pytest.approx(0, abs=1e-6)
 
 
-def test_groups_are_delivered_unchanged_and_in_the_order_in_which_they_were_sent(run):
+def test_groups_are_delivered_unchanged_in_the_order_sent(run):
     """An environment with one worker sends one group after the other, so that its record is the order of arrival."""
     for env in run.envs:
         delivered = run.delivered(env)
@@ -212,7 +212,7 @@ def test_environments_and_trainer_go_on_after_the_hub_was_killed(run):
     print(f"{last['num_calls']} calls of get_batch, the longest {last['longest_call_s']:.1f} s")
 
 
-def test_the_client_packs_and_gives_up_on_422_at_once_and_on_503_after_three_tries(model, tmp_path):
+def test_the_client_packs_and_retries_on_503_but_not_on_422(model, tmp_path):
     with HubProcess(tmp_path, "--queue-limit-groups", "1") as hub:
         httpx.post(f"{hub.url}/register", json=TRAINER).raise_for_status()
         httpx.get(f"{hub.url}/batch").raise_for_status()

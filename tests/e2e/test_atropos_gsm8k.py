@@ -122,7 +122,7 @@ def test_tokens_masks_and_logprobs_are_as_the_engine_gave_them(run, name):
             assert check_exact(run.engine_url, *sequence) >= 10
 
 
-def test_scores_are_those_of_the_last_answer_and_fall_with_length_once_all_are_right(run):
+def test_scores_use_the_last_answer_and_the_length_penalty(run):
     gold = {row["question"]: row["answer"].split("#### ")[1] for row in json_lines(ROWS)}
     half = MAX_TOKEN_LENGTH / 2
     kinds = Counter()
@@ -169,7 +169,7 @@ def test_a_second_turn_extends_the_first_and_both_are_trained(run):
     assert lengths == {1, 2}
 
 
-def test_what_was_sent_is_given_out_unchanged_in_its_order_and_none_is_lost(run):
+def test_all_sent_groups_are_delivered_unchanged_in_order(run):
     kept = ("tokens", "masks", "scores", "inference_logprobs")
     num_left = 0
     for name, env in run.envs.items():

@@ -108,7 +108,7 @@ class Run:
             return [item for (item,) in db.execute("SELECT item FROM groups ORDER BY id")]
 
 
-def test_a_killed_environment_and_a_killed_hub_go_on_where_they_were_and_lose_nothing(model, task, tmp_path):
+def test_a_killed_environment_and_hub_continue_without_loss(model, task, tmp_path):
     with ExitStack() as stack:
         run = Run(tmp_path, model, stack)
         first = run.start_env(task)

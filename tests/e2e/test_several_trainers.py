@@ -84,7 +84,7 @@ def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.full  # tests/unit/train/test_ranks.py: a lost rank ends the others
-def test_a_killed_trainer_ends_the_other_with_a_sentence_and_without_its_timeout(tmp_path):
+def test_a_killed_rank_ends_the_other_before_its_timeout(tmp_path):
     """Started by hand, with the flags that Atropos' trainer has; rank 0 waits for a batch, outside of any exchange."""
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_layers=2)
     logs, trainers, port = [tmp_path / f"rank{rank}.log" for rank in (0, 1)], [], free_port()

@@ -77,7 +77,7 @@ def run(words, engine_url, model):
     return Run(groups, json.loads((folder / "evals" / "eval_step_000000.json").read_text()))
 
 
-def test_games_are_played_in_turns_scored_by_the_game_and_delivered_exactly(run, engine_url):
+def test_games_are_scored_by_the_game_and_delivered_exactly(run, engine_url):
     assert [len(group["tokens"]) for group in run.groups] == [GROUP_SIZE] * NUM_GROUPS
     games = []
     for group in run.groups:

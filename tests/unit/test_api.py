@@ -133,7 +133,7 @@ def test_splits_and_paths_are_data(started: Path, tmp_path: Path) -> None:
     assert len(Path(config.env.eval_data).read_text().splitlines()) == 3
 
 
-def test_a_reward_in_a_file_is_found_when_the_run_is_resumed_from_elsewhere(started: Path, tmp_path: Path) -> None:
+def test_a_reward_file_is_found_on_resume_from_another_folder(started: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def is_fine(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     config = treadle.train(started, rewards=["mine.py:is_fine", "length"], data=ROWS).config
     assert [reward["type"] for reward in config.env.rewards] == [f"{tmp_path}/mine.py:is_fine", "length"]

@@ -62,9 +62,7 @@ def children_cpu_s() -> float:
 
 
 @pytest.mark.parametrize("verb", GUIDES)
-def test_the_help_begins_with_what_it_does_and_how_and_fits_on_a_screen_or_two(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_starts_with_usage_and_fits_on_two_screens(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of(verb, capsys).splitlines()
     assert lines[0] == f"usage: treadle {verb} {GUIDES[verb].usage}"
     assert " ".join(lines[2 : lines.index("examples:")]).strip() == GUIDES[verb].about

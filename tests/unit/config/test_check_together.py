@@ -46,7 +46,7 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(flag, wanted, c
 @pytest.mark.parametrize(
     ("flags", "words"), [(["--env.task", "additon"], "addition"), (["--env.name", "ecko"], "echo")]
 )
-def test_an_environment_that_does_not_exist_is_refused_before_anything_is_made(flags, words, capsys, tmp_path):
+def test_an_unknown_environment_is_refused_before_anything_is_created(flags, words, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["run", "--output", str(tmp_path / "runs"), *flags])
     assert ended.value.code == 2

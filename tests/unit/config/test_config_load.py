@@ -54,7 +54,7 @@ def test_what_is_wrong_is_named_with_its_remedy(overrides: dict[str, str], says:
 @pytest.mark.parametrize(
     ("args", "says"), [("low=2", "--env.args is not JSON: low=2"), ("[2]", "--env.args is no JSON object: [2]")]
 )
-def test_args_that_are_no_json_object_are_told_with_the_flag_and_an_example(args: str, says: str) -> None:
+def test_args_that_are_no_json_object_are_refused_with_an_example(args: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run(None, {"env.args": args})
     assert says in str(caught.value)

@@ -138,7 +138,7 @@ def test_an_anchor_that_holds_itself_is_no_endless_search(tmp_path: Path) -> Non
         load(tmp_path, "env: &a\n  args: *a\n  group_size: x\n")
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_environments_own_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path: Path) -> None:
     text = "env:\n  name: gsm8k\n  max_token_length: 300\n  num_eval: 9\n"
     settings = load_environment(load(tmp_path, text, {"env.num_eval": "5"}).env).config
     assert (settings.num_eval, settings.max_token_length) == (5, 300)

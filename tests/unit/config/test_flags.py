@@ -40,7 +40,7 @@ def as_text(value: Any) -> list[str]:
     return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
-def test_the_trainers_help_has_a_group_for_each_kind_of_setting_in_a_useful_order() -> None:
+def test_the_trainers_help_groups_settings_in_a_fixed_order() -> None:
     groups = help_groups(train_parser())
     assert list(groups) == ["options", "the run", "objective", "optimizer", "lora", "speed", "sync", "track"]
     assert flags_in(groups["the run"])[:3] == ["model", "steps", "seed"]

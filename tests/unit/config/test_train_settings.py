@@ -168,9 +168,7 @@ def test_the_way_of_the_weights_sets_what_follows_from_it():
     [("shared_vllm", 1, 1, 180), ("lora_only", 1, 5, 180), ("lora_restart", 3, 5, 900), ("none", 3, 5, 900),
      ("reload", 1, 5, 180), ("delta", 1, 5, 180), ("offline", 1, 1, 180)],
 )  # fmt: skip
-def test_how_often_is_published_and_how_long_it_may_take_follow_from_the_mode(
-    mode, interval, given_interval, deadline_s
-):
+def test_publish_interval_and_timeout_follow_from_the_mode(mode, interval, given_interval, deadline_s):
     config = TrainConfig(weight_bridge_mode=mode)
     assert (config.publish_interval, config.publish_deadline_s) == (interval, deadline_s)
     given = TrainConfig(weight_bridge_mode=mode, vllm_restart_interval=5, publish_timeout_s=7)

@@ -84,7 +84,7 @@ def test_names_of_an_earlier_release_are_todays_names(tmp_path: Path):
 
 
 @pytest.mark.parametrize("place", [0, 1234, 9999])
-def test_no_spike_is_lost_when_ten_thousand_steps_become_six_hundred_points(place: int):
+def test_downsampling_10_000_steps_to_600_points_loses_no_spike(place: int):
     steps, values = range(1, 10_001), [1.0] * 10_000
     values[place] = 50.0
     cuts = buckets(steps, None, None, 600)
@@ -102,7 +102,7 @@ def test_few_steps_are_shown_as_they_are_and_a_range_is_cut_out():
     assert extremes(values, cuts) == [None, 3.0]
 
 
-def test_a_stretch_keeps_the_order_in_which_high_and_low_came_and_a_hole_stays_one():
+def test_downsampling_keeps_the_order_of_extremes_and_gaps():
     assert extremes([9.0, 1.0, math.nan, math.nan], [slice(0, 2), slice(2, 4)]) == [9.0, 1.0, None, None]
 
 
@@ -151,7 +151,7 @@ def test_other_runs_are_those_beside_it_and_no_name_leads_elsewhere(tmp_path: Pa
     assert runs.get("../runs/b") is None
 
 
-def test_a_log_is_shown_from_a_whole_line_on_and_only_by_the_name_of_a_process(tmp_path: Path):
+def test_a_log_starts_at_a_whole_line_and_is_found_by_process_name(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer.log").write_text("first line\nsecond line\n")
     (tmp_path / "secret.log").write_text("secret")

@@ -56,7 +56,7 @@ def engine() -> Iterator[Engine]:
     started.server.server_close()
 
 
-def test_an_engine_that_holds_still_is_told_with_its_time_and_asked_once_a_second(engine: Engine):
+def test_a_held_engine_is_shown_with_its_time_and_polled_once_a_second(engine: Engine):
     clock = HandClock()
     watch = EngineMonitor({"train": {"engine_url": engine.url}}, clock)
     assert watch.look() == EngineStatus(answers=True, version=16)
@@ -72,7 +72,7 @@ def test_an_engine_that_holds_still_is_told_with_its_time_and_asked_once_a_secon
     assert watch.look() == EngineStatus(answers=True, version=17)
 
 
-def test_an_engine_that_is_gone_does_not_answer_and_a_run_without_one_has_none():
+def test_a_dead_engine_is_shown_and_a_run_without_engine_has_none():
     assert EngineMonitor({"train": {"engine_url": "http://127.0.0.1:9"}}).look() == EngineStatus(answers=False)
     assert EngineMonitor({}).look() is None
 
@@ -98,7 +98,7 @@ def test_each_of_several_environments_is_found_by_its_name(tmp_path: Path):
         child.wait()
 
 
-def test_a_process_of_the_run_is_found_by_its_command_line_and_its_end_is_seen(tmp_path: Path):
+def test_a_process_is_found_by_its_command_line_until_it_ends(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer.log").write_text("")
     (tmp_path / "logs" / "engine.log").write_text("")

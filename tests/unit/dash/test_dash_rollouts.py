@@ -25,7 +25,7 @@ def group(tokens: list[list[int]], **more) -> ScoredGroup:
     return ScoredGroup(tokens=tokens, masks=tokens, scores=[0.0] * len(tokens), **more)
 
 
-def test_a_character_that_is_spread_over_tokens_stands_at_the_first_of_them(decoder: TokenDecoder):
+def test_a_character_spread_over_tokens_is_shown_at_the_first(decoder: TokenDecoder):
     assert decoder.pieces([2, 0, 1, 3, 2]) == ["a", "ä", "", " ", "a"]
 
 

@@ -49,7 +49,7 @@ def groups_of(client: TestClient, **asked) -> list[dict]:
     raise AssertionError("the facts are not known after 20 s")
 
 
-def test_the_page_and_its_files_are_served_with_a_policy_that_allows_nothing_else(client: TestClient):
+def test_the_page_is_served_with_a_strict_content_security_policy(client: TestClient):
     page = client.get("/dash/")
     assert page.status_code == 200
     policy = page.headers["content-security-policy"]
@@ -126,7 +126,7 @@ def test_a_group_has_its_tokens_as_text_with_logprobs_advantages_and_parts(clien
     assert whole["scores"] == [rollout["score"] for rollout in view["rollouts"]]
 
 
-def test_a_trained_group_has_the_trainers_figures_of_its_tokens_and_one_that_waits_has_none(client: TestClient):
+def test_only_a_trained_group_has_the_trainers_token_values(client: TestClient):
     mixed = next(group for group in groups_of(client, state="trained") if 0 < group["score"] < 1)
     view = client.get(f"/dash/api/groups/{mixed['id']}").json()
     assert view["has_record"]

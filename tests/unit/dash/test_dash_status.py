@@ -27,7 +27,7 @@ def with_(**changes) -> Situation:
     return Situation(**(values | changes))
 
 
-def test_a_batch_that_does_not_come_is_told_with_its_reason_and_what_the_engine_does():
+def test_a_missing_batch_is_explained_with_the_engines_activity():
     busy = EngineStatus(answers=True, version=16, paused_s=40.0)
     assert in_words(with_(engine=busy)) == [
         "no batch for 42 s: waiting for 2 more groups of gsm8k",

@@ -96,7 +96,7 @@ def test_envs_wait_for_the_first_batch_call(client, desk):
     assert desk.register_env(desired_name=None, weight=None)["wandb_name"] == "env_0"
 
 
-def test_what_a_trainer_waited_for_in_an_earlier_life_is_not_waited_for_any_more(client, desk):
+def test_a_restarted_hub_forgets_earlier_waits_of_the_trainer(client, desk):
     desk.register()
     client.get("/batch")
     env_id = desk.register_env()["env_id"]
@@ -160,7 +160,7 @@ def test_a_repeated_key_is_a_duplicate_and_another_body_a_conflict(client, desk,
     assert client.post(route, json=body, headers={"Idempotency-Key": "x" * 300}).status_code == 422
 
 
-def test_a_full_queue_answers_503_with_retry_after_but_still_knows_a_duplicate(client, desk):
+def test_a_full_queue_answers_503_but_accepts_a_duplicate(client, desk):
     first = client.post("/scored_data", json=desk.group(), headers={"Idempotency-Key": "first"})
     assert first.status_code == 200
     desk.post(*range(49))

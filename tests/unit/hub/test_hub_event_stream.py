@@ -56,7 +56,7 @@ def happen(store: Store, count: int = 1) -> None:
         store.register_env(env, resume=True, idle_s=lambda _: 0.0, gone_after_s=9.0).result()
 
 
-def test_a_reader_without_an_id_gets_what_is_new_and_one_with_an_id_what_follows_it(store):
+def test_event_streams_start_at_the_end_or_after_the_given_id(store):
     async def read():
         happen(store, 3)
         async with event_stream_of(store) as (event_stream, _):

@@ -60,7 +60,7 @@ def start(desk, **fields):
     return desk.register_env()["env_id"]
 
 
-def test_every_accepted_group_is_in_exactly_one_place_through_its_whole_life(client, desk, figures):
+def test_every_accepted_group_is_counted_in_exactly_one_state(client, desk, figures):
     env_id = start(desk)
 
     def now(**expected):

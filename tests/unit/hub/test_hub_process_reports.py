@@ -38,7 +38,7 @@ def test_whose_turn_it_is_is_asked_once_for_its_stacks() -> None:
     assert process_reports.take(report("engine", 2)).dump, "a new wait is a new question"
 
 
-def test_a_wait_for_the_hub_makes_the_hub_write_its_own_stacks_once_a_minute() -> None:
+def test_a_late_wait_for_the_hub_dumps_its_stacks_once_a_minute() -> None:
     process_reports = ProcessReports(FakeClock())
     for number in range(3):
         late = WaitReport(what=f"answer {number}", seconds=61.0, of="hub", is_late=True)

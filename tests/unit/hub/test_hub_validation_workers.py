@@ -103,7 +103,7 @@ def test_porters_that_died_while_idle_are_no_fault_of_the_next_body():
 
 
 @pytest.mark.parametrize("num_neighbours", [1, 12])
-def test_a_body_that_takes_porters_with_it_is_refused_and_its_neighbours_are_not(monkeypatch, num_neighbours):
+def test_only_the_body_that_kills_workers_is_refused(monkeypatch, num_neighbours):
     """The deadly one is told by its content; a worker that has begun to read it is killed."""
     validate = _Worker.validate
     deadly = body(1, 500_000)
@@ -138,7 +138,7 @@ def test_a_body_that_takes_porters_with_it_is_refused_and_its_neighbours_are_not
     at_work(1, play)
 
 
-def test_a_machine_that_cannot_start_a_process_for_a_while_does_not_stop_the_hub(monkeypatch):
+def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
     start = _Worker.start
     failures = iter([True, True])
 
@@ -164,7 +164,7 @@ def test_a_machine_that_cannot_start_a_process_for_a_while_does_not_stop_the_hub
     at_work(1, play)
 
 
-def test_a_worker_that_hangs_is_replaced_and_its_orders_are_done_by_another(monkeypatch):
+def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
     monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
     async def play(validators: ValidationWorkers) -> None:

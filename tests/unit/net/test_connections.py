@@ -613,7 +613,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_connections_that_do_not_fit_the_limit_on_open_files_are_refused_not_failed(start):
+def test_connections_over_the_open_files_limit_are_refused(start):
     few_files = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
     server = start(few_files, max_connections=1000, read_timeout_s=5.0)
     with contextlib.ExitStack() as stack:
@@ -634,7 +634,7 @@ def test_connections_that_do_not_fit_the_limit_on_open_files_are_refused_not_fai
 # The end
 
 
-def test_sigterm_answers_what_is_being_worked_on_and_does_not_wait_for_the_others(start):
+def test_sigterm_finishes_active_requests_and_drops_the_others(start):
     server = start(write_timeout_s=60.0, read_timeout_s=60.0, idle_s=60.0)
     with server.connect() as working, server.connect() as idle, server.connect() as slow, server.connect() as deaf:
         deaf.sendall(get("/big"))

@@ -103,7 +103,7 @@ def test_after_a_reset_the_old_facts_are_gone(store: Store, browser: Browser, tr
     assert ids(browser) == ids(browser, score_to=0.0) == [3]
 
 
-def test_facts_outlive_the_process_and_are_not_taken_for_those_of_another_queue(path: Path, trainer: RegisterTrainer):
+def test_facts_survive_restarts_and_belong_to_one_queue(path: Path, trainer: RegisterTrainer):
     with Store.open(path) as store:
         store.append(Post([new_group(1.0)]), LIMITS).result()
         with Browser.open(path) as browser:
@@ -119,7 +119,7 @@ def test_facts_outlive_the_process_and_are_not_taken_for_those_of_another_queue(
         assert ids(browser, score_to=0.0) == [1]
 
 
-def test_a_damaged_file_of_facts_is_made_anew_and_is_readable_by_its_owner_only(store: Store):
+def test_a_damaged_facts_file_is_rebuilt_with_owner_only_access(store: Store):
     facts = store.path.with_name("hub.sqlite.facts")
     facts.write_bytes(b"rubbish" * 1000)
     store.append(Post([new_group(1.0)]), LIMITS).result()

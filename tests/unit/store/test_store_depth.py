@@ -47,7 +47,7 @@ def test_so_it_is_with_two_hundred_environments(store, trainer, terms):
     assert best_of_5(lambda: store.plan(64, terms)) < 0.05
 
 
-def test_who_is_ahead_by_weight_is_kept_from_batch_to_batch_and_forgotten_with_the_rest(store, trainer, terms):
+def test_weight_credit_is_kept_between_batches_and_cleared_by_a_reset(store, trainer, terms):
     """Environment 0 weighs three times as much; what each is ahead is on disk, counted from the one that got least."""
     store.register_trainer(trainer).result()
     for weight in (3.0, 1.0):

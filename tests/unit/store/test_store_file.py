@@ -85,7 +85,7 @@ def test_a_full_disk_refuses_one_post_and_the_store_goes_on(tmp_path: Path):
         assert store.counts().accepted_groups == 2
 
 
-def test_a_post_too_large_for_the_disk_does_not_fail_those_it_shares_a_commit_with(tmp_path: Path):
+def test_a_post_too_large_for_the_disk_fails_alone(tmp_path: Path):
     with Store.open(tmp_path / "hub.sqlite", max_bytes=300_000) as store:
         gate = threading.Event()
         store._writer.submit(lambda _: gate.wait(5))  # holds the writer, so that the next three wait together

@@ -57,7 +57,7 @@ def test_a_repeated_ack_is_answered_and_changes_nothing(full, terms):
     assert full.run_state().current_step == 2
 
 
-def test_a_step_that_was_trained_is_given_out_again_bit_for_bit_under_a_new_token(full, terms):
+def test_a_trained_step_is_leased_again_unchanged_with_a_new_token(full, terms):
     first = full.lease(1, "a", terms).result()
     full.ack(1, first.token).result()
     again = full.lease(1, "a", terms).result()
@@ -124,7 +124,7 @@ def test_a_batch_that_nobody_ever_acknowledges_is_dead_lettered_too(full, terms)
     assert "never acknowledged" in full.dead_groups()[0].reason
 
 
-def test_a_batch_that_ends_its_trainer_each_time_is_dead_lettered_and_those_leased_ahead_are_not(full, terms, trainer):
+def test_a_batch_that_kills_its_trainer_is_dead_lettered_alone(full, terms, trainer):
     for _ in range(3):
         assert tags(full.lease(1, "a", terms).result()) == [0, 1]
         assert tags(full.lease(2, "a", terms).result()) == [2, 3]
@@ -197,7 +197,7 @@ def test_taking_after_a_registration_from_zero_gives_new_data(full, terms, train
     assert full.run_state().current_step == 1
 
 
-def test_two_who_take_at_once_get_different_batches_and_the_step_counts_both(full, terms):
+def test_two_concurrent_takes_get_different_batches(full, terms):
     first, second = full.take(terms).result(), full.take(terms).result()
     assert (tags(first), tags(second)) == ([0, 1], [2, 3])
     full.ack(second.step, second.token).result()
@@ -241,7 +241,7 @@ def test_a_group_is_never_in_two_batches(full, terms, clock):
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_trainer_that_counts_anew_gets_first_what_was_given_back_to_the_one_before(full, terms, trainer):
+def test_a_restarted_step_count_gets_returned_batches_first(full, terms, trainer):
     """Atropos' trainers register from 0: the batch of step 3 must not wait until the new one is at its step 3."""
     assert [deliver(full, terms) for _ in range(2)] == [[0, 1], [2, 3]]
     lost = full.take(terms).result()
@@ -251,7 +251,7 @@ def test_a_trainer_that_counts_anew_gets_first_what_was_given_back_to_the_one_be
     assert full.run_state().current_step == 1
 
 
-def test_a_trainer_that_counts_anew_takes_nothing_from_one_that_holds_a_lease(full, terms, trainer):
+def test_a_restarted_step_count_does_not_take_leased_batches(full, terms, trainer):
     held = full.lease(1, "a", terms).result()
     full.register_trainer(trainer).result()
     assert tags(full.take(terms).result()) == [2, 3]

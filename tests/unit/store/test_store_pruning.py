@@ -30,7 +30,7 @@ def num_payloads(store) -> int:
         return db.execute("SELECT count(*) FROM payloads").fetchone()[0]
 
 
-def test_the_last_two_checkpoints_can_be_repeated_and_older_steps_are_refused(steps, terms):
+def test_steps_before_the_last_two_checkpoints_are_refused(steps, terms):
     for step in range(1, 7):
         train(steps, terms, step, keep=0)
     with pytest.raises(BatchPruned, match="keep-trained-bytes"):

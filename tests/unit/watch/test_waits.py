@@ -47,7 +47,7 @@ def said() -> Said:
     logger.removeHandler(handler)
 
 
-def test_a_long_wait_is_told_ever_more_rarely_and_once_more_when_it_is_over(said: Said) -> None:
+def test_a_long_wait_is_logged_at_growing_intervals_and_at_its_end(said: Said) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
@@ -91,7 +91,7 @@ def test_a_wait_in_vain_is_not_told_as_met(said: Said) -> None:
     assert said.events() == ["waiting"]
 
 
-def test_a_wait_past_its_deadline_is_told_once_with_what_it_holds_and_the_stacks(said: Said, capfd) -> None:
+def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("trainer", "trainer", waits)
@@ -117,7 +117,7 @@ def test_a_wait_past_its_deadline_is_told_once_with_what_it_holds_and_the_stacks
     assert "test_a_wait_past_its_deadline" in capfd.readouterr().err, "the stack of this very thread"
 
 
-def test_who_waits_for_the_same_is_one_wait_and_each_answer_is_a_sign_of_life_for_the_others(said: Said) -> None:
+def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
@@ -192,7 +192,7 @@ asyncio.run(main())
 """
 
 
-def test_stacks_show_threads_and_coroutines_and_a_signal_does_not_end_the_process() -> None:
+def test_stacks_show_threads_and_coroutines_on_a_signal() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 7, done.stderr
     assert done.stderr.count("counting_sheep") == 2, "asked for by a call and by the signal"
