@@ -344,7 +344,7 @@ def _by_last_token(row: Row) -> dict[int, Row]:
 
 
 def load_model(folder: Path, dtype: Any, options: Mapping[str, Any]) -> Any:
-    """Load the model in `folder`; refuses sliding-window attention. `options`: see sync/loading.py."""
+    """Load the model in `folder`; refuses sliding-window attention. `options`: see loading.py."""
     transformers_logging.disable_progress_bar()  # it would clutter the log
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
