@@ -84,13 +84,13 @@ async def measure(port: int, folder: Path, num_rollouts: int, seconds: float) ->
     config = EnvConfig(
         name="bench-turns", group_size=GROUP_SIZE, max_token_length=REPLY_TOKENS, num_eval=0, pace="stream",
         max_num_workers=num_rollouts // GROUP_SIZE, max_age=1000, state_dir=folder / "state",
-        rollout_server_url=f"http://127.0.0.1:{port}",
+        hub_url=f"http://127.0.0.1:{port}",
     )  # fmt: skip
-    server = ServerConfig(base_url=f"http://127.0.0.1:{port}/v1", model_name=str(model))
+    server = ServerConfig(base_url=f"http://127.0.0.1:{port}/v1", model=str(model))
     task = load_environment(config)
     async with (
         EngineClient(server) as engine,
-        HubClient(config.rollout_server_url) as hub,
+        HubClient(config.hub_url) as hub,
         open_context(task, engine, ChatTokenizer.load(model)) as context,
     ):
         running = asyncio.create_task(run(context, hub))

@@ -26,7 +26,7 @@ import treadle.report.page
 import treadle.train
 from tests.doc_pages import ROOT, Command
 from treadle import cli
-from treadle.config import env, train
+from treadle.config.atropos import NO_EFFECT
 from treadle.config.flags import FlagParser
 from treadle.config.keys import explicit_keys
 from treadle.envs.base import prepare_task
@@ -162,7 +162,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         for verb in cli.VERBS:
             with pytest.raises(SystemExit):
                 cli.main([verb])
-    return found | {f"--{name}" for names in (env.WITHOUT_EFFECT, train.WITHOUT_EFFECT) for name in names}
+    return found | {f"--{name.removeprefix('train.')}" for name in NO_EFFECT}
 
 
 def _checks_of_run(config: Any, **_: object) -> int:

@@ -164,7 +164,7 @@ def _hub(words: list[str]) -> int:
 
 
 def _engine(words: list[str]) -> int:
-    from treadle.config.engine_choice import has_vllm
+    from treadle.config.schema import has_vllm
 
     parser = _section_parser("engine")
     values, unknown = parser.parse_known(words)
@@ -183,10 +183,9 @@ def _engine(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    from treadle.config.flags import drop_without_effect
-    from treadle.config.train import WITHOUT_EFFECT
+    from treadle.config.atropos import drop_without_effect
 
-    words, notes = drop_without_effect(words, WITHOUT_EFFECT)
+    words, notes = drop_without_effect(words, "train")
     sys.stderr.writelines(f"treadle train: {note}\n" for note in notes)
     run = _one_section("train", words)
     from treadle.train import main as train
@@ -196,11 +195,12 @@ def _train(words: list[str]) -> int:
 
 
 def _env(words: list[str]) -> int:
-    from treadle.config.env import WITHOUT_EFFECT, EnvConfig, ServerConfig
-    from treadle.config.flags import add_flags, drop_without_effect, given
+    from treadle.config.atropos import drop_without_effect
+    from treadle.config.env import EnvConfig, ServerConfig
+    from treadle.config.flags import add_flags, given
     from treadle.config.load import load_process
 
-    words, notes = drop_without_effect(words, WITHOUT_EFFECT)
+    words, notes = drop_without_effect(words)
     sys.stderr.writelines(f"treadle env: {note}\n" for note in notes)
     parser = _parser("env")
     parser.add_argument("_name", metavar="NAME", help="a built-in environment, for example arithmetic, or a .py file")

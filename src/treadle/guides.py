@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from treadle.config.guide import Guide
+from treadle.config.flags import Guide
 
 GUIDES = MappingProxyType({
     "run": Guide(
@@ -20,7 +20,8 @@ GUIDES = MappingProxyType({
         },
         flags={
             "the run": (
-                "--model", "--steps", "--seed", "--output", "--config", "--resume", "--plain", "--open", "--fit",
+                "--model", "--steps", "--seed", "--max-age", "--output", "--config", "--resume", "--plain", "--open",
+                "--fit",
             ),
             "what is learned": (
                 "--env", "--env.task", "--env.data", "--env.group-size", "--env.max-token-length",
@@ -122,7 +123,7 @@ GUIDES = MappingProxyType({
             "rollouts": ("--env.group-size", "--env.max-token-length", "--env.temperature", "--env.seed"),
             "evaluations": ("--env.num-eval", "--env.steps-per-eval", "--env.eval-samples"),
             "who is called": (
-                "--env.rollout-server-url", "--openai.base-url", "--openai.server-type", "--openai.api-key",
+                "--env.hub-url", "--openai.base-url", "--openai.server-type", "--openai.api-key",
             ),
         },
     ),

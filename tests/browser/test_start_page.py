@@ -34,7 +34,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         )
         (folder / "request.json").write_text("{}")
     (tmp_path / "runs" / ELSEWHERE).mkdir()
-    far = {"env": {"name": "echo"}, "hub_url": FAR, "train": {"atropos_url": f"{FAR}/t/secret"}}
+    far = {"env": {"name": "echo"}, "hub_url": FAR, "train": {"hub_url": f"{FAR}/t/secret"}}
     (tmp_path / "runs" / ELSEWHERE / "config.json").write_text(json.dumps(far))
     (tmp_path / "runs" / ELSEWHERE / "request.json").write_text("{}")
     (tmp_path / "runs" / "notes").mkdir()

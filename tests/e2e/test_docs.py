@@ -163,7 +163,7 @@ def run_one(command: Command, ours: Callable[[str], str], folder: Path) -> subpr
     if words[0] == "export" or words[:2] == ["treadle", "token"]:
         return shell(line, folder)
     if words[:2] == ["treadle", "env"] and words[3:4] and words[3] in SHORT:
-        model = ("--openai.model-name", "./my-model", "--openai.base-url", ours("http://127.0.0.1:9001"))
+        model = ("--openai.model", "./my-model", "--openai.base-url", ours("http://127.0.0.1:9001"))
         return treadle(*(treadle_words(words) or []), *SHORT[words[3]], *ONE_WORKER, *model, folder=folder)
     if words[:3] == ["treadle", "doctor", "--hub"]:
         return treadle(*map(ours, words[1:]), folder=folder)
@@ -192,7 +192,7 @@ def check_agents(hub: str, engine: str, folder: Path) -> None:
     words = [
         "env", "agent", "serve", "--env.data", "rows.jsonl", "--env.args", json.dumps({"port": port}),
         "--env.num-eval", "0",
-        "--openai.base-url", engine, "--openai.model-name", "./my-model", "--env.rollout-server-url", hub,
+        "--openai.base-url", engine, "--openai.model", "./my-model", "--env.hub-url", hub,
         "--env.max-token-length", "8", "--env.group-size", "2",
     ]  # fmt: skip
     log = folder / "agent.log"

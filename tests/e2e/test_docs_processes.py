@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full  # tests/unit/docs gives every command to the real
 __all__ = ["folder"]
 ENGINE = ("--model", "./my-model", "--engine", "transformers", "--dtype", "float32", "--threads", "1")
 SHORT_ENV = (
-    "--openai.model-name", "./my-model", "--env.group-size", "2", "--env.max-token-length", "24", "--env.num-eval", "0",
+    "--openai.model", "./my-model", "--env.group-size", "2", "--env.max-token-length", "24", "--env.num-eval", "0",
     "--env.ensure-scores-are-not-same", "false", *ONE_WORKER,
 )  # fmt: skip
 DEADLINE_S = 120.0
@@ -119,7 +119,7 @@ def test_matrices_of_the_pages_pass_and_go_on(folder: Path) -> None:
 
 def at_hub_and_engine(hub: str, *engines: str) -> tuple[str, ...]:
     base_urls = ("--openai.base-url", *engines) if engines else ()
-    return (*SHORT_ENV, "--env.rollout-server-url", hub, *base_urls)
+    return (*SHORT_ENV, "--env.hub-url", hub, *base_urls)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class Run:
         wait_until_healthy(f"{self.engine_url}/health", engine, folder / "engine.log")
         self.trainer = self._start(
             "train", "--model", str(model), "--training-steps", str(STEPS), "--batch-size", "24",
-            "--gradient-accumulation-steps", "1", "--atropos-url", self.hub_url, "--engine-url", self.engine_url,
+            "--gradient-accumulation-steps", "1", "--hub-url", self.hub_url, "--engine-url", self.engine_url,
             "--save-path", str(folder / "checkpoints"), "--lr", "1e-3", "--weight-bridge-mode", "shared_vllm",
             "--seq-len", "128", "--device", "cpu",
         )  # fmt: skip
@@ -79,7 +79,7 @@ class Run:
 
     def start_env(self, task):
         return self._start(
-            "env", str(task), "serve", "--env.rollout-server-url", self.hub_url, "--openai.base-url", self.engine_url,
+            "env", str(task), "serve", "--env.hub-url", self.hub_url, "--openai.base-url", self.engine_url,
             "--env.group-size", "4", "--env.max-token-length", "3", "--env.state-dir", str(self.folder / "state"),
             "--env.num-eval", "0",
         )  # fmt: skip

@@ -120,7 +120,7 @@ def test_branches_changed_histories_and_plain_completions_are_exact_too(engine_u
 
 def test_an_environment_of_verifiers_delivers_exact_groups_to_the_hub(engine_url, model, tmp_path):
     asked = {
-        "openai.base-url": f"{engine_url}/v1", "openai.model-name": str(model), "env.num-eval": "0",
+        "openai.base-url": f"{engine_url}/v1", "openai.model": str(model), "env.num-eval": "0",
         "env.group-size": str(GROUP_SIZE), "env.state-dir": str(tmp_path / "state"), "env.max-num-workers": "2",
     }  # fmt: skip
     flags = [word for name, value in asked.items() for word in (f"--{name}", value)]

@@ -96,7 +96,7 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="", rollout=HANGING_ROLLOUT))
     said, code, folder = run(
-        tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.batch-patience-s", "3",
+        tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.patience-s", "3",
         "--stall-timeout-s", "12",
     )  # fmt: skip
     print(said)
@@ -121,7 +121,7 @@ def test_a_reward_that_never_ends_costs_its_rollout_and_not_the_run(model, tmp_p
 
 
 def test_a_disk_that_does_not_take_what_was_posted(tmp_path):
-    hub = HubProcess(tmp_path, "--disk-patience-s", "1")
+    hub = HubProcess(tmp_path, "--patience-s", "1")
     try:
         hub.start(fault="store:before_commit:2:sleep")
         with hub.client() as client, pytest.raises(httpx.ReadTimeout):

@@ -49,7 +49,7 @@ def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
         wait_until_healthy(f"{engine_url}/health", engine, engine_log)
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-            "-m", "treadle", "train", "--model", str(model), "--device", "cpu", "--atropos-url", hub.url,
+            "-m", "treadle", "train", "--model", str(model), "--device", "cpu", "--hub-url", hub.url,
             "--engine-url", engine_url, "--save-path", str(tmp_path / "out"), "--batch-size", "4", "--steps", "3",
             "--lr", "0.001", "--warmup-steps", "0", "--micro-tokens", "4", "--share-prompts", "off",
             "--ranks-timeout-s", str(TIMEOUT_S),
@@ -93,7 +93,7 @@ def test_a_killed_rank_ends_the_other_before_its_timeout(tmp_path):
             for rank in (0, 1):
                 command = [
                     sys.executable, "-m", "treadle", "train", "--model", str(model), "--device", "cpu",
-                    "--atropos-url", hub.url, "--weight-bridge-mode", "offline", "--save-path", str(tmp_path / "out"),
+                    "--hub-url", hub.url, "--weight-bridge-mode", "offline", "--save-path", str(tmp_path / "out"),
                     "--trainer-rank", str(rank), "--world-size", "2", "--init-method", f"tcp://127.0.0.1:{port}",
                 ]  # fmt: skip
                 with logs[rank].open("ab") as output:

@@ -64,7 +64,7 @@ class Run:
 def run(words, engine_url, model):
     folder = model.parent
     asked = {
-        "openai.base-url": f"{engine_url}/v1", "openai.model-name": str(model), "env.args": json.dumps(ARGS),
+        "openai.base-url": f"{engine_url}/v1", "openai.model": str(model), "env.args": json.dumps(ARGS),
         "env.max-token-length": "12", "env.group-size": str(GROUP_SIZE), "env.max-age": "0", "env.num-eval": "1",
         "env.seed": "1", "env.state-dir": str(folder / "state"), "env.data-dir-to-save-evals": str(folder / "evals"),
     }  # fmt: skip

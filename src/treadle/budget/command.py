@@ -18,7 +18,6 @@ from treadle.budget.job import Budget, Mode, PlannedJob
 from treadle.budget.output import StartCommands, as_json, show
 from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
 from treadle.budget.suggestions import largest_micro_tokens, settings_of, suggest, take_less
-from treadle.config.engine_choice import has_vllm
 from treadle.config.keys import (
     explicit_keys,
     fitting_group_size,
@@ -28,7 +27,7 @@ from treadle.config.keys import (
     with_fitting_groups,
     with_values,
 )
-from treadle.config.schema import EngineConfig, RunConfig
+from treadle.config.schema import EngineConfig, RunConfig, has_vllm
 from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes

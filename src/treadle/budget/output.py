@@ -95,8 +95,9 @@ class StartCommands:
             train.pop(name, None)
         if job.max_model_len != EngineConfig().max_model_len:
             engine["max_model_len"] = train["seq_len"] = str(job.max_model_len)
+        age = str(run.env.max_age if run.max_age is None or "env.max_age" in settings else run.max_age)
         if not run.envs and run.env.pace != "stream":
-            train = {"max_age": str(run.env.max_age)} | train
+            train = {"max_age": age} | train
         if mode in LORA_MODES:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
             if job.base_quantization != "none":
@@ -115,7 +116,7 @@ class StartCommands:
             cards = range(job.train_gpus, job.train_gpus + job.engine_gpus)
             visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, cards))} "
         of_env = [key for key in settings if key.startswith(("env.", "openai.")) and key != "env.name"]
-        env = {key: settings[key] for key in of_env}
+        env = ({"env.max_age": age} if "max_age" in settings else {}) | {key: settings[key] for key in of_env}
         mixed = [
             (label, {"env.pace": "stream", "env.inference_weight": f"{one.inference_weight:g}"})
             for label, one in zip(labels_of(run.envs), run.envs, strict=True)

@@ -61,8 +61,8 @@ def _others(flag: str, verb: str) -> list[str]:
     prefix, dot, plain = flag.removeprefix("--").rpartition(".")
     section = prefix or ("run" if verb in WHOLE_RUN else verb)
     model = RunConfig if section == "run" else type(getattr(RunConfig(), section, None))
-    for name, field in getattr(model, "model_fields", {}).items():
-        spellings = [spelling.replace("_", "-") for spelling in spellings_of(name, field)]
+    for name in getattr(model, "model_fields", {}):
+        spellings = [spelling.replace("_", "-") for spelling in spellings_of(name)]
         if plain in spellings:
             return [f"--{prefix}{dot}{spelling}" for spelling in spellings if spelling != plain]
     return []
@@ -72,7 +72,7 @@ def _spelled(name: str, verb: str, section: str) -> str:
     """ "" for a name that is not a flag of treadle, or could be a flag of several sections."""
     if name in _OF_OTHERS.get(verb, ()):
         return f"--{name}"
-    if verb == "chat" and name in ("model", "model-name", "openai.model-name"):
+    if verb == "chat" and name in ("model", "model-name", "openai.model", "openai.model-name"):
         return "the model"  # a positional argument there
     named, dot, plain = name.rpartition(".")
     owners = [named] if dot else [one for one, flags in _flags().items() if plain in flags]
@@ -101,5 +101,4 @@ def _flags() -> dict[str, frozenset[str]]:
 
 
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    fields = model.model_fields.items()
-    return frozenset(flag.replace("_", "-") for name, field in fields for flag in spellings_of(name, field))
+    return frozenset(flag.replace("_", "-") for name in model.model_fields for flag in spellings_of(name))

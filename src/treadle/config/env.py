@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from treadle.config.section import DEFAULT_MODEL, Count, Names, PositiveInt, Seconds, Section, option, parse_names
+from treadle.config.section import Count, Names, PositiveInt, Seconds, Section, option, parse_names, shared
 from treadle.errors import ConfigError
 
 OF_TASK = "the task's own, else {}".format  # default of a setting that a built-in task may replace
@@ -43,6 +43,7 @@ def check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 MIN_GROUP_SIZE = 2  # a group of one teaches nothing
+DEFAULT_MAX_AGE = 1  # sampling overlaps training; where both compute on the same cores, treadle run takes 0
 
 
 class ServerConfig(Section):
@@ -53,7 +54,7 @@ class ServerConfig(Section):
         "URL of the engine, with or without /v1; several URLs: requests are spread over the engines whose weights are "
         "new enough",
     )
-    model_name: str = option(DEFAULT_MODEL, "the model whose tokenizer and chat template are used")
+    model: str = shared("model", "its tokenizer and chat template are used")
     server_type: Literal["vllm", "openai"] = option("vllm", "wire format of the engine")
     api_key: str = option(
         "",
@@ -61,9 +62,7 @@ class ServerConfig(Section):
         "empty: $TREADLE_ENGINE_TOKEN, which process lists do not show",
     )
     timeout: Seconds = option(1200.0, "seconds to wait for one completion")
-    patience_s: Seconds = option(
-        900.0, "when the engine has finished no completion for so long, it and the environment write their stacks"
-    )
+    patience_s: Seconds = shared("patience_s", "no completion finishes")
 
     @model_validator(mode="after")
     def _a_key_for_each(self) -> ServerConfig:
@@ -107,7 +106,7 @@ class DataOptions(Section):
     )
     task: str = option("", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
     difficulty: Count = option(0, "how hard generated tasks are, where there is a choice; 0: as always")
-    system_prompt: str | None = option(None, "what the model is told first; empty: the environment's own words")
+    system_prompt: str | None = option(None, "system prompt; empty: the environment's own")
     args: Annotated[dict[str, Any], BeforeValidator(parse_object)] = option(
         {}, "further settings of the environment, as JSON: '{\"low\": 2}'"
     )
@@ -165,21 +164,10 @@ class PaceOptions(Section):
         "waves: the prompts of a step side by side, so that a seed gives the same curve; stream: as many groups as "
         "keep the engine busy; auto: waves for single turns of which no group is dropped",
     )
-    max_age: Count = option(
-        1,
-        "how many policy versions ahead of training to sample: 0 is strictly on-policy, 1 overlaps both; treadle run "
-        "without a GPU takes 0",
-        flags=("max_batches_offpolicy",),
-    )
-    max_num_workers: int = option(
-        -1,
-        "stream: groups in flight at most; -1: as many as the engine works on",
-        flags=("max_num_workers_per_node", "max_num"),
-    )
+    max_age: Count = shared("max_age", default=DEFAULT_MAX_AGE)
+    max_num_workers: int = option(-1, "stream: groups in flight at most; -1: as many as the engine works on")
     worker_timeout: Seconds = option(600.0, "stream: a group that takes longer is given up, and asked for again later")
-    trainer_patience_s: Seconds = option(
-        600.0, "when the trainer has taken no step for so long, it and the environment write their stacks"
-    )
+    patience_s: Seconds = shared("patience_s", "the trainer takes no step")
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
     )
@@ -187,12 +175,11 @@ class PaceOptions(Section):
         None,
         "share of every batch that waits for this environment; with several environments in a run, empty: the whole "
         "groups in its share by weight",
-        flags=("minimum",),
     )
     num_environments: PositiveInt = option(
         1, "sampling starts when this many environments are registered at the hub; treadle run sets it"
     )
-    total_steps: int = option(-1, "stop after so many steps; -1: when the trainer has taken its last")
+    total_steps: int = option(-1, "stop after this many steps; -1: when the trainer has taken its last")
 
 
 class EvaluationOptions(Section):
@@ -209,9 +196,7 @@ class EvaluationOptions(Section):
     eval_limit_ratio: Share = option(0.5, "share of the engine that an evaluation may take beside training (stream)")
     data_dir_to_save_evals: Path | None = option(None, "folder for the evaluations' results")
     data_path_to_save_groups: Path | None = option(None, "also write every group to this JSONL file")
-    use_trackers: bool = option(
-        True, "log evaluations and some rollouts to the trackers that the trainer uses", flags=("use_wandb",)
-    )
+    use_trackers: bool = option(True, "log evaluations and some rollouts to the trackers that the trainer uses")
     num_rollouts_to_keep: Count = option(32, "rows in each table of rollouts logged to the trackers; 0: no tables")
 
 
@@ -222,10 +207,10 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
     group_size: PositiveInt = option(8, "completions per prompt")
     max_token_length: PositiveInt = option(16, "longest completion, in tokens", default_text=OF_TASK(512))
     temperature: NotNegative = option(1.0, "sampling temperature in training", default_text=OF_TASK(1.0))
-    seed: int = option(0, "the same seed gives the same prompts and the same samples")
-    rollout_server_url: str = option("http://127.0.0.1:8000", "URL of the hub")
+    seed: int = shared("seed")
+    hub_url: str = shared("hub_url")
     inference_weight: float = option(
-        1.0, "weight of this environment among several: its share of each batch is this over the sum", flags=("weight",)
+        1.0, "weight of this environment among several: its share of each batch is this over the sum"
     )
     wandb_name: str | None = option(None, "name to register under; the environment's own when empty")
 
@@ -292,32 +277,3 @@ def _name_and_weight(entry: str) -> tuple[str, str]:
     name, _, last = entry.rpartition(":")
     has_weight = bool(name) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", last) is not None
     return (name, last) if has_weight else (entry, "")
-
-
-# Flags of Atropos' environments that decide nothing here, and why.
-WITHOUT_EFFECT = {
-    "env.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
-    "env.batch-size": "the trainer says how large a batch is",
-    "env.num-rollouts-per-group-for-logging": "one rollout of a group is in the table; all of them are in the hub",
-    "env.min-items-sent-before-logging": "metrics are sent with every group",
-    "env.include-messages": "messages are always sent",
-    "env.max-eval-workers": "an evaluation takes --env.eval-limit-ratio of the engine",
-    "env.eval-handling": "an evaluation runs beside training, on --env.eval-limit-ratio of the engine",
-    "env.start-tok-length": "a reply has --env.max-token-length tokens from the beginning",
-    "env.thinking-mode": "write the system prompt that asks for it: --env.system-prompt",
-    "env.reasoning-effort": "write the system prompt that asks for it: --env.system-prompt",
-    "env.max-reasoning-tokens": "--env.max-token-length bounds the whole reply",
-    "env.custom-thinking-prompt": "--env.system-prompt",
-    "openai.rolling-buffer-length": "latencies are in the engine's metrics",
-    "openai.num-max-requests-at-once": "--env.max-num-workers bounds the groups in flight",
-    "openai.num-requests-for-eval": "an evaluation takes --env.eval-limit-ratio of the engine",
-    "openai.n-kwarg-is-ignored": "our engine heeds n",
-    "openai.health-check": "an engine that is away is waited for",
-    "openai.tokenizer-name": "the tokenizer is that of --openai.model-name, or of the engine's own model",
-    "slurm": "give the engine's URL by --openai.base-url",
-    "slurm.num-requests-per-time-interval": "there is no rate limit; --env.max-num-workers limits the groups in flight",
-    "slurm.time-interval": "there is no rate limit; --env.max-num-workers limits the groups in flight",
-    "testing": "treadle env NAME validate needs no model",
-    "max-n-completions": "the engine takes any n",
-    "proxy-url": "give the engine's URL by --openai.base-url",
-}

@@ -26,18 +26,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from treadle.config.env import WITHOUT_EFFECT as ENV_WITHOUT_EFFECT
+from treadle.config.atropos import NO_EFFECT
 from treadle.config.env import EnvConfig
 from treadle.config.schema import RunConfig
 from treadle.config.section import Section, spellings_of
-from treadle.config.train import WITHOUT_EFFECT as TRAIN_WITHOUT_EFFECT
 from treadle.errors import ConfigError
 
 YAML_SUFFIXES = (".yaml", ".yml")
 SECTIONS: dict[str, type[Section]] = {
     name: type(field.default) for name, field in RunConfig.model_fields.items() if isinstance(field.default, Section)
 }
-_WITHOUT_EFFECT = {**ENV_WITHOUT_EFFECT, **{f"train.{key}": reason for key, reason in TRAIN_WITHOUT_EFFECT.items()}}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def _rename(
     ours: dict[str, Any] = {}
     for key, value in found.items():
         dotted = f"{section}.{key}" if section else str(key)
-        if reason := _WITHOUT_EFFECT.get(dotted.replace("_", "-")):
+        if reason := NO_EFFECT.get(dotted.replace("_", "-")):
             notes.append(f"{path}: '{dotted}' has no effect: {reason}")
             continue
         name = names.get(str(key).replace("-", "_"), str(key))
@@ -101,8 +99,7 @@ def _rename(
 
 def names_in(model: type[BaseModel]) -> dict[str, str]:
     """Every spelling of a section's settings, with underscores, and the field that it names."""
-    fields = model.model_fields.items()
-    return {spelling.replace("-", "_"): name for name, field in fields for spelling in spellings_of(name, field)}
+    return {spelling: name for name in model.model_fields for spelling in spellings_of(name)}
 
 
 def _mapping(section: str, found: Any, path: Path) -> dict[str, Any]:

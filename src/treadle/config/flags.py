@@ -1,16 +1,19 @@
-"""Flags made from the typed configuration: one definition of a setting, two ways to give it.
+"""Make command-line flags from the typed configuration: one definition of a setting, two ways to give it.
 
 Sections given with a prefix take dotted flags (`--train.lr 1e-5`, `--env.group_size 4`); the section given without one
 takes plain flags. Dashes and underscores are the same; a boolean alone means true (`--train.lora`), and takes a value
-(`--train.normalize-std false`).
+(`--train.normalize-std false`). --help shows a `Guide`: what a command does, examples and the most used flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
@@ -19,10 +22,71 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from treadle.config.files import SECTIONS
-from treadle.config.guide import Guide
 from treadle.config.load import suggest
 from treadle.config.schema import RunConfig
-from treadle.config.section import spellings_of
+from treadle.config.section import default_text_of, spellings_of
+
+NARROWEST = 60
+WIDEST_FLAG = 30
+_KEPT = "\0"  # a space that no line ends at
+
+
+@dataclass(frozen=True)
+class Guide:
+    """`flags`: the most used ones, under headings; `examples`: what is typed -> what it does."""
+
+    usage: str
+    about: str
+    examples: Mapping[str, str]
+    flags: Mapping[str, tuple[str, ...]]
+
+    def render(self, prog: str, actions: Sequence[argparse.Action]) -> str:
+        """The help as text, for a parser that has these actions."""
+        width = max(NARROWEST, shutil.get_terminal_size().columns) - 2
+        known = {spelling: action for action in actions for spelling in action.option_strings}
+        shown = {heading: [(flag, known[flag]) for flag in flags] for heading, flags in self.flags.items()}
+        num_flags = sum(bool(action.option_strings) for action in actions)
+        column = min(WIDEST_FLAG, max(len(_typed(*one)) for group in shown.values() for one in group))
+        lines = [f"usage: {prog} {self.usage}", "", *textwrap.wrap(self.about, width), "", "examples:"]
+        lines += _examples(self.examples, width)
+        for heading, group in shown.items():
+            lines += ["", f"{heading}:"]
+            lines += [line for flag, action in group for line in _flag(flag, action, column, width)]
+        lines += ["", *textwrap.wrap(f"{prog} --help-all lists all {num_flags} flags.", width)]
+        return "\n".join(lines) + "\n"
+
+
+def _examples(examples: Mapping[str, str], width: int) -> list[str]:
+    column = max(map(len, examples))
+    if column + max(map(len, examples.values())) + 6 <= width:
+        return [f"  {command:<{column}}  # {what}" for command, what in examples.items()]
+    return [line for command, what in examples.items() for line in (f"  # {what}", f"  {command}")]
+
+
+def _flag(flag: str, action: argparse.Action, column: int, width: int) -> list[str]:
+    """The help text up to its first semicolon, wrapped beside the flag; --help-all shows the rest."""
+    typed = _typed(flag, action)
+    said = _said(action).replace("(default: ", f"(default:{_KEPT}")
+    text = textwrap.wrap(said, width - column - 4, break_long_words=False, break_on_hyphens=False)
+    text = [line.replace(_KEPT, " ") for line in text]
+    first, *more = text if len(typed) <= column else ["", *text]
+    return [f"  {typed:<{column}}  {first}".rstrip(), *(f"  {'':<{column}}  {line}" for line in more)]
+
+
+def _typed(flag: str, action: argparse.Action) -> str:
+    """A boolean needs no value: `--train.lora`; a value that may be left out is in brackets: `--resume [RUN]`."""
+    if not action.metavar or action.const == "true":
+        return flag
+    return f"{flag} [{action.metavar}]" if action.nargs == "?" else f"{flag} {action.metavar}"
+
+
+def _said(action: argparse.Action) -> str:
+    """The help text and the default."""
+    words, mark, default = (action.help or "").replace("%%", "%").partition(" (default: ")
+    return words.partition(";")[0] + mark + default
+
+
+# ---- the parser
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -126,9 +190,8 @@ def _by_class(model: type[BaseModel]) -> dict[type[BaseModel], dict[str, FieldIn
 
 
 def _add_flag(group: argparse._ActionsContainer, name: str, field: FieldInfo, *, flag_prefix: str, key: str) -> None:
-    flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in spellings_of(name, field)]
-    extra = field.json_schema_extra
-    default = str(extra.get("default_text", "") if isinstance(extra, dict) else "") or _as_typed(field.default)
+    flags = [f"--{flag_prefix}{spelling}".replace("_", "-") for spelling in spellings_of(name)]
+    default = default_text_of(field) or _as_typed(field.default)
     group.add_argument(
         *flags,
         dest=key,
@@ -198,27 +261,6 @@ def _as_typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-
-
-def drop_without_effect(words: Sequence[str], reasons: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Take out flags that other programs know and that mean nothing here: (what is left, what to tell the user).
-
-    >>> drop_without_effect(["--benchmark", "--lr", "1e-5"], {"benchmark": "steps are always timed"})
-    (['--lr', '1e-5'], ['--benchmark has no effect: steps are always timed'])
-    """
-    kept: list[str] = []
-    notes: list[str] = []
-    skipping = False
-    for word in words:
-        is_flag = word.startswith("--")
-        name = _dashed(word).partition("=")[0].removeprefix("--")
-        if is_flag:
-            skipping = name in reasons
-            if skipping:
-                notes.append(f"--{name} has no effect: {reasons[name]}")
-        if not skipping:
-            kept.append(word)
-    return kept, notes
 
 
 def _is_section(field: FieldInfo) -> bool:

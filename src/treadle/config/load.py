@@ -17,7 +17,7 @@ from treadle.config.env import EnvConfig, labels_of, parse_environments
 from treadle.config.files import SECTIONS, names_in, read_file, with_our_names
 from treadle.config.schema import RunConfig
 from treadle.config.secret_settings import VARIABLE, require_secrets, restore_secrets, without_secrets
-from treadle.config.section import set_value
+from treadle.config.section import SHARED_BY, set_value
 from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
@@ -31,6 +31,7 @@ def load_run(
     overrides: Mapping[str, Any] | None = None,
     *,
     with_derived: bool = True,
+    spreads: bool = False,
     source: str = "the command line",
 ) -> RunConfig:
     """Read a file (TOML, YAML, saved JSON) and lay `overrides` ({"train.lr": "1e-5"}) over it.
@@ -39,6 +40,7 @@ def load_run(
     several, "env.X" is set in all of them, and "envs.1.X" in the second.
 
     `with_derived`: also the derived values of a saved run, which its own processes need and a new run must not have.
+    `spreads`: settings of the whole run in the file (`model`, `hub_url`, ...) also set those of the sections.
     `source`: where the overrides come from, in words.
 
     >>> load_run(None, {"env.group_size": "4"}).env.group_size
@@ -51,6 +53,8 @@ def load_run(
             found = merge_derived(found) if with_derived else {key: found[key] for key in found if key != DERIVED}
         values, notes = with_our_names(found, path)
         sys.stderr.writelines(f"{note}\n" for note in notes)
+        if spreads:
+            _spread(values)
     restore_secrets(values, os.environ)
     overrides = dict(overrides or {})
     _make_room_for_names(values, overrides)
@@ -64,6 +68,17 @@ def load_run(
             _check_place(dotted, len(values.get("envs", ())))
             set_value(values, dotted, value)
     return parse(RunConfig, values, source=str(path) if path else source)
+
+
+def _spread(values: dict[str, Any]) -> None:
+    """Copy the settings of the whole run to the sections that do not have their own (`SHARED_BY`)."""
+    for name, places in SHARED_BY.items():
+        if values.get(name) in (None, ""):  # the run chooses it, or starts the server itself
+            continue
+        for section, key in (place.split(".") for place in places):
+            has_several = section == "env" and "envs" in values
+            for table in values["envs"] if has_several else [values.setdefault(section, {})]:
+                table.setdefault(key, values[name])
 
 
 def _check_place(dotted: str, num_environments: int) -> None:
@@ -83,8 +98,8 @@ def _check_place(dotted: str, num_environments: int) -> None:
 
 
 def load_process(path: Path | None, overrides: Mapping[str, Any], *sections: str) -> RunConfig:
-    """Load the configuration of a process that reads these sections, with their secrets."""
-    run = load_run(path, overrides)
+    """Load the configuration of one process, which reads these sections, with their secrets."""
+    run = load_run(path, overrides, spreads=True)
     require_secrets(run.model_dump(mode="json"), *sections)
     os.environ.pop(VARIABLE, None)  # programs that this process starts do not need it
     return run

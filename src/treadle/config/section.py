@@ -1,11 +1,17 @@
-"""What every section of the configuration is made of: kinds of values, and fields that are flags too."""
+"""Define what sections of the configuration are made of: kinds of values, options, and settings of several sections."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from treadle.config.atropos import ALIASES
+from treadle.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -15,6 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 EngineDtype = Literal["fast", "auto", "bfloat16", "float16", "float32"]
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")  # keys of a model's config.json
 
 
 def parse_names(value: Any) -> Any:
@@ -25,16 +32,57 @@ def parse_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), default_text: str = "") -> Any:
-    """A field with its help text and further spellings of its flag; `default_text` replaces the default in --help."""
-    return Field(default, description=help, json_schema_extra={"flags": list(flags), "default_text": default_text})
+def option(default: Any, help: str, *, default_text: str = "") -> Any:
+    """Declare a setting: a field with its help text; `default_text` replaces the default in --help."""
+    return Field(default, description=help, json_schema_extra={"default_text": default_text})
 
 
-def spellings_of(name: str, field: FieldInfo) -> list[str]:
-    """The field's own name, and the others that its flag has."""
+# Settings of several sections: their default and help text. `treadle run` copies the run's value to each process; a
+# process that is started alone takes its own, or the one at the top of its --config file (`SHARED_BY`).
+_SHARED: dict[str, tuple[Any, str]] = {
+    "model": (DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default"),
+    "steps": (25, "optimizer steps"),
+    "seed": (0, "seed of everything random: the same seed gives the same prompts, samples and curve"),
+    "hub_url": ("http://127.0.0.1:8000", "URL of the hub"),
+    "engine_url": ("http://127.0.0.1:9001", "URL of the engine"),
+    "max_age": (
+        None,
+        "maximum staleness: how many policy versions sampling may run ahead of training; 0: strictly on-policy",
+    ),
+    "patience_s": (900.0, "dump the stacks of the waiting processes to their logs if {} within this many seconds"),
+    "device": ("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one"),
+    "threads": (0, "compute threads; 0 takes every core"),
+    "host": ("127.0.0.1", "address to listen on; another than loopback needs a token"),
+    "token_file": (None, "file of the token that calls must carry; made when it is not there"),
+    "allowed_hosts": ("", "further names and addresses, comma-separated, that clients call this machine by"),
+}
+# Where a setting of the whole run goes when a process is started alone with the run's file.
+SHARED_BY: dict[str, tuple[str, ...]] = {
+    "model": ("engine.model", "train.model", "openai.model"),
+    "steps": ("train.steps",),
+    "seed": ("env.seed", "train.seed"),
+    "hub_url": ("engine.hub_url", "env.hub_url", "train.hub_url"),
+    "engine_url": ("train.engine_url", "openai.base_url"),
+    "max_age": ("env.max_age", "train.max_age"),
+}
+_SAME: Any = object()
+
+
+def shared(name: str, note: str = "", *, default: Any = _SAME, default_text: str = "") -> Any:
+    """Declare a setting that several sections have; `note` says what is particular to this one."""
+    usual, help = _SHARED[name]
+    full = help.format(note) if "{}" in help else f"{help}; {note}" if note else help
+    return option(usual if default is _SAME else default, full, default_text=default_text)
+
+
+def spellings_of(name: str) -> list[str]:
+    """The field's own name, and the other spellings that flags and files may use."""
+    return [name, *ALIASES.get(name, ())]
+
+
+def default_text_of(field: FieldInfo) -> str:
     extra = field.json_schema_extra
-    further = extra.get("flags", []) if isinstance(extra, dict) else []
-    return [name, *map(str, further)]  # type: ignore[arg-type]
+    return str(extra.get("default_text", "")) if isinstance(extra, dict) else ""
 
 
 def set_value(values: Any, dotted: str, value: Any) -> None:
@@ -47,6 +95,53 @@ def set_value(values: Any, dotted: str, value: Any) -> None:
 
 
 class Section(BaseModel):
-    """Unknown keys are errors: a misspelt key must never be ignored in silence."""
+    """Base of all sections. Unknown keys are errors: a misspelt key must never be ignored in silence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+# ---- layer numbers
+
+
+def parse_layers(value: Any) -> Any:
+    """ "20-22,0-1" -> (0, 1, 20, 21, 22); a value that is no text is left to the type to refuse."""
+    if not isinstance(value, str):
+        return value
+    layers: set[int] = set()
+    for part in value.replace(",", " ").split():
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"'{value}' is no list of layers; write for example 20-31,0-3")
+        if dash and int(last) < int(first):
+            raise ValueError(f"'{part}' counts backwards; write {last}-{first}")
+        layers.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
+
+
+Layers = Annotated[tuple[Count, ...] | None, BeforeValidator(parse_layers)]
+
+
+def refuse_missing(layers: Iterable[int], numbers: Collection[int], *, flag: str) -> None:
+    """Refuse layers that the model does not have; `numbers` are those of its layers, `flag` names the setting."""
+    missing = sorted(set(layers) - set(numbers))
+    if missing:
+        first, last = min(numbers), max(numbers)
+        raise ConfigError(
+            f"there is no layer {', '.join(map(str, missing))}: the model has {len(numbers)} layers, {first} to {last}",
+            fix=f"give {flag} numbers from {first} to {last}",
+        )
+
+
+def num_layers_in(folder: Path) -> int | None:
+    """The largest number of layers in the config.json of a model folder; None where it names none."""
+    try:
+        pending: list[Any] = [json.loads((folder / "config.json").read_bytes())]
+    except (OSError, ValueError, RecursionError):  # reported when the model is loaded
+        return None
+    found: list[int] = []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):  # a model with pictures has a section for each of its parts
+            found += [size for name in _LAYER_COUNTS if isinstance(size := value.get(name), int)]
+            pending += value.values()
+    return max(found, default=None)

@@ -59,7 +59,7 @@ class SyncOptions(Section):
     )
     vllm_restart_interval: PositiveInt | None = option(
         None,
-        "publish every so many steps, and the last one; empty: 3 where the engine restarts, else 1 "
+        "steps between two publishes (the last step is always published); empty: 3 where the engine restarts, else 1 "
         "(shared_vllm: always 1)",
     )
     vllm_config_path: Path | None = option(
@@ -85,15 +85,10 @@ class SyncOptions(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _former_and_implied(cls, values: Any) -> Any:
-        """`shared_memory` is what release 0.1.0 said; a mode that publishes adapters trains them."""
-        if not isinstance(values, dict):
-            return values
-        mode = values.get("weight_bridge_mode")
-        if mode == "shared_memory":
-            values = values | {"weight_bridge_mode": "shared_vllm"}
-        if mode in LORA_MODES:
-            values = {"lora": True} | values
+    def _adapters_of_mode(cls, values: Any) -> Any:
+        """A mode that publishes adapters trains them."""
+        if isinstance(values, dict) and values.get("weight_bridge_mode") in LORA_MODES:
+            return {"lora": True} | values
         return values
 
     @model_validator(mode="after")

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treadle.config.layers import Layers
 from treadle.config.section import (
-    DEFAULT_MODEL,
     Count,
     Dtype,
+    Layers,
     Names,
     Port,
     PositiveInt,
@@ -23,6 +22,7 @@ from treadle.config.section import (
     Section,
     option,
     parse_names,
+    shared,
 )
 from treadle.config.sync import LORA_MODES, Quantization, SyncOptions
 
@@ -158,16 +158,13 @@ class OptimizerOptions(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
         "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
     )
-    lr: Positive = option(
-        4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32", flags=("learning-rate",)
-    )
+    lr: Positive = option(4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32")
     warmup_steps: Count = option(3, "steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
     beta1: Fraction = option(0.9, "AdamW: decay of the mean")
     beta2: Fraction = option(0.99, "AdamW: decay of the mean square")
     weight_decay: NotNegative = option(0.0, "decoupled weight decay")
     max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are clipped to this norm; inf: never")
-    muon_momentum: Fraction = option(0.95, "Muon: momentum of the matrices; all else is moved by AdamW")
     adafactor_relative_step: bool = option(False, "Adafactor: a step size of its own that falls with the steps")
     adafactor_scale_parameter: bool = option(False, "Adafactor: steps in proportion to the size of the weights")
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "number format that micros' gradients add up in")
@@ -223,20 +220,6 @@ class SpeedOptions(Section):
     )
 
 
-# Flags of Atropos' trainer that old command lines carry and that decide nothing here.
-WITHOUT_EFFECT = {
-    "benchmark": "every step is timed, see metrics.jsonl",
-    "debug-loading": "what is loaded is logged, and a weight that does not fit is an error",
-    "log-dir": "the trainer logs to stderr, or under treadle run into the run's folder",
-    "no-reference-logprobs": "a group without logprobs is trained as sampled by the policy itself, and counted",
-    "vllm-gpu": "the engine is a process of its own: start treadle engine with --device",
-    "gpu-memory-utilization": "the engine is a process of its own",
-    "vllm-gpu-memory-utilization": "the engine is a process of its own",
-    "max-model-len": "the engine is a process of its own: treadle engine --max-model-len",
-    "num-inference-nodes": "the engine is found by --engine-url",
-}
-
-
 class TrackOptions(Section):
     """Where metrics go beside the JSONL file."""
 
@@ -273,11 +256,11 @@ class TrackOptions(Section):
 class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions, SyncOptions, TrackOptions):
     """The trainer process."""
 
-    model: str = option(DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default", flags=("model-name",))
-    steps: PositiveInt = option(25, "optimizer steps", flags=("training-steps",))
-    seed: int = option(0, "seed of everything random in the trainer")
-    device: str = option("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one")
-    threads: Count = option(0, "compute threads; 0 takes every core")
+    model: str = shared("model")
+    steps: PositiveInt = shared("steps")
+    seed: int = shared("seed")
+    device: str = shared("device")
+    threads: Count = shared("threads")
     dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's")
     # several trainers that act as one; torchrun says who is who in the environment
     world_size: PositiveInt = option(1, "number of trainer processes, when they are not started by torchrun")
@@ -288,19 +271,19 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     batch_size: PositiveInt = option(128, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
     seq_len: PositiveInt = option(2048, "longest sequence taken, in tokens")
-    max_age: Count = option(
-        0, "versions that environments sample ahead: before version v is published, batch v + this is leased"
+    max_age: Count = shared(
+        "max_age",
+        "not more than the environments': before version v is published, the trainer waits for batch v + this",
+        default=0,
     )
     # the neighbours
-    atropos_url: str = option("http://127.0.0.1:8000", "URL of the hub", flags=("hub-url",))
-    batch_patience_s: Seconds = option(
-        900.0, "when nothing has come towards the next batch for so long, trainer and environments write their stacks"
-    )
-    engine_url: str = option("http://127.0.0.1:9001", "URL of the engine that gets the weights")
+    hub_url: str = shared("hub_url")
+    patience_s: Seconds = shared("patience_s", "no group arrives for the next batch")
+    engine_url: str = shared("engine_url", "it gets the weights")
     vllm_port: Port | None = option(None, "the engine is on this machine, at this port")
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
-    checkpoint_interval: Count = option(25, "save a resumable checkpoint every so many steps; 0: only at the end")
+    checkpoint_interval: Count = option(25, "steps between resumable checkpoints; 0: only at the end")
     keep_checkpoints: PositiveInt = option(2, "older ones are deleted; with two, a damaged one can be stepped over")
 
     @model_validator(mode="before")

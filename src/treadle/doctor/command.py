@@ -18,9 +18,8 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.text import Text
 
-from treadle.config.engine_choice import requires_vllm
 from treadle.config.load import load_run
-from treadle.config.schema import RunConfig
+from treadle.config.schema import RunConfig, requires_vllm
 from treadle.doctor import host, software, survey
 from treadle.doctor.live import NUM_LINES, check_engine, check_hub, check_logs
 from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_sharing, try_sharing
@@ -31,6 +30,7 @@ from treadle.launch.folder import is_run_live, nearest_existing, resume_advice
 from treadle.launch.machine import SHARED_MEMORY, count_cores
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, server_addresses
 from treadle.launch.supervisor import tail_of
+from treadle.net.connections import HttpLimits
 from treadle.net.probe import ServerProbe
 from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
@@ -130,7 +130,7 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
         host.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
         host.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
         host.check_shared_memory(str(SHARED_MEMORY), shared),
-        host.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), config.hub.max_connections),
+        host.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), HttpLimits().max_connections),
         *host.check_ports({name: port for name, (_, port) in addresses.items()}, survey.owners_of_ports(addresses)),
         host.check_clock(clock),
     ]
@@ -162,7 +162,7 @@ def check_live(target: DoctorTarget, env: Mapping[str, str], report: Report = la
         if is_run_live(folder):
             # The tokens of the run are sent to its own servers, not to an address that the user gave.
             if not hub_url:
-                hub_url = config.environments[0].rollout_server_url
+                hub_url = config.environments[0].hub_url
                 hub_token = _token_of_run(config.hub.token_file, "observer", hub_token, findings)
             if not engine_url:
                 engine_url = config.train.engine_url

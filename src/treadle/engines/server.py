@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from treadle.config import EngineConfig
-from treadle.config.engine_choice import has_vllm
+from treadle.config.schema import has_vllm
 from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
 from treadle.engines.api.app import create_app, engine_access
 from treadle.engines.interface import InferenceEngine, ServingStatus

@@ -53,7 +53,7 @@ class HubClient:
             api_key=os.environ.get(HUB_TOKEN_VARIABLE, ""),
             transport=transport,
             waits=self.waits,
-            how_to_start="start it with `treadle hub`, or name another with --env.rollout-server-url",
+            how_to_start="start it with `treadle hub`, or name another with --env.hub-url",
         )
 
     async def __aenter__(self) -> Self:

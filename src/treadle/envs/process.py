@@ -44,11 +44,11 @@ async def serve_run(env: EnvConfig, server: ServerConfig) -> None:
         "env",
         f"env {env.wandb_name or env.own_name}",
         monitor.waits,
-        env.rollout_server_url,
+        env.hub_url,
         describe=lambda: monitor.report().as_about(),
         loop=asyncio.get_running_loop(),
     )
-    hub = HubClient(env.rollout_server_url, waits=monitor.waits)
+    hub = HubClient(env.hub_url, waits=monitor.waits)
 
     def oldest_allowed(_: int) -> int:
         return hub.oldest_version(environment.config.max_age)
@@ -146,10 +146,10 @@ async def _cancel_on_signal(work: Coroutine[None, None, int | None], last_resort
 async def load_tokenizer(engine: InferenceClient, server: ServerConfig) -> ChatTokenizer:
     engine_model = (await engine.health()).model
     # In a thread, because it may download: the process must hear a signal meanwhile.
-    folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model_name, engine_model)
+    folder = await asyncio.to_thread(resolve_tokenizer_folder, server.model, engine_model)
     log.info("tokenizer", folder=str(folder))
-    if "model_name" in server.model_fields_set:
-        await _compare_models(engine, server.model_name, folder)
+    if "model" in server.model_fields_set:
+        await _compare_models(engine, server.model, folder)
     return ChatTokenizer.load(folder)
 
 
@@ -164,5 +164,5 @@ async def _compare_models(engine: InferenceClient, asked: str, tokenizer: Path) 
         asked=asked,
         engine_serves=names,
         tokenizer=str(tokenizer),
-        fix=f"leave out --openai.model-name, or let the engine serve it: treadle engine --model {asked}",
+        fix=f"leave out --openai.model, or let the engine serve it: treadle engine --model {asked}",
     )

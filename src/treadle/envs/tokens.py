@@ -40,7 +40,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        tokenizer = load_tokenizer(folder / "tokenizer.json", fix="check --openai.model-name")
+        tokenizer = load_tokenizer(folder / "tokenizer.json", fix="check --openai.model")
         settings = {
             **_read_json(folder / "special_tokens_map.json"),
             **_read_json(folder / "tokenizer_config.json"),
@@ -150,7 +150,7 @@ def resolve_tokenizer_folder(name: str, engine_model: str) -> Path:
         raise ModelError(
             f"no tokenizer for '{name}': it is no folder here, the engine's '{engine_model}' cannot be read "
             f"from this host, and the download failed ({type(error).__name__}: {str(error)[:200]})",
-            fix="copy the model's tokenizer files to this host and pass --openai.model-name FOLDER",
+            fix="copy the model's tokenizer files to this host and pass --openai.model FOLDER",
         ) from None
 
 

@@ -102,7 +102,6 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
     access = access_of(config, os.environ)
     listener = take_port(config.host, config.port)
     limits = HttpLimits(
-        max_connections=config.max_connections,
         read_timeout_s=config.read_timeout_s,
         max_body_bytes_in_flight=LARGE_BODIES * config.max_body_bytes,
     )
@@ -115,7 +114,7 @@ def serve(config: HubConfig, pages: Pages = no_pages) -> None:
                 config.database,
                 clock=awake_s,
                 waits=waits,
-                disk_patience_s=config.disk_patience_s,
+                disk_patience_s=config.patience_s,
                 on_failure=_stop_soon,
             ) as store,
             Watchdog("hub", "hub", waits) as watchdog,

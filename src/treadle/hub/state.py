@@ -233,13 +233,12 @@ class HubState:
         if trainer is None:
             return GroupRules(
                 num_envs=num_envs,
-                vocab_size=self.config.vocab_size,
                 newest_version=newest_step,
                 needs_version=needs_version,
             )
         return GroupRules(
             num_envs=num_envs,
-            vocab_size=self.config.vocab_size or trainer.vocab_size,
+            vocab_size=trainer.vocab_size,
             max_token_len=trainer.max_token_len if trainer.max_token_len > 0 else None,
             batch_size=trainer.batch_size if trainer.batch_size > 0 else None,
             newest_version=newest_step,

@@ -34,7 +34,7 @@ from treadle.wire.bridge import BridgeInfo
 from treadle.wire.hub import HubStatus
 
 # All settings that name the hub or the engine: of the run, and of processes that are started one by one.
-HUB_KEYS = ("hub_url", "train.atropos_url")  # and rollout_server_url of the environments
+HUB_KEYS = ("hub_url", "train.hub_url")  # and those of the environments
 ENGINE_KEYS = ("engine_url", "train.engine_url", "train.vllm_port", "openai.base_url")
 NO_CONNECTION_S = 10.0  # timeout if the server does not accept connections
 # Timeout if it does and is not ready: an engine answers when it has loaded its model.
@@ -49,14 +49,14 @@ Say = Callable[[str], None]
 def merge_addresses(config: RunConfig, given: frozenset[str]) -> RunConfig:
     """Set all settings that name the hub or the engine to the URL that the user gave; `given`: keys of the user.
 
-    `--train.atropos-url URL` means `--hub-url URL`: a run whose processes call different hubs would wait for ever.
+    `--train.hub-url URL` means `--hub-url URL`: a run whose processes call different hubs would wait for ever.
     """
-    of_envs = config.keys_of_envs("rollout_server_url")
+    of_envs = config.keys_of_envs("hub_url")
     hub_url = _one_url(config, given, "hub", (*HUB_KEYS, *of_envs))
     engine_url = _one_url(config, given, "engine", ENGINE_KEYS)
     values: dict[str, Any] = {}
     if hub_url:
-        values |= {"hub_url": hub_url, "train.atropos_url": hub_url, **dict.fromkeys(of_envs, hub_url)}
+        values |= {"hub_url": hub_url, "train.hub_url": hub_url, **dict.fromkeys(of_envs, hub_url)}
         if "engine.hub_url" not in given:  # that of a resumed run may lack the token that is given now
             values["engine.hub_url"] = hub_url
     if engine_url:

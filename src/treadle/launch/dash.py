@@ -104,7 +104,7 @@ def _serve_start_page(folder: Path, *, opens: bool) -> int:
 
 
 def _show_served(config: RunConfig, *, opens: bool) -> int:
-    page = _page_at(config.train.atropos_url, config)
+    page = _page_at(config.train.hub_url, config)
     if not answers_ok(f"{page.watch_url}/healthz"):
         raise ConfigError(
             f"the hub of this run at {shown_url(page.hub_url)} does not answer", fix="start it again, or wait for it"
@@ -163,7 +163,7 @@ class RunList:
         with run.metrics.columns() as columns:
             steps_taken = columns.steps[-1] if columns.steps else 0
         is_live = is_run_live(run.path)
-        origin = origin_of(str((config.get("train") or {}).get("atropos_url") or ""))
+        origin = origin_of(str((config.get("train") or {}).get("hub_url") or ""))
         is_elsewhere = not is_on_loopback(origin) if is_live else bool(config.get("hub_url"))
         if is_live:
             state = "live"

@@ -95,6 +95,8 @@ def resume_run(run_folder: Path, overrides: dict[str, Any], *, plain: bool, open
     steps = overrides.get("steps", overrides.get("train.steps"))
     if steps is not None:
         overrides = {"steps": steps, "train.steps": steps, **overrides}
+    if "env.max_age" in overrides:
+        overrides = {"max_age": overrides["env.max_age"], **overrides}
     with run_folders.locked(folder):
         # --hub.fresh applies to the start of a run: now the queue has its batches.
         config = load_run(folder / CONFIG_FILE, {**overrides, "hub.fresh": False})

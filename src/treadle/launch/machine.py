@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from treadle.config.engine_choice import may_use_gpu
+from treadle.config.schema import may_use_gpu
 from treadle.errors import PortInUse
 from treadle.net.listening import take_port
 from treadle.processor import fast_dtype

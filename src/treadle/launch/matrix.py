@@ -70,8 +70,8 @@ _SEVERAL = {"all": tuple(MODES), "shared_vllm": ("single_copy", "broadcast")}
 # Files, folders and servers of one run: a mode that shared them would continue the run of another mode.
 _OF_ONE_RUN = (
     "hub_url", "engine_url", "hub.database", "hub.run_folder", "train.save_path", "train.metrics_file",
-    "train.live_path", "train.atropos_url", "train.engine_url", "engine.weights_file", "engine.adapter_root",
-    "env.data_dir_to_save_evals", "env.state_dir", "env.rollout_server_url", "openai.base_url",
+    "train.live_path", "train.hub_url", "train.engine_url", "engine.weights_file", "engine.adapter_root",
+    "env.data_dir_to_save_evals", "env.state_dir", "env.hub_url", "openai.base_url",
 )  # fmt: skip
 
 

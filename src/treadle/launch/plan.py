@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treadle.config.advice import as_flags_of
-from treadle.config.env import folder_of, labels_of, process_of
-from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, with_values
+from treadle.config.env import DEFAULT_MAX_AGE, folder_of, labels_of, process_of
+from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, value_of, with_values
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
@@ -120,15 +120,9 @@ def build_plan(
     by_processor, why = choose_by_processor(config, facts, explicit)
     notes = (*notes, *why)
     config = with_values(config, by_processor)
+    ages = spread_max_age(config, explicit)
+    config = with_values(config, ages)
     ports = facts.ports
-    # In waves the trainer publishes only after all samples of earlier versions have arrived; a stream does not wait.
-    in_waves = [env.max_age for env in config.environments if env.pace != "stream"]
-    leased_ahead = max(in_waves, default=0)
-    if "train.max_age" in explicit and config.train.max_age != leased_ahead:
-        raise ConfigError(
-            f"env.max_age {leased_ahead} and train.max_age {config.train.max_age} would wait for each other",
-            fix="give only --env.max-age",
-        )
     hub_url = config.hub_url or url_to(config.hub.host, ports["hub"])
     engine_url = config.engine_url or url_to(config.engine.host, ports["engine"])
     is_side_by_side = any(env.max_age >= 1 for env in config.environments)
@@ -145,25 +139,25 @@ def build_plan(
         **_of_environments(config, run_folder, explicit),
         "train.seed": config.seed,
         "train.threads": threads,
-        "train.max_age": leased_ahead,
         "train.save_path": run_folder / "checkpoints",
         "train.metrics_file": run_folder / "metrics.jsonl",
     }
     settled: dict[str, Any] = {
         **{f"{server}.port": port for server, port in ports.items()},
-        "train.atropos_url": hub_url,
-        **dict.fromkeys(config.keys_of_envs("rollout_server_url"), hub_url),
+        "train.hub_url": hub_url,
+        **dict.fromkeys(config.keys_of_envs("hub_url"), hub_url),
         "train.engine_url": engine_url,
         "train.vllm_port": None,  # engine_url replaces it
         "openai.base_url": f"{engine_url}/v1",
         "engine.model": model_folder,
         "train.model": model_folder,
-        "openai.model_name": model_folder,
+        "openai.model": model_folder,
         "steps": choose_steps(config, explicit),
         "train.steps": choose_steps(config, explicit),
     }
-    # Not derived: `steps`, and ports that the user gave. All other values follow from other settings.
-    of_this_run = (derived.keys() - explicit) | (settled.keys() - (explicit & {"hub.port", "engine.port"}) - {"steps"})
+    # Settings, not derived: `steps`, and ports that the user gave. All other values follow from other settings.
+    given_too = (explicit & {"hub.port", "engine.port"}) | {"steps"}
+    of_this_run = ((derived | ages).keys() - explicit) | (settled.keys() - given_too)
     resolved = with_values(config, {k: v for k, v in derived.items() if k not in explicit} | settled)
     resolved.check_mix()
     specs = _processes(resolved, facts, run_folder, (hub_url, engine_url), tokens, is_offline=is_model_local)
@@ -232,11 +226,41 @@ def choose_by_processor(
     # In parallel each would have half of the cores, wait for the other, and train on older samples.
     is_elsewhere = bool(config.engine_url) and not is_loopback_host(urlsplit(config.engine_url).hostname or "")
     are_both_here = is_cpu(config.engine.device) and is_cpu(config.train.device) and not is_elsewhere
-    left_open = [key for key in config.keys_of_envs("max_age") if key not in explicit]
-    if are_both_here and left_open:
-        notes.append("engine and trainer take turns on all cores (--env.max-age 1: side by side, half of them each)")
-        values |= dict.fromkeys(left_open, 0)
+    if config.max_age is None:
+        keys = config.keys_of_envs("max_age")
+        given = [value_of(config, key) for key in keys if key in explicit]
+        values["max_age"] = DEFAULT_MAX_AGE
+        if "train.max_age" in explicit:
+            values["max_age"] = config.train.max_age
+        elif len(given) == len(keys):
+            values["max_age"] = max(given)
+        elif are_both_here:
+            notes.append("engine and trainer take turns on all cores (--max-age 1: side by side, half of them each)")
+            values["max_age"] = 0
     return values, tuple(notes)
+
+
+def spread_max_age(config: RunConfig, explicit: frozenset[str]) -> dict[str, Any]:
+    """Derive the `max_age` of environments, trainer and hub from that of the run.
+
+    Environment: the same, unless it has its own. Trainer: that of the environments which sample in waves, because it
+    publishes only after all samples of earlier versions have arrived; it does not wait for a stream. Hub: no bound,
+    unless the user says what happens to stale groups; then the same, and the steps that a version lasts.
+    """
+    own = config.max_age if config.max_age is not None else DEFAULT_MAX_AGE
+    keys = config.keys_of_envs("max_age")
+    of_envs = {key: value_of(config, key) if key in explicit else own for key in keys}
+    in_waves = [age for age, env in zip(of_envs.values(), config.environments, strict=True) if env.pace != "stream"]
+    leased_ahead = max(in_waves, default=0)
+    if "train.max_age" in explicit and config.train.max_age != leased_ahead:
+        raise ConfigError(
+            f"env.max_age {leased_ahead} and train.max_age {config.train.max_age} would wait for each other",
+            fix="give only --max-age",
+        )
+    bound = {}
+    if "hub.stale" in explicit and "hub.max_age" not in explicit:
+        bound = {"hub.max_age": max(of_envs.values()) + config.train.publish_interval - 1}
+    return {**of_envs, "train.max_age": leased_ahead, **bound}
 
 
 def engine_of_mode(

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import DEFAULT_MODEL
-from treadle.config.engine_choice import requires_vllm
 from treadle.config.env import EnvConfig, folder_of, labels_of
 from treadle.config.keys import choose_steps, value_of, with_fitting_groups, with_values
 from treadle.config.load import with_absolute_paths
-from treadle.config.schema import RunConfig
+from treadle.config.schema import RunConfig, requires_vllm
 from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.installation import find_vllm
 from treadle.envs.base import prepare_task
@@ -191,7 +190,7 @@ def check_one_model(config: RunConfig, explicit: frozenset[str]) -> None:
     named = {
         "engine.model": config.engine.model,
         "train.model": config.train.model,
-        "openai.model_name": config.openai.model_name,
+        "openai.model": config.openai.model,
     }
     for key, model in named.items():
         if key in explicit and model != config.model:

@@ -171,7 +171,7 @@ def _live_hub(folder: Path, config: RunConfig) -> RunHub:
     A run folder may be copied from elsewhere or belong to another user, and its config.json may name any address. So
     requests are forwarded to loopback only, and the token is sent only if this user owns the file.
     """
-    origin = origin_of(config.train.atropos_url)
+    origin = origin_of(config.train.hub_url)
     if not is_on_loopback(origin):
         raise _not_forwarded(config)
     is_own = (folder / CONFIG_FILE).stat().st_uid == os.getuid()
@@ -179,7 +179,7 @@ def _live_hub(folder: Path, config: RunConfig) -> RunHub:
 
 
 def _not_forwarded(config: RunConfig) -> PageError:
-    origin = origin_of(config.train.atropos_url)
+    origin = origin_of(config.train.hub_url)
     page = f"open {origin}/dash/ in your browser" if origin else "its address is not the URL of a hub"
     return PageError(403, f"this run has its page at its own hub, which is not forwarded here: {page}")
 

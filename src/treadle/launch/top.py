@@ -42,7 +42,7 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
     """Show the run until it ends, standard output is closed, or Ctrl-C; `once` prints the panel once."""
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE, {})
-    hub_url = watch_url(config, config.train.atropos_url)
+    hub_url = watch_url(config, config.train.hub_url)
     history = reader_of(config, folder)
     monitor = RunMonitor(hub_url, dict, folder / LOG_FOLDER, stall_s=0.0)
     # The configuration is written at the start and when the run is resumed.

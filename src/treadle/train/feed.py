@@ -62,7 +62,7 @@ class HubFeed:
         url: str,
         check_stop: Callable[[], None],
         waits: Waits,
-        batch_patience_s: float,
+        patience_s: float,
         *,
         answer_s: float = ANSWER_S,
     ) -> None:
@@ -70,7 +70,7 @@ class HubFeed:
         self._no_answer = f"it takes connections, and has not answered within {answer_s:g} s"
         self._look_at_hub = f"see its log, or ask: treadle doctor --hub {self._url}"
         self._waits = waits
-        self._patience_s = batch_patience_s
+        self._patience_s = patience_s
         self._hub = _client(url, answer_s)
         self._check_stop = check_stop
         self._ahead: dict[int, LeasedBatch] = {}

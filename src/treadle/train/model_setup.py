@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treadle.config import TrainConfig
-from treadle.config.layers import refuse_missing
+from treadle.config.section import refuse_missing
 from treadle.errors import ConfigError, MissingExtra, ModelError
 from treadle.train.attention import OTHER_MODEL
 from treadle.train.pack import Micro, pack

@@ -145,7 +145,7 @@ def run_trainer(config: TrainConfig) -> None:
     mode = WatchedSync(choose_sync(config), waits, config)
     name = "trainer" if ranks.size == 1 else f"trainer {ranks.rank}"
     progress = TrainerProgress(mode, stop.check)
-    with Watchdog("trainer", name, waits, config.atropos_url, progress.about):
+    with Watchdog("trainer", name, waits, config.hub_url, progress.about):
         try:
             _train(config, ranks, mode, waits, stop, progress)
         except RuntimeError as error:
@@ -192,9 +192,7 @@ def _train(
         log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
     tracker = _open_tracker(config) if ranks.leads else FollowerTracker()
     tracker.truncate_after(restored.step)
-    feed = open_feed(
-        ranks, stop.check, lambda check: HubFeed(config.atropos_url, check, waits, config.batch_patience_s)
-    )
+    feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits, config.patience_s))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
     registration = _registration(config, restored.step, policy.vocab_size)

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from treadle.config.layers import num_layers_in, refuse_missing
+from treadle.config.section import num_layers_in, refuse_missing
 from treadle.config.train import TrainConfig
 from treadle.errors import MissingExtra, Problems, require
 from treadle.track.fan import check_sinks

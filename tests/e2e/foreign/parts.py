@@ -51,7 +51,7 @@ def verifiers_command(name: str, verb: str, *flags: str, **variables: str) -> tu
 def serving_verifiers(
     name: str, hub_url: str, *flags: str, log: Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    command, env = verifiers_command(name, "serve", *flags, "--env.rollout-server-url", hub_url, **variables)
+    command, env = verifiers_command(name, "serve", *flags, "--env.hub-url", hub_url, **variables)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:

@@ -8,7 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from treadle.config import RunConfig, load_run, save_run
+from treadle.config.atropos import ALIASES
+from treadle.config.files import SECTIONS
 from treadle.config.flags import FlagParser, add_flags, given
+from treadle.config.load import dotted_keys, load_process
 from treadle.config.schema import TrainConfig
 from treadle.errors import ConfigError
 
@@ -77,7 +80,7 @@ def test_a_file_takes_every_spelling_that_flags_take(name: str, tmp_path: Path, 
     (tmp_path / name).write_text(SPELT_OTHERWISE[name])
     run = load_run(tmp_path / name, {"train.lr": "2e-3"})
     assert (run.model, run.steps, run.train.lr, run.train.batch_size) == ("m", 3, 2e-3, 16)
-    assert (run.train.atropos_url, run.train.metrics_file, run.env.max_age) == ("h", None, 2)
+    assert (run.train.hub_url, run.train.metrics_file, run.env.max_age) == ("h", None, 2)
     told = capsys.readouterr().err
     assert f"{name}: 'train.benchmark' has no effect: every step is timed" in told
     assert f"{name}: 'env.tokenizer_name' has no effect: " in told
@@ -109,3 +112,22 @@ def test_none_means_empty() -> None:
     parser = FlagParser(prog="treadle train")
     add_flags(parser, TrainConfig, prefix="train.")
     assert given(parser.parse_args(["--metrics-file", "None"])) == {"train.metrics_file": None}
+
+
+def test_settings_of_several_processes_can_be_stated_once_for_all(tmp_path: Path) -> None:
+    file = tmp_path / "shared.toml"
+    file.write_text(
+        'model = "M"\nseed = 3\nmax_age = 2\natropos_url = "http://hub"\nengine_url = "http://engine"\n'
+        "[train]\nseed = 4\n"
+    )
+    run = load_process(file, {"openai.model": "tokenizer"}, "train")
+    assert (run.engine.model, run.train.model, run.openai.model) == ("M", "M", "tokenizer")
+    assert (run.env.seed, run.train.seed, run.env.max_age, run.train.max_age, run.hub.max_age) == (3, 4, 2, 2, None)
+    assert {run.engine.hub_url, run.env.hub_url, run.train.hub_url} == {"http://hub"}
+    assert (run.train.engine_url, run.openai.base_url) == ("http://engine", ("http://engine",))
+
+
+def test_every_atropos_spelling_names_a_setting() -> None:
+    fields = {name for kind in (RunConfig, *SECTIONS.values()) for name in kind.model_fields}
+    assert fields >= set(ALIASES)
+    assert load_run(None, dotted_keys({"env": {"rollout_server_url": "http://hub"}})).env.hub_url == "http://hub"

@@ -24,7 +24,7 @@ SECRET = "sk-very-secret"  # noqa: S105 - made up
 WITH_SECRETS = {
     "openai.api_key": SECRET,
     "openai.base_url": f"http://engine:9001/t/{SECRET}/v1",
-    "train.atropos_url": f"https://user:{SECRET}@hub:8000",
+    "train.hub_url": f"https://user:{SECRET}@hub:8000",
     "engine.vllm_args": f"--hf-token {SECRET} --seed 3",
     "env.args": json.dumps({
         "judge": {"api_key": SECRET, "url": f"http://judge?token={SECRET}"},
@@ -46,7 +46,7 @@ def test_no_saved_file_holds_a_secret(config: RunConfig, tmp_path: Path) -> None
     for file in tmp_path.iterdir():
         assert SECRET not in file.read_text(), file.name
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert requested_keys(tmp_path) >= {"openai.api_key", "train.atropos_url"}
+    assert requested_keys(tmp_path) >= {"openai.api_key", "train.hub_url"}
     saved = load_run(tmp_path / "config.json")
     assert saved.engine.vllm_args == "--hf-token NOT-STORED --seed 3"
     assert saved.env.args["max_tokens"] == 5
@@ -90,8 +90,8 @@ def test_each_process_gets_the_secrets_of_its_own_sections(config: RunConfig, tm
     plan = plan_of(merge_addresses(config, explicit))
     save_run(plan.config, tmp_path / "config.json")
     assert given(plan) == {
-        "env": {"openai.api_key", "openai.base_url", "env.args", "env.rollout_server_url"},
-        "trainer": {"train.atropos_url", "train.engine_url"},
+        "env": {"openai.api_key", "openai.base_url", "env.args", "env.hub_url"},
+        "trainer": {"train.hub_url", "train.engine_url"},
     }
     assert not any(SECRET in word for spec in plan.processes for word in spec.argv), "every user can read these"
     env = next(spec for spec in plan.processes if spec.name == "env")

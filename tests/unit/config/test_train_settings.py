@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from treadle.config import RunConfig, TrainConfig, load_run, save_run
-from treadle.config.flags import FlagParser, add_flags, drop_without_effect, given
-from treadle.config.train import MISMATCHES, OBJECTIVES, WITHOUT_EFFECT
+from treadle.config.atropos import drop_without_effect
+from treadle.config.flags import FlagParser, add_flags, given
+from treadle.config.train import MISMATCHES, OBJECTIVES
 from treadle.errors import ConfigError
 
 
@@ -80,7 +81,7 @@ def test_names_for_a_tracker_that_is_not_used_are_named(flag):
 
 def test_flags_without_effect_are_named_and_taken_with_their_values():
     words = ["--benchmark", "--vllm-gpu", "0", "--lr", "1e-5", "--log_dir=./logs"]
-    kept, notes = drop_without_effect(words, WITHOUT_EFFECT)
+    kept, notes = drop_without_effect(words, "train")
     assert kept == ["--lr", "1e-5"]
     assert [note.split()[0] for note in notes] == ["--benchmark", "--vllm-gpu", "--log-dir"]
 
@@ -157,7 +158,6 @@ def test_what_is_left_open_follows_the_device():
 
 def test_the_way_of_the_weights_sets_what_follows_from_it():
     assert TrainConfig().weight_bridge_mode == "shared_vllm"
-    assert TrainConfig(weight_bridge_mode="shared_memory").weight_bridge_mode == "shared_vllm"  # of release 0.1.0
     assert TrainConfig(weight_bridge_mode="lora_only").lora
     assert not TrainConfig(weight_bridge_mode="reload").lora
     assert TrainConfig(vllm_config_path="auto").vllm_config_path == Path("auto")  # it is looked for

@@ -154,7 +154,7 @@ def test_a_runs_own_token_files_open_its_hub_and_its_engine(
     files["engine"].write_text("engine-token-of-a-test-0123")
     files["engine"].chmod(0o600)
     with HubProcess(tmp_path, "--token-file", str(files["hub"])) as hub, locked(tmp_path):
-        urls = {"env.rollout_server_url": hub.url, "train.engine_url": engine_url}
+        urls = {"env.hub_url": hub.url, "train.engine_url": engine_url}
         settings = urls | {f"{name}.token_file": file for name, file in files.items()}
         save_run(with_values(write_run(tmp_path), settings), tmp_path / "config.json")
         found = by_name(check_live(DoctorTarget(tmp_path), {}))

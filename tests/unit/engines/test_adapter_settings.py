@@ -8,7 +8,7 @@ import os
 import pytest
 
 from treadle.config import EngineConfig
-from treadle.config.engine_choice import adapter_root
+from treadle.config.schema import adapter_root
 from treadle.engines.adapter_settings import MAX_CONFIG_BYTES, AdapterSettings, read_adapter_settings
 from treadle.errors import RequestError
 

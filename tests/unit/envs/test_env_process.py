@@ -57,7 +57,7 @@ def test_evaluate_with_several_answers_prints_pass_at_k_and_writes_files(tmp_pat
 def test_serve_delivers_a_run_and_returns(tmp_path):
     engine, hub = EngineDouble(save_tokenizer(tmp_path / "model"), add), HubDouble(num_steps=2)
     with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
-        env = EnvConfig(group_size=2, num_eval=3, rollout_server_url=hub_url, data_dir_to_save_evals=tmp_path)
+        env = EnvConfig(group_size=2, num_eval=3, hub_url=hub_url, data_dir_to_save_evals=tmp_path)
         envs.act("serve", env, ServerConfig(base_url=engine_url))
     assert [len(groups) for _, groups in hub.deliveries] == [4, 4]
     assert (tmp_path / "eval_step_000002.json").is_file()
@@ -82,14 +82,12 @@ def test_a_model_name_that_the_engine_does_not_serve_is_warned_of_once(tmp_path,
     if models is not None:
         listing(engine, *models)
     with listening(engine.app) as url:
-        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model_name="org/llama"))
+        envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, model="org/llama"))
     (fields,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "another_model_is_served"]
     assert fields["asked"] == "org/llama"
     assert fields["engine_serves"] == serves.replace("MODEL_FOLDER", str(tmp_path / "model"))
     assert fields["tokenizer"] == str(tmp_path / "model")
-    assert (
-        fields["fix"] == "leave out --openai.model-name, or let the engine serve it: treadle engine --model org/llama"
-    )
+    assert fields["fix"] == "leave out --openai.model, or let the engine serve it: treadle engine --model org/llama"
 
 
 @pytest.mark.parametrize("name", ["org/qwen", "qwen", "/models/qwen/", "/elsewhere/qwen", "my-adapter", None])
@@ -97,7 +95,7 @@ def test_a_model_name_that_the_engine_serves_is_fine_in_any_spelling(tmp_path, c
     cache = "/cache/models--org--qwen/snapshots/1f3a"
     engine = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     listing(engine, {"id": "base", "root": cache}, {"id": "my-adapter", "root": "/adapters/1"})
-    named = {} if name is None else {"model_name": name}
+    named = {} if name is None else {"model": name}
     with listening(engine.app) as url:
         envs.act("evaluate", EnvConfig(num_eval=2), ServerConfig(base_url=url, **named))
     assert [record for record in caplog.records if record.getMessage() == "another_model_is_served"] == []
@@ -131,7 +129,7 @@ def test_a_signal_ends_the_process_well_and_soon(tmp_path, number):
     hub.steps_at_once = False
     with listening(engine.app) as engine_url, listening(hub.app) as hub_url:
         command = [sys.executable, "-m", "treadle", "env", "arithmetic", "serve", "--env.num-eval", "0"]
-        urls = ["--openai.base-url", engine_url, "--env.rollout-server-url", hub_url]
+        urls = ["--openai.base-url", engine_url, "--env.hub-url", hub_url]
         process = subprocess.Popen([*command, *urls], stderr=subprocess.PIPE)
         try:
             deadline = time.monotonic() + 60

@@ -77,7 +77,7 @@ def test_an_unreachable_hub_is_reported_once_with_address_and_command(scene):
     asyncio.run(scenario())
     reported = scene.reported("waiting")
     assert reported[0]["for"] == "the hub at http://127.0.0.1:8000"
-    assert reported[0]["fix"] == "start it with `treadle hub`, or name another with --env.rollout-server-url"
+    assert reported[0]["fix"] == "start it with `treadle hub`, or name another with --env.hub-url"
     assert "connection refused" in reported[0]["problem"]
     assert [said["seconds"] for said in reported] == [2.0, 6.0, 14.0]  # of 25, and fifty tries
     (there,) = scene.reported("waited")
@@ -202,7 +202,7 @@ def serve(tmp_path, scene, hub, **settings):
 @pytest.mark.parametrize("pace", ["waves", "stream"])
 def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, scene, pace):
     hub = SlowTrainer([1, 15, 1])
-    serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
+    serve(tmp_path, scene, hub, pace=pace, patience_s=5.0)
     (late,) = scene.reported("late")
     assert late["for"] == "the trainer to take step 2"
     assert late["turn_of"] == "trainer"
@@ -211,14 +211,14 @@ def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_pa
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
 def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, scene, pace):
-    serve(tmp_path, scene, SlowTrainer([7, 7, 7]), pace=pace, trainer_patience_s=8.0)  # four seconds each
+    serve(tmp_path, scene, SlowTrainer([7, 7, 7]), pace=pace, patience_s=8.0)  # four seconds each
     assert scene.reported("late") == []
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
 def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, scene, pace):
     hub = SlowTrainer([1, 1], looks_without_trainer=14)  # the hub was reset when the environment had registered
-    serve(tmp_path, scene, hub, pace=pace, trainer_patience_s=5.0)
+    serve(tmp_path, scene, hub, pace=pace, patience_s=5.0)
     assert hub.current_step == 2
     assert {said["for"] for said in scene.reported("waiting")} == {"a trainer to register at the hub (http://hub)"}
     assert scene.reported("late") == []
@@ -252,7 +252,7 @@ def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(scene, loo
 
 
 def test_serve_without_an_engine_says_so_soon():
-    nowhere = ["--openai.base-url", "http://127.0.0.1:9/v1", "--env.rollout-server-url", "http://127.0.0.1:9"]
+    nowhere = ["--openai.base-url", "http://127.0.0.1:9/v1", "--env.hub-url", "http://127.0.0.1:9"]
     command = [sys.executable, "-m", "treadle", "env", "arithmetic", "serve", *nowhere]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

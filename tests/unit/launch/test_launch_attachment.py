@@ -78,7 +78,7 @@ def test_only_what_is_missing_is_started(flags, started) -> None:
     assert [spec.name for spec in plan.processes] == started
     assert set(server_addresses(plan.config)) == {"hub", "engine"} & set(started)
     hub, engine = flags.get("hub_url", "http://127.0.0.1:8000"), flags.get("engine_url", "http://127.0.0.1:9001")
-    assert plan.hub_url == plan.config.train.atropos_url == plan.config.env.rollout_server_url == hub
+    assert plan.hub_url == plan.config.train.hub_url == plan.config.env.hub_url == hub
     assert plan.config.train.engine_url == engine
     assert plan.config.openai.base_url == (f"{engine}/v1",)
     assert _start_phase(plan).endswith(" and ".join(name for name in started if name in ("hub", "engine")) or "trainer")
@@ -88,14 +88,14 @@ def test_only_what_is_missing_is_started(flags, started) -> None:
     "flags",
     [
         {"hub_url": HUB},
-        {"train.atropos_url": f"{HUB}/"},
-        {"env.rollout_server_url": HUB},
-        {"train.atropos_url": HUB, "env.rollout_server_url": "http://localhost:8300"},
+        {"train.hub_url": f"{HUB}/"},
+        {"env.hub_url": HUB},
+        {"train.hub_url": HUB, "env.hub_url": "http://localhost:8300"},
     ],
 )
 def test_every_spelling_of_the_hubs_address_attaches_the_run(flags) -> None:
     config = attached(flags)
-    assert config.hub_url == config.train.atropos_url == config.env.rollout_server_url == HUB
+    assert config.hub_url == config.train.hub_url == config.env.hub_url == HUB
     assert not config.engine_url
 
 
@@ -118,7 +118,7 @@ def test_every_spelling_of_the_engines_address_attaches_the_run(flags) -> None:
 @pytest.mark.parametrize(
     ("flags", "says", "fix"),
     [
-        ({"hub_url": HUB, "train.atropos_url": "http://far:8000"}, "--hub-url .* and --train.atropos-url", "--hub-url"),
+        ({"hub_url": HUB, "train.hub_url": "http://far:8000"}, "--hub-url .* and --train.hub-url", "--hub-url"),
         ({"engine_url": ENGINE, "openai.base_url": "http://far:9"}, "name two engines", "give only --engine-url"),
         ({"openai.base_url": f"{ENGINE} http://far:9001"}, "names 2 engines", "give only --engine-url"),
         ({"hub_url": "127.0.0.1:8300"}, "is not the URL of a hub", "--hub-url http://"),
@@ -326,7 +326,7 @@ def test_a_run_remembers_its_hub_and_what_the_user_gave(tmp_path: Path, monkeypa
     monkeypatch.setattr(RunSession, "run", lambda session, **_: started_runs.append(session._plan.config))
     monkeypatch.setattr("treadle.launch.job.prepare_model", lambda _: str(tmp_path))
     with HubProcess(tmp_path) as hub:
-        flags = {"train.atropos_url": hub.url, "steps": 3, "output": tmp_path / "runs"}
+        flags = {"train.hub_url": hub.url, "steps": 3, "output": tmp_path / "runs"}
         start_run(load_run(None, flags), plain=True)
         (run,) = (tmp_path / "runs").iterdir()
         assert run_folders.requested_keys(run) == set(flags)

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunConfig:
     config = write_run(tmp_path)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    config = with_values(config, {"hub.database": tmp_path / "hub.sqlite", "hub.port": port, "train.atropos_url": url})
+    config = with_values(config, {"hub.database": tmp_path / "hub.sqlite", "hub.port": port, "train.hub_url": url})
     save_run(config, tmp_path / "config.json")
     return config
 
@@ -45,8 +45,8 @@ def test_the_page_of_a_run_that_is_over_is_served_with_its_figures(run: RunConfi
         assert process.stdout is not None
         try:
             said = process.stdout.readline()
-            assert said == f"page: {run.train.atropos_url}/dash/; Ctrl-C ends it\n"
-            page = get(f"{run.train.atropos_url}/dash/", timeout_s=30)
+            assert said == f"page: {run.train.hub_url}/dash/; Ctrl-C ends it\n"
+            page = get(f"{run.train.hub_url}/dash/", timeout_s=30)
             assert page is not None
             assert b"<title>Treadle</title>" in page
             process.send_signal(signal.SIGINT)
@@ -75,11 +75,11 @@ def test_the_page_of_a_run_that_goes_on_is_at_its_hub(
     with run_folders.locked(tmp_path):
         with pytest.raises(ConfigError, match="does not answer"):
             show_page(tmp_path, opens=False)
-        hub = make_spec("hub", server_code(run.hub.port), ready_url=f"{run.train.atropos_url}/healthz")
+        hub = make_spec("hub", server_code(run.hub.port), ready_url=f"{run.train.hub_url}/healthz")
         with Supervisor(StopRequest()) as supervisor:
             supervisor.start([hub])
             assert show_page(tmp_path, opens=False) == 0
-    assert capsys.readouterr().out == f"page: {run.train.atropos_url}/dash/\n"
+    assert capsys.readouterr().out == f"page: {run.train.hub_url}/dash/\n"
 
 
 def test_the_runs_of_a_folder_are_listed_with_their_state(tmp_path: Path) -> None:

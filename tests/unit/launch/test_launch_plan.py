@@ -38,7 +38,7 @@ def test_model_steps_and_seed_flow_into_the_sections() -> None:
     assert (config.steps, config.train.steps) == (7, 7)
     assert (config.env.seed, config.train.seed) == (3, 3)
     assert config.model == DEFAULT_MODEL
-    assert config.engine.model == config.train.model == config.openai.model_name == "/cache/smol"
+    assert config.engine.model == config.train.model == config.openai.model == "/cache/smol"
 
 
 def test_everything_a_run_writes_lies_in_its_folder() -> None:
@@ -113,6 +113,9 @@ def test_threads_are_halved_only_when_engine_and_trainer_overlap(num_cores: int,
     [
         ({}, {}, 0),
         ({"env.max_age": 1}, {}, 1),
+        ({"max_age": 1}, {}, 1),
+        ({"train.max_age": 1}, {}, 1),
+        ({"max_age": 3}, {"has_gpu": True}, 3),
         ({}, {"has_gpu": True}, 1),
         ({"train.device": "cpu"}, {"has_gpu": True}, 1),
         ({"train.device": "cpu", "engine.device": "cpu"}, {"has_gpu": True}, 0),
@@ -120,7 +123,7 @@ def test_threads_are_halved_only_when_engine_and_trainer_overlap(num_cores: int,
 )
 def test_engine_and_trainer_take_turns_where_both_compute_on_the_processor(flags, facts, max_age) -> None:
     plan = plan_for(flags, **facts)
-    assert plan.config.env.max_age == plan.config.train.max_age == max_age
+    assert plan.config.max_age == plan.config.env.max_age == plan.config.train.max_age == max_age
     assert plan.config.engine.threads == plan.config.train.threads == (8 if max_age == 0 else 4)
     assert any("take turns" in note for note in plan.notes) is (max_age == 0)
 
@@ -160,7 +163,7 @@ def test_explicit_settings_are_kept() -> None:
 def test_free_default_ports_are_taken_and_urls_follow() -> None:
     plan = plan_for()
     assert (plan.config.hub.port, plan.config.engine.port) == (8000, 9001)
-    assert plan.config.train.atropos_url == plan.config.env.rollout_server_url == "http://127.0.0.1:8000"
+    assert plan.config.train.hub_url == plan.config.env.hub_url == "http://127.0.0.1:8000"
     assert plan.config.train.engine_url == "http://127.0.0.1:9001"
     assert plan.config.openai.base_url == ("http://127.0.0.1:9001/v1",)
 
@@ -168,7 +171,7 @@ def test_free_default_ports_are_taken_and_urls_follow() -> None:
 def test_all_processes_use_the_reserved_ports() -> None:
     plan = plan_for(ports={"hub": 51001, "engine": 9001})
     assert (plan.config.hub.port, plan.config.engine.port) == (51001, 9001)
-    assert plan.config.train.atropos_url == plan.hub_url == "http://127.0.0.1:51001"
+    assert plan.config.train.hub_url == plan.hub_url == "http://127.0.0.1:51001"
     assert plan.processes[0].ready_url == "http://127.0.0.1:51001/healthz"
 
 
@@ -253,6 +256,19 @@ def test_engine_and_trainer_have_room_for_a_prompt_and_a_completion(
 ) -> None:
     config = plan_for(flags).config
     assert (config.engine.max_model_len, config.train.seq_len) == (engine, trainer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bound"),
+    [
+        ({}, None),
+        ({"hub.stale": "drop"}, 2),
+        ({"hub.stale": "downweight", "hub.max_age": 7}, 7),
+        ({"hub.stale": "drop", "train.weight_bridge_mode": "reload", "train.vllm_restart_interval": 3}, 4),
+    ],
+)
+def test_the_hub_bounds_the_age_of_groups_by_max_age_of_the_run(flags: dict[str, object], bound: int | None) -> None:
+    assert plan_for({"max_age": 2} | flags).config.hub.max_age == bound
 
 
 @pytest.mark.parametrize(("pace", "ahead"), [("waves", 2), ("stream", 0)])

@@ -19,9 +19,9 @@ from treadle.launch.plan import RunPlan
 
 DERIVED = (  # what holds for one run only, by section
     ("hub", "database"), ("hub", "run_folder"), ("hub", "port"), ("engine", "port"), ("engine", "hub_url"),
-    ("engine", "weights_file"), ("engine", "model"), ("openai", "base_url"), ("env", "rollout_server_url"),
+    ("engine", "weights_file"), ("engine", "model"), ("openai", "base_url"), ("env", "hub_url"),
     ("env", "state_dir"), ("env", "data_dir_to_save_evals"), ("env", "pace"), ("train", "save_path"),
-    ("train", "metrics_file"), ("train", "atropos_url"), ("train", "engine_url"), ("train", "steps"),
+    ("train", "metrics_file"), ("train", "hub_url"), ("train", "engine_url"), ("train", "steps"),
 )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ def test_what_a_run_derives_is_not_among_the_settings_it_saves(started_runs: lis
     saved = json.loads((run / "config.json").read_text())
     assert [f"{section}.{key}" for section, key in DERIVED if key in saved[section]] == []
     assert saved["train"]["seed"] == 3, "the user gave it"
-    assert saved["env"]["max_age"] == started_runs[0].config.env.max_age, "it changes what is learned"
+    assert saved["max_age"] == started_runs[0].config.env.max_age, "it changes what is learned"
+    assert "max_age" not in saved["env"], "it follows from that of the run"
     assert load_run(run / "config.json") == started_runs[0].config, "its processes and --resume read all of it"
 
 
@@ -81,7 +82,7 @@ def test_an_address_that_a_run_chose_does_not_bind_the_next_one(started_runs: li
     with held_ports({"hub": ("127.0.0.1", started_runs[0].config.hub.port)}) as busy:  # by another run
         assert treadle("run", "--config", str(first / "config.json"), "--plain") == 130
         assert started_runs[1].config.hub.port != port_of(busy["hub"])
-    assert started_runs[1].config.env.rollout_server_url != started_runs[0].config.env.rollout_server_url
+    assert started_runs[1].config.env.hub_url != started_runs[0].config.env.hub_url
 
 
 def test_a_chosen_port_is_a_setting_and_stays_one(started_runs: list[RunPlan]) -> None:

@@ -47,7 +47,7 @@ def test_each_environment_is_a_process_with_its_name_log_and_token() -> None:
     for env in plan.config.envs:
         assert env.data_dir_to_save_evals == RUN / "evals" / env.own_name
         assert (env.wandb_name, env.num_environments) == (env.own_name, 2)
-        assert (env.rollout_server_url, env.state_dir) == (plan.hub_url, RUN / "env")
+        assert (env.hub_url, env.state_dir) == (plan.hub_url, RUN / "env")
     assert run_label(plan.config) == "arithmetic+echo"
 
 

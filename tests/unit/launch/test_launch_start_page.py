@@ -100,7 +100,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def test_no_request_goes_to_the_hub_that_a_folder_names(client: TestClient, tmp_path: Path, foreign: Foreign) -> None:
-    write_run(tmp_path, hub_url=foreign.url, **{"train.atropos_url": f"{foreign.url}/t/secret"})
+    write_run(tmp_path, hub_url=foreign.url, **{"train.hub_url": f"{foreign.url}/t/secret"})
     for path in ("dash/", "dash/app.js", "dash/api/run", "v1/events"):
         answer = client.get(f"/runs/{NAME}/{path}")
         assert answer.status_code == 403
@@ -111,7 +111,7 @@ def test_no_request_goes_to_the_hub_that_a_folder_names(client: TestClient, tmp_
 
 
 def test_a_live_run_is_forwarded_to_this_machine_only(client: TestClient, tmp_path: Path) -> None:
-    folder = write_run(tmp_path, **{"train.atropos_url": "http://gpu7.invalid:8000/t/secret"})
+    folder = write_run(tmp_path, **{"train.hub_url": "http://gpu7.invalid:8000/t/secret"})
     with run_folders.locked(folder):
         assert client.get(f"/runs/{NAME}/dash/").status_code == 403
         (row,) = RunList(tmp_path).rows([NAME])
@@ -146,7 +146,7 @@ def test_only_loopback_addresses_are_this_machine(url: str, is_here: bool) -> No
 
 
 def test_a_hub_gives_data_and_neither_code_nor_headers(client: TestClient, tmp_path: Path, foreign: Foreign) -> None:
-    folder = write_run(tmp_path, **{"train.atropos_url": f"{foreign.url}/batch?x="})
+    folder = write_run(tmp_path, **{"train.hub_url": f"{foreign.url}/batch?x="})
     with run_folders.locked(folder):
         data = client.get(f"/runs/{NAME}/dash/api/run")
         page, script = client.get(f"/runs/{NAME}/dash/"), client.get(f"/runs/{NAME}/dash/app.js")
@@ -164,7 +164,7 @@ def test_a_hub_gives_data_and_neither_code_nor_headers(client: TestClient, tmp_p
 def test_the_token_is_not_sent_to_the_hub_of_another_user(
     client: TestClient, tmp_path: Path, foreign: Foreign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_run(tmp_path, **{"train.atropos_url": foreign.url})
+    folder = write_run(tmp_path, **{"train.hub_url": foreign.url})
     monkeypatch.setattr(os, "getuid", lambda: (folder / "config.json").stat().st_uid + 1)
     with run_folders.locked(folder):
         assert client.get(f"/runs/{NAME}/dash/api/run").status_code == 200

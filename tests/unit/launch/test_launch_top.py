@@ -26,7 +26,7 @@ from treadle.report.summary import Outcome, save_summary, summarize
 
 def write_run_of(hub_url: str, folder: Path, token_file: Path | None = None, steps: int = 50) -> None:
     config = write_run(folder, num_steps=3, is_evaluated=False)
-    values = {"train.atropos_url": hub_url, "hub.token_file": token_file, "steps": steps}
+    values = {"train.hub_url": hub_url, "hub.token_file": token_file, "steps": steps}
     values["hub.database"] = folder / "hub.sqlite"
     save_run(with_values(config, values), folder / CONFIG_FILE)
 
@@ -104,7 +104,7 @@ def test_it_ends_with_the_run_also_when_another_hub_answers_there(tmp_path: Path
 
 def test_a_complete_run_is_called_complete_and_shown_with_its_result(tmp_path: Path) -> None:
     config = write_run(tmp_path)
-    save_run(with_values(config, {"train.atropos_url": "http://127.0.0.1:9"}), tmp_path / CONFIG_FILE)
+    save_run(with_values(config, {"train.hub_url": "http://127.0.0.1:9"}), tmp_path / CONFIG_FILE)
     finish(tmp_path)
     accuracy = "held-out accuracy 1.6 % (0.6 to 3.6) -> 73.0 % (72.0 to 75.0)"
     words = f"this run is complete: 50 steps in 4 min 14 s; {accuracy}"

@@ -144,7 +144,7 @@ def test_keys_are_not_shown(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["openai"]["api_key"] = "sk-very-secret"
     config["engine"]["vllm_args"] = "--api-key sk-very-secret --seed 3"
-    config["env"]["rollout_server_url"] = "http://hub:8000/t/sk-very-secret"
+    config["env"]["hub_url"] = "http://hub:8000/t/sk-very-secret"
     (tmp_path / "config.json").write_text(json.dumps(config))
     page = render_report(read_record(tmp_path))
     assert "sk-very-secret" not in page

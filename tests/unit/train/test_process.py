@@ -90,7 +90,7 @@ def engine_url(folder, tmp_path):
 def settings(folder, tmp_path, **changes):
     plain = {
         "model": str(folder), "save_path": tmp_path / "saved", "device": "cpu", "threads": 1, "logprob_chunk": 64,
-        "steps": 1, "batch_size": 4, "atropos_url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9",
+        "steps": 1, "batch_size": 4, "hub_url": "http://127.0.0.1:9", "engine_url": "http://127.0.0.1:9",
     }  # fmt: skip
     return TrainConfig(**(plain | changes))
 
@@ -140,7 +140,7 @@ def test_with_a_checkpoint_an_engine_may_be_ahead_and_held(engine_url, folder, t
     publish_steps(config, 3, 4)
     httpx.post(f"{engine_url}/bridge/pause")
     with HubProcess(tmp_path) as hub:
-        run_trainer(config.model_copy(update={"atropos_url": hub.url}))  # all its steps are taken: it only publishes
+        run_trainer(config.model_copy(update={"hub_url": hub.url}))  # all its steps are taken: it only publishes
         environment = {"max_token_length": 4, "desired_name": "last evaluation", "weight": 1.0, "group_size": 4}
         registered = httpx.post(f"{hub.url}/register-env", json=environment).json()
         assert (registered["status"], registered["starting_step"]) == ("success", 2)  # it need not wait for a trainer
@@ -208,7 +208,7 @@ def test_a_batch_is_set_aside_only_for_what_it_can_have_caused(folder, tmp_path,
 
     group = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7]] * 2, "scores": [0.0, 1.0]}
     with HubProcess(tmp_path, "--max-deliveries", "2") as hub:
-        config = settings(folder, tmp_path, weight_bridge_mode="offline", atropos_url=hub.url)
+        config = settings(folder, tmp_path, weight_bridge_mode="offline", hub_url=hub.url)
         HubFeed(hub.url, lambda: None, Waits(), 300.0).register(_registration(config, 0, vocab_size=80))
         for _ in range(2):
             assert httpx.post(f"{hub.url}/scored_data", json=group).status_code == 200

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.config import EngineConfig
-from treadle.config.engine_choice import adapter_root
+from treadle.config.schema import adapter_root
 from treadle.engines.api.adapters import AdapterRoutes
 from treadle.engines.api.bridge import BridgeRoutes
 from treadle.engines.api.context import ApiContext, RequestStats

@@ -67,7 +67,7 @@ async def evaluate(
     if folder is not None and result_path(folder, step).exists():
         log.info("evaluation_exists", step=step, path=str(result_path(folder, step)))
         return
-    await wait_for_step(hub, step, context.config.trainer_patience_s)
+    await wait_for_step(hub, step, context.config.patience_s)
     num_prompts = min(context.config.num_eval, len(context.environment.eval_items()))
     with monitor.track_evaluation(step, num_prompts) as report_progress:
         result = await evaluate_policy(

@@ -98,7 +98,7 @@ async def _wait_for_others(hub: HubClient, env_id: int, config: EnvConfig) -> No
     with CurrentWait(hub.waits) as current_wait:
         while (present := (await hub.standing(env_id)).num_present) < config.num_environments:
             what = f"{config.num_environments - present} more of the {config.num_environments} environments to register"
-            current_wait.set(Wanted(what, of="env", deadline_s=config.trainer_patience_s))
+            current_wait.set(Wanted(what, of="env", deadline_s=config.patience_s))
             await asyncio.sleep(STATUS_POLL_S)
 
 

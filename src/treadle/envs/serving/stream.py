@@ -131,7 +131,7 @@ class StreamRunner:
             return None
         if not standing.batch_size:
             return hub.trainer_wanted
-        return next_step(standing.step, self.context.config.trainer_patience_s)
+        return next_step(standing.step, self.context.config.patience_s)
 
     async def _wait_for_a_change(self) -> None:
         """Wait until an item ends, the delivery fails, or POLL_S have passed."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 log = get_logger("trainer")
+MUON_MOMENTUM = 0.95  # of the matrices; everything else is moved by AdamW
 Masters = dict[str, nn.Parameter]
 
 LARGEST_RELATIVE_RATE = 1e-2
@@ -211,7 +212,7 @@ def _muon_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.Muon(
         list(masters.values()),
         lr=config.lr,
-        momentum=config.muon_momentum,
+        momentum=MUON_MOMENTUM,
         weight_decay=config.weight_decay,
         adjust_lr_fn="match_rms_adamw",  # makes one learning rate fit both optimizers
     )

@@ -1,0 +1,88 @@
+"""List the spellings of settings that are accepted beside ours, and the flags that are accepted and do nothing.
+
+Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged. Settings of
+Atropos that set another one of ours (`clip_eps`, `vllm_port`, `use_wandb`) are fields of the section `train`.
+"""
+
+from __future__ import annotations
+
+# Field -> other spellings of its flag and key, in every section that has the field.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model": ("model_name", "model_path"),
+    "steps": ("training_steps",),
+    "hub_url": ("atropos_url", "rollout_server_url"),
+    "max_age": ("max_batches_offpolicy",),
+    "lr": ("learning_rate",),
+    "max_num_workers": ("max_num_workers_per_node", "max_num"),
+    "min_batch_allocation": ("minimum",),
+    "inference_weight": ("weight",),
+    "use_trackers": ("use_wandb",),
+    "tensor_parallel_size": ("tp",),
+}
+
+_TOKENIZER = "the tokenizer is that of --openai.model, or of the engine's own model"
+_EVALUATION = "an evaluation runs beside training, on --env.eval-limit-ratio of the engine"
+_NO_RATE_LIMIT = "there is no rate limit; --env.max-num-workers limits the groups in flight"
+_SYSTEM_PROMPT = "write the system prompt that asks for it: --env.system-prompt"
+_ENGINE_URL = "give the engine's URL by --openai.base-url"
+_OWN_PROCESS = "the engine is a process of its own"
+
+# Dotted key of a file, which is a flag of `treadle env` or (without "train.") of `treadle train` -> what is printed.
+NO_EFFECT: dict[str, str] = {
+    "env.tokenizer-name": _TOKENIZER,
+    "env.batch-size": "the trainer says how large a batch is",
+    "env.num-rollouts-per-group-for-logging": "one rollout of a group is in the table; all of them are in the hub",
+    "env.min-items-sent-before-logging": "metrics are sent with every group",
+    "env.include-messages": "messages are always sent",
+    "env.max-eval-workers": _EVALUATION,
+    "env.eval-handling": _EVALUATION,
+    "env.start-tok-length": "a reply has --env.max-token-length tokens from the beginning",
+    "env.thinking-mode": _SYSTEM_PROMPT,
+    "env.reasoning-effort": _SYSTEM_PROMPT,
+    "env.max-reasoning-tokens": "--env.max-token-length bounds the whole reply",
+    "env.custom-thinking-prompt": _SYSTEM_PROMPT,
+    "openai.rolling-buffer-length": "latencies are in the engine's metrics",
+    "openai.num-max-requests-at-once": "--env.max-num-workers bounds the groups in flight",
+    "openai.num-requests-for-eval": _EVALUATION,
+    "openai.n-kwarg-is-ignored": "our engine heeds n",
+    "openai.health-check": "an engine that is away is waited for",
+    "openai.tokenizer-name": _TOKENIZER,
+    "slurm": _ENGINE_URL,
+    "slurm.num-requests-per-time-interval": _NO_RATE_LIMIT,
+    "slurm.time-interval": _NO_RATE_LIMIT,
+    "testing": "treadle env NAME validate needs no model",
+    "max-n-completions": "the engine takes any n",
+    "proxy-url": _ENGINE_URL,
+    "train.benchmark": "every step is timed, see metrics.jsonl",
+    "train.debug-loading": "what is loaded is logged, and a weight that does not fit is an error",
+    "train.log-dir": "the trainer logs to stderr, or under treadle run into the run's folder",
+    "train.no-reference-logprobs": "a group without logprobs is trained as sampled by the policy itself, and counted",
+    "train.vllm-gpu": f"{_OWN_PROCESS}: start treadle engine with --device",
+    "train.gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
+    "train.vllm-gpu-memory-utilization": f"{_OWN_PROCESS}: treadle engine --gpu-memory-utilization",
+    "train.max-model-len": f"{_OWN_PROCESS}: treadle engine --max-model-len",
+    "train.num-inference-nodes": "the engine is found by --engine-url",
+}
+
+
+def drop_without_effect(words: list[str], section: str = "") -> tuple[list[str], list[str]]:
+    """Take the flags of NO_EFFECT out of a command line: (what is left, a sentence about each).
+
+    `section`: that of a verb whose flags have no prefix.
+
+    >>> drop_without_effect(["--benchmark", "--lr", "1e-5"], "train")
+    (['--lr', '1e-5'], ['--benchmark has no effect: every step is timed, see metrics.jsonl'])
+    """
+    kept: list[str] = []
+    notes: list[str] = []
+    skipping = False
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+            reason = NO_EFFECT.get(f"{section}.{name}" if section else name)
+            skipping = reason is not None
+            if skipping:
+                notes.append(f"--{name} has no effect: {reason}")
+        if not skipping:
+            kept.append(word)
+    return kept, notes
