@@ -26,8 +26,9 @@ from torch import Tensor
 
 from treadle.engines.model_folder import check_model_folder, read_header, read_settings
 from treadle.errors import ModelError
+from treadle.support import FAMILIES
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type of config.json -> of GGUF
+ARCHITECTURES = {kind: family.gguf for kind, family in FAMILIES.items() if family.gguf}
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",

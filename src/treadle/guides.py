@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from treadle.config.flags import Guide
+from treadle.support import MATRIX_MODES
 
 GUIDES = MappingProxyType({
     "run": Guide(
@@ -40,9 +41,9 @@ GUIDES = MappingProxyType({
         usage="[--modes NAMES] [FLAG VALUE ...]",
         about="Run the weight modes (how new weights reach the engine) one after another, on the same task and seed, "
         "each as an ordinary treadle run; write one table and one plot: seconds per step and publish, bytes sent, "
-        "memory, tokens per second, parity of trainer and engine, reward. Modes: single_copy, broadcast, "
-        "broadcast_gloo, broadcast_nccl, lora_only, lora_restart, none, reload, delta; shared_vllm stands for the "
-        "first two. The exit code is 1 when a mode failed. Takes the flags of treadle run too.",
+        f"memory, tokens per second, parity of trainer and engine, reward. Modes: {', '.join(MATRIX_MODES)}; "
+        "shared_vllm stands for the first two. The exit code is 1 when a mode failed. Takes the flags of treadle run "
+        "too.",
         examples={
             "treadle matrix --steps 5": "all modes that can run here",
             "treadle matrix --modes lora_only --steps 3": "does one mode work here?",

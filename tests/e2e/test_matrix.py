@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.processes import environment, last_lines
 from tests.e2e.runs import metrics_of, newest_run
 from tests.tiny_model import write_tiny_model
-from treadle.launch.matrix import MODES
+from treadle.support import MATRIX_MODES as MODES
 
 pytestmark = pytest.mark.full  # ./check runs single modes, and the rows in tests/unit/launch/test_launch_matrix.py
 

@@ -22,8 +22,8 @@ from treadle.budget.suggestions import SHARED_BASE, Suggestion, separate_engine_
 from treadle.config.env import labels_of
 from treadle.config.flags import given
 from treadle.config.schema import EngineConfig, RunConfig
-from treadle.config.sync import LORA_MODES
 from treadle.formatting import gigabytes
+from treadle.support import WEIGHT_MODES
 
 Settings = Mapping[str, str]  # {"train.optimizer": "adamw_8bit"}
 BY_HAND = "start it with, each in a terminal of its own (treadle run starts one trainer process: docs/multi-gpu.md)"
@@ -98,7 +98,7 @@ class StartCommands:
         age = str(run.env.max_age if run.max_age is None or "env.max_age" in settings else run.max_age)
         if not run.envs and run.env.pace != "stream":
             train = {"max_age": age} | train
-        if mode in LORA_MODES:
+        if WEIGHT_MODES[mode].adapters:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
             if job.base_quantization != "none":
                 engine = {"quantization": job.base_quantization} | engine

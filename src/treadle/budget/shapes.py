@@ -11,8 +11,8 @@ from typing import Any
 
 from treadle.config.load import suggest
 from treadle.errors import ModelError
+from treadle.support import FAMILIES
 
-READABLE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _QUANTIZED = ("awq", "gptq", "gguf", "fp8", "int4", "int8", "bnb", "4bit", "8bit")
 
 
@@ -162,9 +162,9 @@ def read_shape(path: Path) -> ModelShape:
     except ValueError:
         raise ModelError(f"{path} is damaged: it cannot be parsed", fix="fetch or save the model again") from None
     kind = settings.get("model_type") if isinstance(settings, dict) else None
-    if kind not in READABLE_TYPES:
+    if kind not in FAMILIES:
         raise ModelError(
-            f"{path} describes a model of type '{kind}'; counted exactly are {', '.join(READABLE_TYPES)}",
+            f"{path} describes a model of type '{kind}'; counted exactly are {', '.join(FAMILIES)}",
             fix="give its size instead, as in --params 24e9",
         )
     try:

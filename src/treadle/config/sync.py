@@ -9,18 +9,15 @@ from pydantic import Field, model_validator
 
 from treadle.config.section import PositiveInt, Seconds, Section, option
 from treadle.errors import ConfigError
+from treadle.support import WEIGHT_MODES, WeightMode, WeightModeName
 
 FIND_BRIDGE_FILE = Path("auto")
 Quantization = Literal["none", "nf4"]  # of a frozen base model
-LORA_MODES = ("lora_only", "lora_restart")
-RESTART_MODES = ("lora_restart", "none")
-# Tensor parallel: every GPU of the engine has a part of each weight, where all other modes write whole ones.
-SPLIT_ENGINE_MODES = (*LORA_MODES, "offline")
 
 
 def refuse_split_engine(num_gpus: int, mode: str) -> None:
     """Refuse to publish whole weights to an engine of several GPUs; called by plan, launcher and engine."""
-    if num_gpus > 1 and mode not in SPLIT_ENGINE_MODES:
+    if num_gpus > 1 and not WEIGHT_MODES[mode].split_engine:
         raise ConfigError(
             f"an engine that is split over {num_gpus} GPUs (tensor parallel) takes adapters only, and "
             f"weight_bridge_mode is {mode}",
@@ -31,13 +28,11 @@ def refuse_split_engine(num_gpus: int, mode: str) -> None:
 class SyncOptions(Section):
     """How new weights reach the engine, and the proof of it."""
 
-    weight_bridge_mode: Literal["shared_vllm", "lora_only", "lora_restart", "none", "reload", "delta", "offline"] = (
-        option(
-            "shared_vllm",
-            "memory that engine and trainer share; adapters, loaded while it serves; a restart with an adapter "
-            "(lora_restart) or with all weights (none); from disk all weights (reload) or the changed ones (delta); "
-            "no engine (offline)",
-        )
+    weight_bridge_mode: WeightModeName = option(
+        "shared_vllm",
+        "memory that engine and trainer share; adapters, loaded while it serves; a restart with an adapter "
+        "(lora_restart) or with all weights (none); from disk all weights (reload) or the changed ones (delta); "
+        "no engine (offline)",
     )
     single_copy: bool = option(
         False,
@@ -87,9 +82,8 @@ class SyncOptions(Section):
     @classmethod
     def _adapters_of_mode(cls, values: Any) -> Any:
         """A mode that publishes adapters trains them."""
-        if isinstance(values, dict) and values.get("weight_bridge_mode") in LORA_MODES:
-            return {"lora": True} | values
-        return values
+        mode = WEIGHT_MODES.get(str(values.get("weight_bridge_mode"))) if isinstance(values, dict) else None
+        return {"lora": True} | values if mode is not None and mode.adapters else values
 
     @model_validator(mode="after")
     def _one_way(self) -> SyncOptions:
@@ -99,7 +93,8 @@ class SyncOptions(Section):
                 "single_copy is one copy of the weights for engine and trainer, use_shared_memory is two: give one of "
                 "the two"
             )
-        modes = ("shared_vllm", "lora_only") if self.single_copy else ("shared_vllm",)
+        one_copy = [name for name, mode in WEIGHT_MODES.items() if mode.single_copy]
+        modes = one_copy if self.single_copy else ["shared_vllm"]
         if given and self.weight_bridge_mode not in modes:
             raise ValueError(
                 f"{given[0]} is a way of weight_bridge_mode {' and '.join(modes)}, and the mode is "
@@ -114,12 +109,15 @@ class SyncOptions(Section):
         return self
 
     @property
+    def mode(self) -> WeightMode:
+        """What the mode needs and allows."""
+        return WEIGHT_MODES[self.weight_bridge_mode]
+
+    @property
     def publish_interval(self) -> int:
         """Steps from one publish to the next."""
-        if self.weight_bridge_mode in ("shared_vllm", "offline"):
-            return 1
-        return self.vllm_restart_interval or (3 if self.weight_bridge_mode in RESTART_MODES else 1)
+        return 1 if self.mode.every_step else self.vllm_restart_interval or self.mode.interval
 
     @property
     def publish_deadline_s(self) -> float:
-        return self.publish_timeout_s or (900.0 if self.weight_bridge_mode in RESTART_MODES else 180.0)
+        return self.publish_timeout_s or self.mode.deadline_s

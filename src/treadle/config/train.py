@@ -24,7 +24,7 @@ from treadle.config.section import (
     parse_names,
     shared,
 )
-from treadle.config.sync import LORA_MODES, Quantization, SyncOptions
+from treadle.config.sync import Quantization, SyncOptions
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -301,7 +301,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
                 "train_layer_indices chooses among the model's own weights, and with lora none of them is trained: "
                 "choose the layers that get adapters with lora_layer_indices"
             )
-        if self.weight_bridge_mode in LORA_MODES and not self.lora:
+        if self.mode.adapters and not self.lora:
             raise ValueError(
                 f"weight_bridge_mode {self.weight_bridge_mode} publishes adapters, and lora is off: leave lora out, or "
                 "choose reload to publish all weights"
@@ -309,7 +309,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
         if self.base_quantization != "none":
             self._check_quantization()
         # Adapters are the trainer's own, and a frozen base stays as the engine has it.
-        merges = self.weight_bridge_mode not in LORA_MODES
+        merges = not self.mode.adapters
         own_copy = {
             "lora": self.lora and merges,
             "epochs over 1": self.epochs > 1 and merges,
@@ -326,7 +326,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
         return self
 
     def _check_quantization(self) -> None:
-        if not self.lora or self.weight_bridge_mode not in (*LORA_MODES, "offline"):
+        if not self.lora or not self.mode.quantized_base:
             raise ValueError(
                 f"base_quantization {self.base_quantization} needs weight_bridge_mode lora_only, which trains adapters "
                 "on a frozen model"

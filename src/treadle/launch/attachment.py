@@ -21,7 +21,6 @@ import msgspec
 
 from treadle.config.keys import value_of, with_values
 from treadle.config.schema import RunConfig
-from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR
 from treadle.errors import ConfigError
 from treadle.launch.plan import RunTokens
@@ -313,12 +312,12 @@ def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[s
     """Settings by which new weights reach an engine that this run did not start, and a note for the user."""
     train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
     mode = train.weight_bridge_mode
-    if mode in LORA_MODES and not info.has_lora:
+    if train.mode.adapters and not info.has_lora:
         raise ConfigError(
             f"{where} takes no adapters, which weight_bridge_mode {mode} publishes",
             fix=f"start it with treadle engine --enable-lora --max-lora-rank {train.lora_r}",
         )
-    if mode in LORA_MODES and info.max_lora_rank is not None and train.lora_r > info.max_lora_rank:
+    if train.mode.adapters and info.max_lora_rank is not None and train.lora_r > info.max_lora_rank:
         raise ConfigError(
             f"{where} takes adapters up to rank {info.max_lora_rank}, and train.lora_r is {train.lora_r}",
             fix=f"--train.lora-r {info.max_lora_rank}, or start it with treadle engine --max-lora-rank {train.lora_r}",
@@ -344,7 +343,7 @@ def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[s
 def check_live_folder(config: RunConfig, info: BridgeInfo) -> None:
     """For modes that pass weights in files: refuse a folder outside of the engine's --adapter-root."""
     train = config.train
-    if train.weight_bridge_mode in ("shared_vllm", "offline"):
+    if not train.mode.uses_folder:
         return
     live, output = (train.live_path or train.save_path).resolve(), config.output.resolve()
     written = output if live.is_relative_to(output) else live

@@ -46,6 +46,7 @@ from treadle.launch.preflight import check_one_model, run_label, settle_environm
 from treadle.report.page import PAGE_FILE, render_report
 from treadle.report.record import read_record
 from treadle.report.summary import load_summary
+from treadle.support import MATRIX_MODES as MODES
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 
@@ -54,18 +55,6 @@ MATRIX_FILE = "matrix.json"
 _MODE_SETTINGS = MappingProxyType(
     {"weight_bridge_mode": "shared_vllm", "single_copy": False, "use_shared_memory": False, "broadcast_by": "auto"}
 )
-MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    "single_copy": {"single_copy": True},
-    "broadcast": {"use_shared_memory": True},
-    "broadcast_gloo": {"use_shared_memory": True, "broadcast_by": "gloo"},
-    "broadcast_nccl": {"use_shared_memory": True, "broadcast_by": "nccl"},
-    "lora_only": {"weight_bridge_mode": "lora_only"},
-    "lora_single_copy": {"weight_bridge_mode": "lora_only", "single_copy": True},
-    "lora_restart": {"weight_bridge_mode": "lora_restart"},
-    "none": {"weight_bridge_mode": "none"},
-    "reload": {"weight_bridge_mode": "reload"},
-    "delta": {"weight_bridge_mode": "delta"},
-})  # fmt: skip
 _SEVERAL = {"all": tuple(MODES), "shared_vllm": ("single_copy", "broadcast")}
 # Files, folders and servers of one run: a mode that shared them would continue the run of another mode.
 _OF_ONE_RUN = (

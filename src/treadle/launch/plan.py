@@ -20,7 +20,6 @@ from treadle.config.keys import choose_steps, explicit_keys, longest_sequence, v
 from treadle.config.schema import SECTIONS_OF_PROCESS, RunConfig
 from treadle.config.secret_settings import VARIABLE as SETTINGS_VARIABLE
 from treadle.config.secret_settings import secret_variable
-from treadle.config.sync import LORA_MODES
 from treadle.config.train import FLOAT32_LR, TrainConfig
 from treadle.errors import ConfigError
 from treadle.launch.machine import SHARED_MEMORY, MachineFacts
@@ -272,7 +271,7 @@ def engine_of_mode(
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     saved = train.save_path if "train.save_path" in explicit else run_folder
     settings["engine.adapter_root"] = train.live_path or saved  # loads only what the trainer of this run saves
-    if train.weight_bridge_mode in LORA_MODES:
+    if train.mode.adapters:
         # The exact rank: the smaller it is, the more versions vLLM can serve at once.
         settings |= {"engine.enable_lora": True, "engine.max_lora_rank": train.lora_r}
         settings["engine.quantization"] = train.base_quantization

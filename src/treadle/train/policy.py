@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treadle.config import TrainConfig
-from treadle.config.sync import LORA_MODES
 from treadle.errors import ConfigError, ModelError
 from treadle.loading import choose_device, choose_matmul_backend, loading_options, num_weights
 from treadle.sync.layout import Layout
@@ -295,7 +294,7 @@ def share_policy(layout: Layout, config: TrainConfig, ranks: Ranks = ALONE, *, h
             f"one copy of the weights is for one trainer process, and there are {ranks.size}",
             fix="leave --single-copy out, or start one process",
         )
-    is_frozen = config.weight_bridge_mode in LORA_MODES
+    is_frozen = config.mode.adapters
     has_one_copy = has_one_copy and (is_frozen or not (config.lora or config.epochs > 1))
     if not has_one_copy or is_elsewhere or ranks.size > 1:
         own = config.model_copy(update={"dtype": layout.dtype})

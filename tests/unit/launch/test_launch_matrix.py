@@ -22,7 +22,6 @@ from treadle.launch import STOPPED_BY_USER
 from treadle.launch.folder import save_request
 from treadle.launch.matrix import (
     MATRIX_FILE,
-    MODES,
     check_settings,
     flags_of,
     load_settings,
@@ -38,6 +37,7 @@ from treadle.launch.matrix import (
 from treadle.launch.matrix_table import Matrix, ModeRow, draw_plot, one_sentence, render_page, row_of, text_of, verdict
 from treadle.report.record import RunRecord, read_record
 from treadle.report.summary import Outcome, save_summary, summarize
+from treadle.support import MATRIX_MODES as MODES
 
 RECORDED = ROOT / "tests" / "data" / "matrix"
 STEPS = 5

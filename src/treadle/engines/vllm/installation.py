@@ -7,14 +7,13 @@ torch here: `treadle plan` and `treadle doctor` import this module.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
 
 from treadle.errors import ConfigError, MissingExtra
+from treadle.support import VLLM
 
-OLDEST_TESTED, NEWEST_TESTED = (0, 26), (0, 32)
 _LOOK = """
 import importlib.metadata, importlib.util, json
 found = {"version": "", "is_cpu": False, "has_flashinfer": importlib.util.find_spec("flashinfer") is not None}
@@ -52,8 +51,7 @@ class Installation:
         >>> [Installation("python", version, False, False).is_tested for version in ("0.26.0", "1.2")]
         [True, False]
         """
-        numbers = re.match(r"(\d+)\.(\d+)", self.version)
-        return numbers is not None and OLDEST_TESTED <= (int(numbers[1]), int(numbers[2])) <= NEWEST_TESTED
+        return self.version in VLLM
 
 
 def find_vllm(python: str) -> Installation:

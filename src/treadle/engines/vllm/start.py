@@ -18,9 +18,10 @@ from treadle.engines.model_folder import CheckpointFacts, check_model_folder, re
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.command import ServerResources, check_supported, max_model_len, server_command, serving_dtype
 from treadle.engines.vllm.engine import BeginServer, VllmEngine
-from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation, find_vllm, lora_rank
+from treadle.engines.vllm.installation import Installation, find_vllm, lora_rank
 from treadle.engines.vllm.server_process import OnProgress, ServerProcess, ignore_progress
 from treadle.log import get_logger
+from treadle.support import VLLM
 from treadle.sync.gate import gate_beside
 
 log = get_logger("engine")
@@ -30,8 +31,7 @@ def start_vllm(config: EngineConfig, folder: Path, on_progress: OnProgress = ign
     """An engine that serves the model in `folder`; returns when it is ready to generate."""
     vllm = find_vllm(config.vllm_python)
     if not vllm.is_tested:
-        tested = "{}.{} to {}.{}".format(*OLDEST_TESTED, *NEWEST_TESTED)
-        log.warning("vllm_version_untested", version=vllm.version, tested=tested)
+        log.warning("vllm_version_untested", version=vllm.version, tested=str(VLLM))
 
     server, facts = begin_server(config, vllm, folder, on_progress)
     server.wait_until_ready(config.start_timeout_s)

@@ -1,0 +1,68 @@
+"""Docs, pyproject.toml and code agree with the table of what is supported (treadle/support.py)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import get_args
+
+import pytest
+
+from tests.doc_pages import ROOT
+from treadle.config.sync import refuse_split_engine
+from treadle.errors import ConfigError
+from treadle.support import FAMILIES, MATRIX_MODES, PYTHON, VLLM, WEIGHT_MODES, WeightModeName
+from treadle.sync.modes import SYNC_MODES
+
+
+def text_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def test_every_weight_mode_is_a_setting_has_code_and_is_documented() -> None:
+    assert set(WEIGHT_MODES) == set(get_args(WeightModeName)) == set(SYNC_MODES)
+    rows = re.findall(r"^\| `(\w+)[^|]*\|", (ROOT / "docs/weights.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(WEIGHT_MODES) <= set(rows)
+    assert set(MATRIX_MODES) <= set(rows)
+
+
+def test_the_flags_of_each_mode_of_the_matrix_are_documented() -> None:
+    page = text_of("docs/weights.md")
+    for name, settings in MATRIX_MODES.items():
+        flags = [
+            f"--train.{key.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for key, value in settings.items()
+        ]
+        assert f"| `{name}` | `{' '.join(flags)}`" in page
+
+
+def test_documented_versions_are_those_of_the_table() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest, newest = str(VLLM).split(" to ")
+    assert f"vllm>={oldest}" in project["optional-dependencies"]["vllm"]
+    assert project["requires-python"] == ">={}.{}".format(*PYTHON)
+    assert f"vLLM {VLLM} is tested" in text_of("docs/troubleshooting.md")
+    assert f"between {oldest} and {newest}" in text_of("docs/engine.md")
+    assert f"| {oldest}, " in text_of("docs/engine.md")
+    assert f"| {newest}, " in text_of("docs/engine.md")
+    assert "Python {}.{} or newer".format(*PYTHON) in text_of("README.md")
+
+
+def test_documented_families_are_those_of_the_table() -> None:
+    families = re.search(r"Models of the ([\w, ]+) families are tested", text_of("README.md"))
+    assert families is not None
+    assert set(re.split(", | and ", families[1])) == {family.name for family in FAMILIES.values()}
+    assert f"a config.json ({', '.join(FAMILIES)})" in text_of("docs/plan.md")
+    gguf = re.search(r"\*\*GGUF\*\* is written for ([^.]*) models", text_of("docs/running.md"))
+    assert gguf is not None
+    for family in FAMILIES.values():
+        assert (family.name in gguf[1]) == bool(family.gguf)
+
+
+@pytest.mark.parametrize("mode", WEIGHT_MODES)
+def test_whole_weights_are_refused_for_an_engine_on_several_gpus(mode: str) -> None:
+    if WEIGHT_MODES[mode].split_engine:
+        return refuse_split_engine(2, mode)
+    with pytest.raises(ConfigError, match="takes adapters only"):
+        refuse_split_engine(2, mode)
+    return None
