@@ -121,7 +121,7 @@ import asyncio, sys
 from treadle.envs.hub_client import HubClient
 from treadle.errors import HubError
 from treadle.train.feed import HubFeed
-from treadle.watch.heartbeat import Heartbeat
+from treadle.watch.watchdog import Heartbeat
 from treadle.watch.waits import Waits
 from treadle.wire.hub import ProcessReport, RegisterTrainer
 

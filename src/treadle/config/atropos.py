@@ -1,7 +1,7 @@
 """List the spellings of settings that are accepted beside ours, and the flags that are accepted and do nothing.
 
 Most are those of Atropos' environments and example trainer, whose command lines and files work unchanged. Settings of
-Atropos that set another one of ours (`clip_eps`, `vllm_port`, `use_wandb`) are fields of the section `train`.
+Atropos that set another of our settings (`clip_eps`, `vllm_port`, `use_wandb`) are fields of the section `train`.
 """
 
 from __future__ import annotations

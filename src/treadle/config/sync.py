@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from treadle.config.section import PositiveInt, Seconds, Section, option
 from treadle.errors import ConfigError
-from treadle.support import WEIGHT_MODES, WeightMode, WeightModeName
+from treadle.support import CANARY_BOUNDS_TEXT, WEIGHT_MODES, WeightMode, WeightModeName
 
 FIND_BRIDGE_FILE = Path("auto")
 Quantization = Literal["none", "nf4"]  # of a frozen base model
@@ -72,7 +72,7 @@ class SyncOptions(Section):
     canary_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
         None,
         "nats that trainer and engine may be apart on the canary in the mean, and ten times that on one token; "
-        "empty: 0.0001 in float32, 0.03 in float16, 0.25 in bfloat16",
+        f"empty: {CANARY_BOUNDS_TEXT}",
     )
     canary_share: Annotated[float, Field(ge=0, le=1)] = option(
         0.0025, "share of the run's time that canaries may take; 1: one at every publish"

@@ -7,7 +7,6 @@ so no spike is lost.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from treadle.dash.run_folder import HeldOut, RunFolder
-from treadle.track.names import METRICS
+from treadle.track.catalogue import METRICS, Band
 
 Values = list[float | None]
 NUM_SYNCS = 300
@@ -102,14 +101,6 @@ def _rounded(value: float) -> float | None:
 # ---- charts
 
 
-class Band(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The healthy range; None: no limit at this end."""
-
-    low: float | None = None
-    high: float | None = None
-    alarm: float | None = None
-
-
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """`labels`: plain names of the metrics, in the order of `names`. `held_out_envs`: environments drawn separately."""
 
@@ -123,25 +114,6 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     held_out_envs: tuple[str, ...] = ()
     band: Band | None = None
     healthy: str = ""
-
-
-def band_of(healthy: str) -> Band | None:
-    """Parse a healthy range of the metric catalogue; None where it is no fixed range.
-
-    >>> band_of("below 0.1; alarm above 0.5")
-    Band(low=None, high=0.1, alarm=0.5)
-    """
-    number = r"(-?\d+(?:\.\d+)?)"
-    alarm = re.search(rf"alarm above {number}", healthy)
-    text = re.split("[;,]", healthy, maxsplit=1)[0].strip()
-    limit = float(alarm[1]) if alarm else None
-    if found := re.fullmatch(rf"{number} to {number}", text):
-        return Band(float(found[1]), float(found[2]), limit)
-    if found := re.match(rf"below {number}(?! %)", text):
-        return Band(None, float(found[1]), limit)
-    if found := re.match(rf"(?:above|at least) {number}", text):
-        return Band(float(found[1]), None, limit)
-    return None
 
 
 def _chart(
@@ -158,7 +130,7 @@ def _chart(
         note=note or entry.meaning,
         kind="stacked" if stacked else "lines",
         has_held_out=has_held_out,
-        band=band_of(entry.healthy),
+        band=entry.band,
         healthy=entry.healthy,
     )
 

@@ -46,7 +46,7 @@ from treadle.dash.web import (
 )
 from treadle.store import Store
 from treadle.store.browse import Browser, Wanted
-from treadle.track.names import METRICS
+from treadle.track.catalogue import METRICS
 
 Page = tuple[str, Handler]  # (path, handler of GET)
 PAGE_SIZE = 50

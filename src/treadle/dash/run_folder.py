@@ -22,7 +22,6 @@ import msgspec
 
 from treadle.config.load import merge_derived
 from treadle.track.health_log import HealthLog
-from treadle.track.names import with_todays_names
 from treadle.track.plot import HeldOutPoint, pooled
 from treadle.track.token_files import FOLDER as TOKENS
 from treadle.track.token_files import TokenFiles
@@ -69,11 +68,10 @@ class Columns:
         return [value for value in column if not math.isnan(value)]
 
     def _column(self, name: str) -> array[float]:
-        """The column under today's metric name, padded up to the step before this one."""
-        (todays_name,) = with_todays_names({name: None})
-        column = self.by_name.get(todays_name)
+        """The column of a metric, padded up to the step before this one."""
+        column = self.by_name.get(name)
         if column is None:
-            column = self.by_name[todays_name] = array("d", [math.nan]) * (len(self.steps) - 1)
+            column = self.by_name[name] = array("d", [math.nan]) * (len(self.steps) - 1)
         return column
 
     def _cut(self, length: int) -> None:

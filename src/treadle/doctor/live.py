@@ -12,7 +12,7 @@ import msgspec
 from treadle.envs.checking.findings import Finding, Verdict
 from treadle.formatting import one_line
 from treadle.net.probe import ProbeAnswer, ServerProbe
-from treadle.watch.telling import tell_process
+from treadle.watch.describe import describe_problems
 from treadle.wire.hub import Processes, ProcessStanding
 
 TOKEN_TIMEOUT_S = 15.0
@@ -49,7 +49,7 @@ def check_processes(standings: list[ProcessStanding]) -> list[Finding]:
     for standing in standings:
         report = standing.report
         fixes = [wait.fix for wait in report.waits if wait.fix] + ([report.fix] if report.fix else [])
-        problems = tell_process(standing)
+        problems = describe_problems(standing)
         if not problems:
             state = f"{report.state or 'running'}, last report {standing.heard_s:.0f} s ago"
             checks.append(Finding(f"process {report.name}", "ok", state))

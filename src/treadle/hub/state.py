@@ -16,7 +16,7 @@ from treadle.hub.metrics import Metrics
 from treadle.hub.validation_workers import ValidationWorkers
 from treadle.log import get_logger
 from treadle.store import LeaseTerms, Limits, Store
-from treadle.watch.telling import LAST_WORD, cleaned, tell_wait
+from treadle.watch.describe import ENDED, cleaned, describe_wait
 from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
 
 # ---- process reports
@@ -43,7 +43,7 @@ class ProcessReports:
         report = cleaned(report)
         key = (report.kind, report.machine, report.pid)
         self._forget_old()
-        if report.state == LAST_WORD:
+        if report.state == ENDED:
             self._reports.pop(key, None)
             self._to_dump.pop(key, None)
             return ReportTaken()
@@ -81,10 +81,10 @@ class ProcessReports:
             if wait.is_late and (key, wait.what) not in self._blamed:
                 self._blamed.add((key, wait.what))
                 if wait.of == "hub" and self._clock() - self._hub_dumped_s >= DUMPS_APART_S:
-                    self._hub_dumped_s, self.hub_is_blamed = self._clock(), tell_wait(report, wait)
+                    self._hub_dumped_s, self.hub_is_blamed = self._clock(), describe_wait(report, wait)
                 for other in self._reports:
                     if other[0] == wait.of and other != key:
-                        self._to_dump[other] = tell_wait(report, wait)
+                        self._to_dump[other] = describe_wait(report, wait)
 
     def _forget_old(self) -> None:
         now_s = self._clock()

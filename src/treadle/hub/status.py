@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treadle.hub.state import HubState
 from treadle.store import EnvLoad, EnvRecord, RunState
-from treadle.watch.telling import tell_process, tell_work
+from treadle.watch.describe import describe_problems, describe_work
 from treadle.watch.watchdog import About, report_of
 from treadle.wire.hub import ProcessStanding
 
@@ -71,7 +71,9 @@ def explain(hub: HubState) -> str:
     # The trainer's own wait is this very question.
     others = [standing for standing in hub.process_reports.standings() if standing.report.kind != "trainer"]
     own = ProcessStanding(report=report_of("hub", "hub", About(), hub.store.waits), heard_s=0.0)
-    return "; ".join([why_no_batch(hub), *(line for standing in [own, *others] for line in tell_process(standing))])
+    return "; ".join(
+        [why_no_batch(hub), *(line for standing in [own, *others] for line in describe_problems(standing))]
+    )
 
 
 def why_no_batch(hub: HubState) -> str:
@@ -95,5 +97,5 @@ def why_no_batch(hub: HubState) -> str:
         if env.group_size > trainer.batch_size
     )
     works = [standing.report.work for standing in hub.process_reports.standings() if standing.report.work is not None]
-    reason = "; ".join([reason, *map(tell_work, works)])
+    reason = "; ".join([reason, *map(describe_work, works)])
     return f"{reason}; silent for a while: {', '.join(silent)}" if silent else reason

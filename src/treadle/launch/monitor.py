@@ -24,8 +24,8 @@ from treadle.config.schema import SECTIONS_OF_PROCESS
 from treadle.errors import RunStalled
 from treadle.net.probe import get
 from treadle.net.urls import shown_url
+from treadle.watch.describe import SHOWN_AFTER_S, SILENT_AFTER_S, describe_now, describe_problems, describe_wait
 from treadle.watch.stacks import SIGNAL
-from treadle.watch.telling import SHOWN_AFTER_S, SILENT_AFTER_S, tell_now, tell_process, tell_wait
 from treadle.wire.hub import GENERATED_TOKENS, Processes, ProcessStanding
 
 POLL_EVERY_S = 1.0
@@ -115,7 +115,7 @@ class RunMonitor:
         else:
             self._hub_heard_s = self._clock()
         standings = [_in_flags_of_run(standing) for standing in _read(answer)]
-        notes = tuple(line for standing in standings for line in tell_process(standing, with_fixes=True))
+        notes = tuple(line for standing in standings for line in describe_problems(standing, with_fixes=True))
         # An alarm that is over is raised again when it comes back.
         known = {key for standing in standings for key in _troubles(standing)}
         self._raised = {key for key in self._raised if key in known or key[1] == SILENT}
@@ -123,7 +123,7 @@ class RunMonitor:
             self._check_process(standing)
         self.status = replace(
             self.status,
-            now=tell_now(standings),
+            now=describe_now(standings),
             notes=notes,
             standings=tuple(standings),
             generated_tok_s=self._generated_tok_s(standings),
@@ -143,7 +143,7 @@ class RunMonitor:
             if wait.is_late and standing.heard_s <= SILENT_AFTER_S:
                 own = self._name_of(report.pid, report.kind)
                 logs = " and ".join(dict.fromkeys(str(log) for name in (own, wait.of) for log in self._logs_of(name)))
-                self._alarm((report.name, wait.what), f"{tell_wait(report, wait)}; stacks are in {logs}", wait.fix)
+                self._alarm((report.name, wait.what), f"{describe_wait(report, wait)}; stacks are in {logs}", wait.fix)
         if report.problem and (report.name, PROBLEM) not in self._raised:
             self._raised.add((report.name, PROBLEM))
             finding = f"{report.name} {report.problem}; {report.fix}"
@@ -186,7 +186,9 @@ class RunMonitor:
                 _ask_for_stacks(pid)
             time.sleep(STACKS_TAKE_S)
             long = [(s.report, wait) for s in standings for wait in s.report.waits if wait.seconds >= SHOWN_AFTER_S]
-            waits = "; ".join(tell_wait(report, wait) for report, wait in long) or "no process says what it waits for"
+            waits = (
+                "; ".join(describe_wait(report, wait) for report, wait in long) or "no process says what it waits for"
+            )
             raise RunStalled(
                 f"nothing has moved for {stalled_s:.0f} s: {waits}",
                 fix=f"the logs in {self._log_folder} say more and have the stacks; --stall-timeout-s gives it longer",

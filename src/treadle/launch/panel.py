@@ -15,7 +15,7 @@ from treadle.formatting import duration, gigabytes, model_name, percent, sparkli
 from treadle.launch.monitor import RunStatus
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
 from treadle.track.health_log import HealthLine
-from treadle.watch.telling import SILENT_AFTER_S, is_long, shortened, tell_work, wait_to_show
+from treadle.watch.describe import SILENT_AFTER_S, describe_work, is_long, shortened, wait_to_show
 from treadle.wire.hub import ProcessStanding
 
 _UNKNOWN = "–"
@@ -138,7 +138,7 @@ def _work(status: RunStatus) -> list[RenderableType]:
             row = Table.grid(padding=(0, 2), expand=True)
             row.add_column(no_wrap=True)
             row.add_column(ratio=1)
-            row.add_row(Text(tell_work(work)), ProgressBar(total=max(1, work.total), completed=work.done))
+            row.add_row(Text(describe_work(work)), ProgressBar(total=max(1, work.total), completed=work.done))
             rows.append(row)
     return rows
 

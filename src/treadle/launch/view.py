@@ -152,7 +152,7 @@ class PlainView:
     step  12/50  reward 0.310  accuracy 28.0 %  ended 97 %  generated 812 tokens/s  trained 412 tokens/s  8.1 s  ...
 
     After 15 s without a line it prints what is waited for: `evaluating at step 0: 128 of 256, 20 s`. An explanation is
-    added if a process has a problem or has waited for more than half of its deadline (watch/telling.py).
+    added if a process has a problem or has waited for more than half of its deadline (watch/describe.py).
     """
 
     def __init__(self, out: TextIO | None = None) -> None:

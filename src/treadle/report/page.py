@@ -29,7 +29,7 @@ from treadle.report.history import Evaluation, History
 from treadle.report.record import RunRecord, check_is_run, flatten, read_record
 from treadle.report.summary import Summary, choose_examples
 from treadle.store.browse import Browser, Wanted
-from treadle.track.names import METRICS
+from treadle.track.catalogue import METRICS
 
 PAGE_FILE = "report.html"
 NUM_POINTS = 300  # of each line; keeps the report of a long run small

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.track.fan import build_tracker
 from treadle.track.jsonl import JsonlTracker
-from treadle.track.sink import Metric, Tracker
+from treadle.track.trackers import Metric, Tracker, build_tracker
 
 __all__ = ["JsonlTracker", "Metric", "Tracker", "build_tracker"]

@@ -1,12 +1,55 @@
-"""Every metric of a step: its name, unit, meaning and healthy range, and what other trainers call it.
+"""Define every metric of a step: name, unit, meaning, healthy range, and what other trainers call it.
 
-The names are those that most people know already (TRL's, then verl's); a name that stands here is never reused for
-something else. docs/metrics.md is made from this file.
+The names are those that most people know already (TRL's, then verl's); a name is never reused for something else. Page,
+health check, report and docs take the healthy ranges from here. docs/metrics.md is made from this file:
+
+    python -c 'from treadle.track.catalogue import render_page; print(render_page(), end="")' > docs/metrics.md
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from treadle.support import CANARY_BOUNDS_TEXT
+
+SPIKE_TIMES = 10  # a gradient norm or loss that is larger than its usual size by this factor is a spike
+ENTROPY_SHARE = 0.1  # of the entropy that a run began with: less is a policy that hardly explores
+
+
+class Band(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The healthy range of a metric; an end that is None is open. The trainer reports values beyond `alarm`, or where
+    that is None, beyond the range."""
+
+    low: float | None = None
+    high: float | None = None
+    alarm: float | None = None  # above `high`
+    where: str = ""  # when the range applies: "on-policy"
+
+    @property
+    def limit(self) -> float:
+        """The value from which the trainer reports the metric, of a range that ends above."""
+        limit = self.high if self.alarm is None else self.alarm
+        if limit is None:
+            raise ValueError(f"{self} has no upper limit")
+        return limit
+
+    def __str__(self) -> str:
+        """ "below 0.1; alarm above 0.5", "0.8 to 1.2", "above 0.5", "0"."""
+        if self.low is not None and self.high is not None:
+            text = f"{self.low:g} to {self.high:g}"
+        elif self.high == 0:
+            text = "0"
+        else:
+            text = f"below {self.high:g}" if self.high is not None else f"above {self.low:g}"
+        return (
+            text
+            + (f" {self.where}" if self.where else "")
+            + ("" if self.alarm is None else f"; alarm above {self.alarm:g}")
+        )
 
 
 @dataclass(frozen=True)
@@ -16,10 +59,19 @@ class MetricEntry:
     name: str
     unit: str
     meaning: str
-    healthy: str = ""
+    expected: Band | str = ""  # words where the range is no fixed one
     trl: str = ""
     verl: str = ""
     atropos: str = ""
+
+    @property
+    def band(self) -> Band | None:
+        return self.expected if isinstance(self.expected, Band) else None
+
+    @property
+    def healthy(self) -> str:
+        """The healthy range in words; "" where there is none."""
+        return str(self.expected)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -33,12 +85,12 @@ _E = MetricEntry
 BATCH = (
     _E("reward", "reward", "Mean score of the rollouts of the step.", "rising",
        trl="reward", verl="critic/rewards/mean"),
-    _E("reward_std", "reward", "Spread of the scores inside a group, averaged over the groups.", "above 0",
+    _E("reward_std", "reward", "Spread of the scores inside a group, averaged over the groups.", Band(low=0.0),
        trl="reward_std"),
     _E("frac_reward_zero_std", "fraction", "Groups whose rollouts all scored the same: they carry no gradient.",
-       "below 0.6", trl="frac_reward_zero_std"),
+       Band(high=0.6), trl="frac_reward_zero_std"),
     _E("by_group/frac_mixed", "fraction", "Groups with both better and worse rollouts: those with a learning signal.",
-       "above 0.4"),
+       Band(low=0.4)),
     _E("by_group/frac_all_good", "fraction", "Groups in which all scores are equal and good: too easy."),
     _E("by_group/frac_all_bad", "fraction", "Groups in which all scores are equal and bad: too hard."),
     _E("completions/mean_length", "tokens", "Mean length of the completions.",
@@ -47,11 +99,11 @@ BATCH = (
        trl="completions/min_length", verl="response_length/min"),
     _E("completions/max_length", "tokens", "Longest completion.",
        trl="completions/max_length", verl="response_length/max"),
-    _E("completions/clipped_ratio", "fraction", "Completions that were cut off at the length limit.", "below 0.5",
+    _E("completions/clipped_ratio", "fraction", "Completions that were cut off at the length limit.", Band(high=0.5),
        trl="completions/clipped_ratio", verl="response_length/clip_ratio"),
     _E("completions/repetition", "fraction",
        "Runs of four tokens that occurred before in the same completion; of completions of 32 tokens or more.",
-       "below 0.5"),
+       Band(high=0.5)),
     _E("num_tokens", "tokens", "Tokens of all batches since the run began.", trl="num_tokens"),
     _E("sample/staleness_mean", "versions", "Policy versions between sampling and training, on average.",
        "at most max_age", trl="sample/staleness_mean", verl="training/off_policy/trajectory_staleness/mean"),
@@ -76,26 +128,26 @@ BATCH = (
        trl="batch/masked_token_frac"),
     _E("batch/rejected_rollouts", "rollouts",
        "Rollouts whose numbers cannot be used: not finite, too long, no such token.",
-       "0"),
+       Band(high=0.0)),
     _E("batch/positive_logprobs_frac", "fraction",
-       "Sampled tokens whose logprob is positive, which none can be: they are wrong or shifted.", "0"),
+       "Sampled tokens whose logprob is positive, which none can be: they are wrong or shifted.", Band(high=0.0)),
     _E("batch/without_logprobs_frac", "fraction",
-       "Trained tokens without a valid logprob of the engine.", "0"),
+       "Trained tokens without a valid logprob of the engine.", Band(high=0.0)),
     _E("rollout/accuracy", "fraction", "Rollouts that the environment called right.", "rising"),
     _E("rollout/truncated", "fraction", "The same as completions/clipped_ratio, as the environment saw it."),
     _E("rollout/generation_s", "s", "Engine time of a group; with several turns, of its slowest rollout.",
        verl="timing_s/gen"),
     _E("rollout/generated_tokens", "tokens", "Tokens sampled for one group."),
-    _E("rollout/score_errors", "rollouts", "Rollouts per group whose scoring raised an error.", "0"),
+    _E("rollout/score_errors", "rollouts", "Rollouts per group whose scoring raised an error.", Band(high=0.0)),
     _E("rollout/score_s", "s", "Time that scoring a group took (rewards, or its own score()), over all its rollouts."),
     _E("rollout/group_s", "s", "Stream: time from the beginning of a group to its last score."),
     _E("rollout/in_flight", "groups", "Stream: groups that the environment was working on when it sent this one."),
     _E("rollout/dropped_equal_scores", "groups",
        "Groups dropped since the last that was sent, where any were: all their scores were the same."),
-    _E("rollout/dropped_unscored", "groups", "The same: none of their rollouts could be scored.", "0"),
-    _E("rollout/dropped_nothing_sampled", "groups", "The same: nothing was sampled in them.", "0"),
-    _E("rollout/dropped_oversize", "groups", "The same: they have more sequences than a batch takes.", "0"),
-    _E("rollout/dropped_failed", "groups", "The same: the engine failed at them too often.", "0"),
+    _E("rollout/dropped_unscored", "groups", "The same: none of their rollouts could be scored.", Band(high=0.0)),
+    _E("rollout/dropped_nothing_sampled", "groups", "The same: nothing was sampled in them.", Band(high=0.0)),
+    _E("rollout/dropped_oversize", "groups", "The same: they have more sequences than a batch takes.", Band(high=0.0)),
+    _E("rollout/dropped_failed", "groups", "The same: the engine failed at them too often.", Band(high=0.0)),
 )  # fmt: skip
 
 LOSS = (
@@ -105,14 +157,15 @@ LOSS = (
        trl="policy_loss", verl="actor/pg_loss"),
     _E("kl", "nats", "The KL term before its coefficient: distance from the policy it is measured against.",
        trl="kl", verl="actor/kl_loss", atropos="grpo/kl_penalty"),
-    _E("entropy", "nats", "Mean entropy of the distribution of the next token.", "above 10 % of its first value",
+    _E("entropy", "nats", "Mean entropy of the distribution of the next token.",
+       f"above {100 * ENTROPY_SHARE:g} % of its first value",
        trl="entropy", verl="actor/entropy"),
     _E("mean_ratio", "ratio", "Probability of the sampled tokens now, over that when they were sampled.",
-       "0.8 to 1.2", trl="ratio", atropos="grpo/mean_ratio"),
+       Band(low=0.8, high=1.2), trl="ratio", atropos="grpo/mean_ratio"),
     _E("mean_kl", "nats", "Distance from the policy that sampled the rollouts (k3 estimate).",
-       "below 0.1; alarm above 0.5", verl="actor/ppo_kl", atropos="grpo/mean_kl"),
+       Band(high=0.1, alarm=0.5), verl="actor/ppo_kl", atropos="grpo/mean_kl"),
     _E("clipped_fraction", "fraction", "Tokens whose ratio was clipped: they have no gradient.",
-       "below 0.3; alarm above 0.5", verl="actor/pg_clipfrac", atropos="grpo/clipped_fraction"),
+       Band(high=0.3), verl="actor/pg_clipfrac", atropos="grpo/clipped_fraction"),
     _E("clip_ratio/low_mean", "fraction", "Tokens clipped at the lower bound (negative advantage).",
        trl="clip_ratio/low_mean"),
     _E("clip_ratio/high_mean", "fraction",
@@ -121,7 +174,8 @@ LOSS = (
     _E("clip_ratio/region_mean", "fraction", "Both together.", trl="clip_ratio/region_mean"),
     _E("sampling/sampling_logp_difference/mean", "nats",
        "Absolute difference of the trainer's and the engine's logprob of a token: rounding and staleness.",
-       "below 0.05 on-policy", trl="sampling/sampling_logp_difference/mean", atropos="alignment/diff_abs_mean"),
+       Band(high=0.05, where="on-policy"), trl="sampling/sampling_logp_difference/mean",
+       atropos="alignment/diff_abs_mean"),
     _E("sampling/sampling_logp_difference/max", "nats", "The same for the worst token.",
        trl="sampling/sampling_logp_difference/max", atropos="alignment/diff_max"),
     _E("sampling/importance_sampling_ratio/min", "ratio", "Trainer's over engine's probability, smallest.",
@@ -133,20 +187,20 @@ LOSS = (
     _E("rollout_corr/kl", "nats", "Engine's minus trainer's logprob, on average (k1 estimate).",
        verl="rollout_corr/kl"),
     _E("rollout_corr/k3_kl", "nats", "Distance between engine and trainer (k3 estimate).", verl="rollout_corr/k3_kl"),
-    _E("rollout_corr/chi2_token", "", "Variance of the importance weights of the tokens.", "below 1",
+    _E("rollout_corr/chi2_token", "", "Variance of the importance weights of the tokens.", Band(high=1.0),
        verl="rollout_corr/chi2_token"),
     _E("rollout_corr/training_ppl", "", "Perplexity of the sampled tokens under the trainer.",
        verl="rollout_corr/training_ppl"),
-    _E("rollout_corr/rollout_ppl", "", "Perplexity of the sampled tokens under the engine.", "at least 1",
+    _E("rollout_corr/rollout_ppl", "", "Perplexity of the sampled tokens under the engine.", Band(low=1.0),
        verl="rollout_corr/rollout_ppl"),
     _E("rollout_corr/rollout_is_eff_sample_size", "fraction",
-       "How many tokens the importance weights leave, in effect.", "above 0.5",
+       "How many tokens the importance weights leave, in effect.", Band(low=0.5),
        verl="rollout_corr/rollout_is_eff_sample_size"),
     _E("rollout_corr/rollout_is_oob_ratio", "fraction",
        "Tokens whose importance weight is outside its bounds (mask, cap, or 0.5 to 2).",
        verl="rollout_corr/rollout_is_oob_ratio"),
     _E("rollout_corr/rollout_rs_masked_fraction", "fraction",
-       "Tokens left out because engine and trainer disagree too much.", "below 0.3",
+       "Tokens left out because engine and trainer disagree too much.", Band(high=0.3),
        verl="rollout_corr/rollout_rs_masked_fraction"),
     _E("pos_logp", "nats", "Mean logprob of the tokens with a positive advantage.",
        atropos="train/pos_logp"),
@@ -159,13 +213,13 @@ LOSS = (
 STEP = (
     _E("time_s", "s", "Time spent training, including that before a resume."),
     _E("policy_version", "versions", "Version of the weights after the step."),
-    _E("grad_norm", "", "Norm of the gradients before they were clipped.", "no jump by a factor of 10",
+    _E("grad_norm", "", "Norm of the gradients before they were clipped.", f"no jump by a factor of {SPIKE_TIMES}",
        trl="grad_norm", verl="actor/grad_norm", atropos="train/grad_norm"),
     _E("learning_rate", "", "Learning rate of the step.", trl="learning_rate", verl="actor/lr", atropos="train/lr"),
     _E("skipped_steps", "steps",
        "Steps without an update because the loss or a gradient was not finite, since the run began.",
-       "0"),
-    _E("skipped_in_a_row", "steps", "The same, in a row until now.", "0"),
+       Band(high=0.0)),
+    _E("skipped_in_a_row", "steps", "The same, in a row until now.", Band(high=0.0)),
     _E("perf/step_s", "s", "The whole step, from requesting its batch to published weights.",
        trl="step_time", verl="perf/time_per_step", atropos="train/step_time"),
     _E("perf/fwd_bwd_s", "s", "Forward and backward passes.", trl="perf/fwd_bwd_s"),
@@ -184,7 +238,7 @@ STEP = (
     _E("sync/bytes", "bytes", "Weights handed over to the engine; 0 where it reads the trainer's own."),
     _E("sync/canary_mean_abs_diff", "nats",
        "Trainer's against engine's logprobs of the canary, mean; at the publishes that ask for it.",
-       "below 0.0001 in float32, 0.03 in float16, 0.25 in bfloat16"),
+       f"below {CANARY_BOUNDS_TEXT}"),
     _E("sync/canary_max_abs_diff", "nats", "The same for the worst token.", "below ten times that"),
     _E("perf/mfu_fwd_bwd", "fraction",
        "Share of the card's data-sheet bf16 rate, over forward and backward; 6 operations per trained weight, token.",
@@ -205,3 +259,62 @@ STEP = (
 )  # fmt: skip
 
 SECTIONS = {"From the batch": BATCH, "From the loss": LOSS, "From the step": STEP}
+DIALECTS = ("trl", "verl", "atropos")
+METRICS: dict[str, MetricEntry] = {entry.name: entry for entries in SECTIONS.values() for entry in entries}
+Value = TypeVar("Value")
+
+
+def band_of(name: str) -> Band:
+    """The healthy range of a metric that has a fixed one."""
+    band = METRICS[name].band
+    if band is None:
+        raise KeyError(f"{name} has no fixed range")
+    return band
+
+
+def with_aliases(metrics: Mapping[str, Value], dialects: Sequence[str]) -> dict[str, Value]:
+    """The metrics, and beside them the same values under the names of other trainers.
+
+    >>> with_aliases({"learning_rate": 1e-05}, ["verl", "atropos"])
+    {'learning_rate': 1e-05, 'actor/lr': 1e-05, 'train/lr': 1e-05}
+    """
+    named = dict(metrics)
+    for name, value in metrics.items():
+        entry = METRICS.get(name)
+        if entry is not None:
+            aliases = entry.aliases
+            named.update({aliases[dialect]: value for dialect in dialects if dialect in aliases})
+    return named
+
+
+def render_page() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- Made from src/treadle/track/catalogue.py, whose docstring has the command. -->",
+        "",
+        "One line of JSON per optimizer step in `metrics.jsonl`; `--track wandb,tensorboard,trackio` sends the same to",
+        "further places. `step` counts optimizer steps. A value that is not finite is written as `null`, and so is one",
+        "that a step does not have: where all groups scored the same, no token is trained, and there is no ratio, KL,",
+        "entropy or gradient. Charts show a gap there. Other figures that an environment sends with its groups appear",
+        "as `rollout/<its name>`, averaged over the groups. Evaluations and tables of rollouts come from the",
+        "environment, in a run of its own: [environments.md](environments.md#at-the-trackers).",
+        "",
+        "Used to other names? `--metric-aliases trl,verl,atropos` writes those too, beside ours. The trainer says in",
+        "its log, and the launcher shows, when a figure leaves its healthy range.",
+    ]
+    for title, entries in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| name | unit | meaning | healthy | TRL | verl | Atropos |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [_row(entry) for entry in entries]
+    return "\n".join(lines) + "\n"
+
+
+def _row(entry: MetricEntry) -> str:
+    def other(alias: str) -> str:
+        return "same" if alias == entry.name else f"`{alias}`" if alias else ""
+
+    cells = [f"`{entry.name}`", entry.unit, entry.meaning, entry.healthy]
+    cells += [other(alias) for alias in (entry.trl, entry.verl, entry.atropos)]
+    return "| " + " | ".join(cells) + " |"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import DiskFull
-from treadle.track.names import with_todays_names
 
 
 class JsonlTracker:
@@ -58,13 +57,13 @@ class JsonlTracker:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file, in order, under today's names; a missing file is an empty one."""
+    """The whole lines of a metrics file, in order; a missing file is an empty one."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
     steps = (_parsed(line) for line in content.splitlines())
-    return [with_todays_names(step) for step in steps if step is not None]
+    return [step for step in steps if step is not None]
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:

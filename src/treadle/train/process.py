@@ -20,7 +20,7 @@ from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Metric, Tracker, build_tracker
-from treadle.track.fan import DEFAULT_PROJECT, group_of
+from treadle.track.trackers import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed, open_feed
 from treadle.train.loop import Sync, train

@@ -9,7 +9,7 @@ from pathlib import Path
 from treadle.config.section import num_layers_in, refuse_missing
 from treadle.config.train import TrainConfig
 from treadle.errors import MissingExtra, Problems, require
-from treadle.track.fan import check_sinks
+from treadle.track.trackers import check_sinks
 
 
 def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where every thread and every task of this process stands, written to its log."""
+"""Write the stacks of all threads and asyncio tasks of this process to its log."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def listen_for_signal() -> None:
-    """From now on `kill -USR1 PID` writes the stacks, also of a process that is stuck inside a library."""
+    """Write the stacks on SIGUSR1, also while the process is stuck inside a library."""
     faulthandler.register(SIGNAL, file=_STDERR, all_threads=True)
 
 
 def include_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
-    """A thread's stack does not show what its coroutines wait for."""
+    """Also list the tasks of this loop: a thread's stack does not show what its coroutines wait for."""
     _loops.add(loop)
 
 
@@ -50,7 +50,7 @@ def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
     try:
         tasks = asyncio.all_tasks(loop)
-    except RuntimeError:  # the set changed while another thread looked at it, again and again
+    except RuntimeError:  # the set of tasks kept changing while it was read
         return
     places = Counter(" < ".join(reversed([_place(frame) for frame in _frames(task.get_coro())])) for task in tasks)
     for place, count in places.most_common():
@@ -58,7 +58,7 @@ def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _frames(awaited: Any) -> Iterator[FrameType]:
-    """From a coroutine down to what it stands at: each awaits the next."""
+    """The frames of a coroutine, down to the innermost one that it awaits."""
     while awaited is not None:
         kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")), None)
         if kind is None:

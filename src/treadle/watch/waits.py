@@ -1,10 +1,10 @@
-"""What a process waits for: each wait with a name, since when, for how long at most, and whose turn it is.
+"""Record what a process waits for: name, start, deadline, and the process that is waited for.
 
     waits = Waits()
     with waits.waiting(Wanted("the engine to adopt version 17", of="engine", deadline_s=180, fix="see its log")):
         ...
 
-Threads and coroutines write here; the watchdog reads.
+Threads and coroutines record waits; the watchdog reads them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Clock = Callable[[], float]
 @dataclass(frozen=True)
 class Wanted:
     what: str  # "the hub at http://127.0.0.1:8000"
-    fix: str = ""  # what the user can do; empty: nothing, and it need not be told before its deadline
-    of: str = ""  # whose turn it is: "hub", "engine", "env", "trainer"; empty: nobody's of ours
-    holding: str = ""  # what stands still meanwhile: "the batch of step 17 (8 groups)"
+    fix: str = ""  # what the user can do; empty: nothing, and it is not logged before its deadline
+    of: str = ""  # the process that is waited for: "hub", "engine", "env", "trainer"; empty: none of these
+    holding: str = ""  # what is held up meanwhile: "the batch of step 17 (8 groups)"
     deadline_s: float = math.inf  # longer is not normal
 
 
 class Wait:
-    """Of everyone in this process who waits for the same."""
+    """One wait, shared by all threads and coroutines of this process that wait for the same thing."""
 
     def __init__(self, wanted: Wanted, clock: Clock) -> None:
         self.wanted = wanted
-        self.problem = ""  # what went wrong last, and what to do about it; may change while it lasts
+        self.problem = ""  # the last error; problem and fix may change while the wait lasts
         self.fix = wanted.fix
         self.num_waiting = 0
-        self.num_served = 0  # of those who waited for the same; the clock begins anew with each
+        self.num_served = 0  # waiters that got it; each restarts the clock
         self.was_met = False
         self._clock = clock
         self._since_s = clock()
@@ -51,8 +51,8 @@ class Wait:
     def is_late(self) -> bool:
         return self.seconds > self.wanted.deadline_s
 
-    def begin_anew(self) -> None:
-        """One of those who wait was served: what is wanted comes, and the others have not waited in vain so far."""
+    def restart(self) -> None:
+        """Restart the clock, because one of the waiters got what it waited for."""
         self.num_served += 1
         self.problem = ""
         self._since_s = self._clock()
@@ -63,7 +63,7 @@ class Wait:
 
 
 class Waits:
-    """All that this process waits for now."""
+    """The current waits of this process."""
 
     def __init__(self, clock: Clock = awake_s) -> None:
         self._clock = clock
@@ -72,7 +72,7 @@ class Waits:
 
     @property
     def now(self) -> list[Wait]:
-        """The longest first."""
+        """Longest first."""
         with self._lock:
             return sorted(self._waits.values(), key=lambda wait: -wait.seconds)
 
@@ -82,7 +82,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, wanted: Wanted) -> Iterator[Wait]:
-        """Left by an error, the wait was in vain; else what was wanted came."""
+        """Record a wait for the duration of the block; an exception counts as not met."""
         wait = self.begin(wanted)
         was_met = False
         try:
@@ -106,4 +106,4 @@ class Waits:
                 del self._waits[wait.wanted]
                 wait.end(was_met=was_met)
             elif was_met:
-                wait.begin_anew()
+                wait.restart()

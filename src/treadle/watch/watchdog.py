@@ -1,7 +1,8 @@
-"""A thread that looks at the waits of its process: says what takes long, and tells the hub.
+"""Watch the waits of a process in a thread: log slow ones, dump stacks when late, report to the hub.
 
-wait --2 s--> told, ever more rarely --deadline--> one line, the stacks of this process; by the hub's answer to its
-                                                   report, whose turn it is writes its own
+after 2 s         the wait is logged, then at growing intervals
+at its deadline   one error line and the stacks of this process; the hub's reply to the report makes the process that is
+                  waited for write its own
 """
 
 from __future__ import annotations
@@ -13,35 +14,75 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
 
 from treadle.log import get_logger
-from treadle.watch.heartbeat import Heartbeat
+from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
+from treadle.net.urls import connection_to
+from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
-from treadle.watch.telling import LAST_WORD, short
 from treadle.watch.waits import Wait, Waits, Wanted
-from treadle.wire.hub import Kind, ProcessReport, WaitReport, WorkReport
+from treadle.wire.hub import Kind, ProcessReport, ReportTaken, WaitReport, WorkReport
 
 log = get_logger("watchdog")
 
-LOOK_EVERY_S = 0.5
+CHECK_EVERY_S = 0.5
 REPORT_EVERY_S = 2.0
-FIRST_TOLD_S = 2.0
-LONGEST_SILENCE_S = 600.0
+FIRST_LOG_S = 2.0  # a shorter wait is not logged
+LONGEST_PAUSE_S = 600.0  # between two lines about one wait
 BLOCKED_LOOP_S = 10.0
-MOST_REPORTED = 8
+MAX_REPORTED_WAITS = 8
 LEAVE_WITHIN_S = 1.0
+SEND_TIMEOUT_S = 2.0
+OK = 200
+ROUTE = "/v1/reports"
 BLOCKED_LOOP = Wanted(
-    "the event loop: one piece of code holds it, and nothing else of this process moves",
+    "the event loop: one piece of code holds it, and nothing else in this process runs",
     fix="the stacks in its log show the code: let it await, or run it with asyncio.to_thread",
     deadline_s=BLOCKED_LOOP_S,
 )
 
 
+class Heartbeat:
+    """Sends reports to the hub: `Heartbeat("http://127.0.0.1:8000").send(report)`. A hub that is away is no error here.
+
+    The hub's token comes from the environment; the URL may carry one too, as /t/TOKEN at its end.
+    """
+
+    def __init__(self, hub_url: str) -> None:
+        self._connection = connection_to(hub_url, SEND_TIMEOUT_S)
+        self._path = urlsplit(hub_url).path.rstrip("/") + ROUTE
+        self._headers = {"Content-Type": "application/json", **bearer_headers(os.environ.get(HUB_TOKEN_VARIABLE))}
+        self._refused_with = OK
+
+    def send(self, report: ProcessReport) -> ReportTaken | None:
+        """The hub's reply; None where there was none."""
+        try:
+            self._connection.request("POST", self._path, msgspec.json.encode(report), self._headers)
+            answer = self._connection.getresponse()
+            body = answer.read()
+            if answer.status != OK:
+                self._log_refusal(answer.status, body)
+                return None
+            return msgspec.json.decode(body, type=ReportTaken)
+        except (OSError, HTTPException, msgspec.MsgspecError):
+            self._connection.close()  # the next report opens a new one
+            return None
+
+    def _log_refusal(self, status: int, body: bytes) -> None:
+        if status != self._refused_with:
+            self._refused_with = status
+            log.warning("report_refused", status=status, hub_says=body[:200].decode(errors="replace"))
+
+
 @dataclass(frozen=True)
 class About:
-    """What a process says of itself, beside its waits."""
+    """The part of a process report that is not about waits."""
 
     state: str = ""
     policy_version: int | None = None
@@ -53,10 +94,10 @@ class About:
 
 
 @dataclass
-class _Told:
-    next_s: float = FIRST_TOLD_S
-    pause_s: float = FIRST_TOLD_S
-    is_told: bool = False
+class _LoggedWait:
+    next_s: float = FIRST_LOG_S
+    pause_s: float = FIRST_LOG_S
+    is_logged: bool = False
     is_late: bool = False
     num_served: int = 0
 
@@ -64,7 +105,7 @@ class _Told:
 class Watchdog:
     """`with Watchdog("trainer", "trainer", waits, hub_url, describe): ...`
 
-    Without a hub it only speaks to the log. `loop`: an event loop that no code may hold.
+    Without a hub it only logs. `loop`: an event loop that no code may block.
     """
 
     def __init__(
@@ -85,7 +126,7 @@ class Watchdog:
         if loop is not None:
             self.watch_loop(loop)
         self._loop_wait: Wait | None = None
-        self._told: dict[Wait, _Told] = {}
+        self._logged: dict[Wait, _LoggedWait] = {}
         self._failures: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -100,52 +141,52 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=LEAVE_WITHIN_S)  # it may be speaking with a hub that is slow to answer
+        self._thread.join(timeout=LEAVE_WITHIN_S)  # it may wait for a slow hub
 
     def _run(self) -> None:
-        looks = 0
+        checks = 0
         while True:
             try:
                 self._ping_loop()
-                self.look()
-                if looks * LOOK_EVERY_S % REPORT_EVERY_S == 0:
+                self.check()
+                if checks * CHECK_EVERY_S % REPORT_EVERY_S == 0:
                     self._report(self._describe())
-            except Exception as error:  # who watches must not fall silent because of one bad look
-                self._tell_failure(error)
-            looks += 1
-            if self._ended.wait(LOOK_EVERY_S):
+            except Exception as error:  # the watchdog must go on after one failed check
+                self._log_failure(error)
+            checks += 1
+            if self._ended.wait(CHECK_EVERY_S):
                 break
-        self._report(About(state=LAST_WORD))
+        self._report(About(state=ENDED))
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         kind = type(error).__name__
         if kind not in self._failures:
             self._failures.add(kind)
             log.error("watchdog_failed", exc_info=True, problem=str(error))
 
-    def look(self) -> None:
-        """Say what is to be said of the waits of this moment."""
+    def check(self) -> None:
+        """Log the waits of this moment that are slow or late."""
         waits = self._waits.now
         for wait in waits:
-            told = self._told.setdefault(wait, _Told())
-            if wait.num_served != told.num_served:
-                told = self._told[wait] = _Told(num_served=wait.num_served, is_told=told.is_told)
-            if wait.is_late and not told.is_late:
-                told.is_late = told.is_told = True
-                log.error("late", **_words(wait))
+            logged = self._logged.setdefault(wait, _LoggedWait())
+            if wait.num_served != logged.num_served:
+                logged = self._logged[wait] = _LoggedWait(num_served=wait.num_served, is_logged=logged.is_logged)
+            if wait.is_late and not logged.is_late:
+                logged.is_late = logged.is_logged = True
+                log.error("late", **_log_fields(wait))
                 write_stacks(f"{self._name} has waited {wait.seconds:.0f} s for {wait.wanted.what}")
-            elif wait.fix and wait.seconds >= told.next_s:
-                told.is_told = True
-                log.info("waiting", **_words(wait))
-            if wait.seconds >= told.next_s:
-                told.pause_s = min(2 * told.pause_s, LONGEST_SILENCE_S)
-                told.next_s += told.pause_s
-        for wait in set(self._told) - set(waits):
-            if self._told.pop(wait).is_told and wait.was_met:
+            elif wait.fix and wait.seconds >= logged.next_s:
+                logged.is_logged = True
+                log.info("waiting", **_log_fields(wait))
+            if wait.seconds >= logged.next_s:
+                logged.pause_s = min(2 * logged.pause_s, LONGEST_PAUSE_S)
+                logged.next_s += logged.pause_s
+        for wait in set(self._logged) - set(waits):
+            if self._logged.pop(wait).is_logged and wait.was_met:
                 log.info("waited", **{"for": wait.wanted.what}, seconds=wait.seconds)
 
     def _ping_loop(self) -> None:
-        """The loop's answer to the last question ends the wait; then it is asked again."""
+        """Start a wait that ends when the event loop runs a callback."""
         if self._loop is None or self._loop_wait is not None:
             return
         self._loop_wait = self._waits.begin(BLOCKED_LOOP)
@@ -168,7 +209,7 @@ class Watchdog:
 
 
 def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessReport:
-    # The loop is asked again and again: that is no wait before it is late.
+    # The loop is pinged all the time: that counts as a wait only when it is late.
     longest = [wait for wait in waits.now if wait.wanted is not BLOCKED_LOOP or wait.is_late]
     return ProcessReport(
         kind=kind,
@@ -183,19 +224,19 @@ def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessRepor
         counts=about.counts,
         env_id=about.env_id,
         work=about.work,
-        waits=[_told(wait) for wait in longest[:MOST_REPORTED]],
+        waits=[_wait_report(wait) for wait in longest[:MAX_REPORTED_WAITS]],
     )
 
 
 def memory_bytes() -> int:
-    """Of this process, resident; 0 where the system does not say it in a file."""
+    """Resident memory of this process; 0 where /proc has no statm."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
 
 
-def _told(wait: Wait) -> WaitReport:
+def _wait_report(wait: Wait) -> WaitReport:
     return WaitReport(
         what=short(wait.wanted.what),
         seconds=round(wait.seconds, 1),
@@ -208,6 +249,6 @@ def _told(wait: Wait) -> WaitReport:
     )
 
 
-def _words(wait: Wait) -> dict[str, Any]:
-    named = {"turn_of": wait.wanted.of, "holding": wait.wanted.holding, "problem": wait.problem, "fix": wait.fix}
+def _log_fields(wait: Wait) -> dict[str, Any]:
+    named = {"process": wait.wanted.of, "holding": wait.wanted.holding, "problem": wait.problem, "fix": wait.fix}
     return {"for": wait.wanted.what, "seconds": wait.seconds, **{key: text for key, text in named.items() if text}}

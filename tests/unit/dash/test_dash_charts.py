@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from treadle.config import RunConfig, save_run
-from treadle.dash.charts import CHARTS, Band, band_of, bucket_steps, buckets, extremes
+from treadle.dash.charts import CHARTS, bucket_steps, buckets, extremes
 from treadle.dash.monitor import BoundedSamples, QueueSample
 from treadle.dash.run_folder import MetricsFile, RunFolder, Runs
-from treadle.track.names import METRICS
+from treadle.track.catalogue import METRICS, Band
 
 
 def write(path: Path, *lines: dict, mode: str = "a") -> None:
@@ -78,11 +78,6 @@ def test_a_file_that_a_resumed_trainer_put_in_place_is_read_from_its_start(tmp_p
     assert column(file, "reward") == [1.0, 2.0]
 
 
-def test_names_of_an_earlier_release_are_todays_names(tmp_path: Path):
-    write(tmp_path / "metrics.jsonl", {"step": 1, "reward/mean": 0.25})
-    assert column(MetricsFile(tmp_path / "metrics.jsonl"), "reward") == [0.25]
-
-
 @pytest.mark.parametrize("place", [0, 1234, 9999])
 def test_downsampling_10_000_steps_to_600_points_loses_no_spike(place: int):
     steps, values = range(1, 10_001), [1.0] * 10_000
@@ -106,22 +101,11 @@ def test_downsampling_keeps_the_order_of_extremes_and_gaps():
     assert extremes([9.0, 1.0, math.nan, math.nan], [slice(0, 2), slice(2, 4)]) == [9.0, 1.0, None, None]
 
 
-@pytest.mark.parametrize(
-    ("words", "band"),
-    [
-        ("0.8 to 1.2", Band(0.8, 1.2)),
-        ("below 0.1; alarm above 0.5", Band(None, 0.1, 0.5)),
-        ("above 0.4", Band(0.4, None)),
-        ("at least 1", Band(1.0, None)),
-        ("below 0.05 on-policy", Band(None, 0.05)),
-        ("rising", None),
-        ("below 1 % of the step on average", None),
-        ("above a tenth of its start", None),
-        ("", None),
-    ],
-)
-def test_healthy_ranges_are_read_from_the_catalogues_words(words: str, band: Band | None):
-    assert band_of(words) == band
+def test_a_chart_shows_the_healthy_range_of_the_catalogue():
+    shown = {chart.title: (chart.band, chart.healthy) for chart in CHARTS}
+    assert shown["Ratio"] == (Band(low=0.8, high=1.2), "0.8 to 1.2")
+    assert shown["KL"] == (Band(high=0.1, alarm=0.5), "below 0.1; alarm above 0.5")
+    assert shown["Reward and held-out accuracy"] == (None, "rising")
 
 
 def test_every_figure_of_a_chart_is_in_the_catalogue():

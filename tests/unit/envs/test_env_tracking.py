@@ -23,9 +23,8 @@ from treadle.envs.rollout import Rollout
 from treadle.envs.serving.runner import run
 from treadle.envs.serving.tracking import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
 from treadle.envs.tokens import ChatTokenizer
-from treadle.track.fan import FanTracker
 from treadle.track.jsonl import read_steps
-from treadle.track.sink import Table
+from treadle.track.trackers import CompositeTracker, Table
 
 
 def add(prompt: str, request: Any) -> list[str]:
@@ -75,7 +74,7 @@ def test_wandb_shows_the_environment_as_a_run_in_the_trainers_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "track"))
-    from test_track_sinks import wait_for_the_end_of, wandb_row
+    from test_trackers import wait_for_the_end_of, wandb_row
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = serve(tmp_path, ("wandb",))
@@ -147,7 +146,7 @@ class FullDisk(Recorder):
 
 def test_a_full_disk_at_the_end_leaves_no_tracker_open() -> None:
     recorder = Recorder()
-    Tracking(FanTracker(FullDisk(), {"recorder": recorder}), num_rows=2).close()  # type: ignore[arg-type,dict-item]
+    Tracking(CompositeTracker(FullDisk(), {"recorder": recorder}), num_rows=2).close()  # type: ignore[arg-type,dict-item]
     assert recorder.is_closed
 
 
@@ -160,7 +159,7 @@ def rollout(version: int, text: str = "4") -> Rollout:
 
 def test_between_evaluations_a_table_comes_every_few_steps_and_is_bounded() -> None:
     recorder = Recorder()
-    tracking = Tracking(FanTracker(recorder, {"recorder": recorder}), num_rows=2)  # type: ignore[arg-type,dict-item]
+    tracking = Tracking(CompositeTracker(recorder, {"recorder": recorder}), num_rows=2)  # type: ignore[arg-type,dict-item]
     for version in range(2 * STEPS_PER_TABLE + 2):
         tracking.add([rollout(version, "x" * 10_000)] * 4, may_log=version != STEPS_PER_TABLE)
     assert [step for step, _ in recorder.tables] == [STEPS_PER_TABLE + 1, 2 * STEPS_PER_TABLE + 1], (

@@ -205,7 +205,7 @@ def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_pa
     serve(tmp_path, scene, hub, pace=pace, patience_s=5.0)
     (late,) = scene.reported("late")
     assert late["for"] == "the trainer to take step 2"
-    assert late["turn_of"] == "trainer"
+    assert late["process"] == "trainer"
     assert hub.current_step == 3, "it is reported, and waited for all the same"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle.hub.state import MOST_PROCESSES, ProcessReports
-from treadle.watch.telling import tell_process
+from treadle.watch.describe import describe_problems
 from treadle.wire.hub import ProcessReport, WaitReport
 
 
@@ -83,7 +83,7 @@ def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> N
     clock.now_s = 30
     (left,) = process_reports.standings()
     assert (left.report.kind, left.heard_s) == ("trainer", 30)
-    assert tell_process(left) == ["trainer 3 has not reported for 30 s (pid 3)"]
+    assert describe_problems(left) == ["trainer 3 has not reported for 30 s (pid 3)"]
     clock.now_s = 601
     assert process_reports.standings() == []
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
     remedied = WaitReport(what="the hub", seconds=4, fix="treadle hub", problem="connection refused")
     process_reports.take(report("env", 1, waits=[in_order, own, remedied], problem="dropped 40 of its last 40 groups"))
     (standing,) = process_reports.standings()
-    assert tell_process(standing) == [
+    assert describe_problems(standing) == [
         "env 1 has waited 31 s for item 17 to be sampled and scored",
         "env 1 has waited 4 s for the hub: connection refused",
         "env 1 dropped 40 of its last 40 groups",

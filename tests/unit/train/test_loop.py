@@ -13,7 +13,7 @@ from treadle.config import TrainConfig
 from treadle.errors import TrainingError
 from treadle.processor import fast_dtype
 from treadle.sync.modes import OfflineSync
-from treadle.track.names import METRICS
+from treadle.track.catalogue import METRICS
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
 from treadle.train.optim import build_optimizer

@@ -56,9 +56,9 @@ def test_a_long_wait_is_logged_at_growing_intervals_and_at_its_end(said: Said) -
         for _ in range(4 * 70):
             clock.now_s += 0.25
             before = len(said)
-            dog.look()
+            dog.check()
             told_at += [clock.now_s] * (len(said) - before)
-    dog.look()
+    dog.check()
     assert told_at == [2, 6, 14, 30, 62]
     event, fields = said[-1]
     assert (event, fields["for"], fields["seconds"]) == ("waited", HUB.what, 70)
@@ -71,11 +71,11 @@ def test_a_short_wait_and_one_that_is_in_order_are_not_told(said: Said) -> None:
     dog = Watchdog("env", "env gsm8k", waits)
     with waits.waiting(HUB):
         clock.now_s += 1.9
-        dog.look()
+        dog.check()
     with waits.waiting(Wanted("the trainer's next step")):
         clock.now_s += 1000
-        dog.look()
-    dog.look()
+        dog.check()
+    dog.check()
     assert said == []
 
 
@@ -85,9 +85,9 @@ def test_a_wait_in_vain_is_not_told_as_met(said: Said) -> None:
     dog = Watchdog("env", "env gsm8k", waits)
     wait = waits.begin(HUB)
     clock.now_s += 3
-    dog.look()
+    dog.check()
     waits.end(wait, was_met=False)
-    dog.look()
+    dog.check()
     assert said.events() == ["waiting"]
 
 
@@ -102,13 +102,13 @@ def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
         for seconds in (179, 181, 182):
             clock.now_s = seconds
             wait.problem = "no answer"
-            dog.look()
+            dog.check()
     late = [fields for event, fields in said if event == "late"]
     assert late == [
         {
             "for": "the engine to adopt version 17",
             "seconds": 181,
-            "turn_of": "engine",
+            "process": "engine",
             "holding": "step 17",
             "problem": "no answer",
             "fix": "see engine.log",
@@ -124,16 +124,16 @@ def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) ->
     first, second, third = waits.begin(HUB), waits.begin(HUB), waits.begin(HUB)
     assert first is second is third
     clock.now_s = 5
-    dog.look()
+    dog.check()
     waits.end(first, was_met=False)
     assert second.seconds == 5, "one gave up, the others still wait"
     waits.end(second, was_met=True)
     assert third.seconds == 0, "one was served, the last begins anew"
     clock.now_s = 6.9
-    dog.look()
+    dog.check()
     assert said.events() == ["waiting"], "told at 5 s, and not yet again"
     clock.now_s = 7.1
-    dog.look()
+    dog.check()
     assert said.events() == ["waiting", "waiting"]
     waits.end(third, was_met=True)
     assert waits.now == []

@@ -21,8 +21,7 @@ from treadle.envs.evaluation import EvalResult, eval_metrics
 from treadle.envs.rollout import Rollout
 from treadle.errors import TreadleError
 from treadle.log import get_logger
-from treadle.track.fan import FanTracker, build_tracker
-from treadle.track.sink import Table
+from treadle.track.trackers import CompositeTracker, Table, build_tracker
 from treadle.wire.hub import RegisteredEnv
 
 log = get_logger("env")
@@ -62,7 +61,7 @@ def open_tracking(config: EnvConfig, name: str, registered: RegisteredEnv) -> Tr
 class Tracking:
     """`Tracking(None, 0)` logs nothing."""
 
-    def __init__(self, tracker: FanTracker | None, num_rows: int) -> None:
+    def __init__(self, tracker: CompositeTracker | None, num_rows: int) -> None:
         self._tracker = tracker
         self._num_rows = num_rows
         self._rollouts: deque[tuple[Any, ...]] = deque(maxlen=num_rows)

@@ -11,7 +11,7 @@ import msgspec
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 SILENT_AFTER_S = 10.0  # five reports
-LAST_WORD = "ended"  # the state of a process that reports for the last time
+ENDED = "ended"  # the state in the last report of a process
 LONGEST_TEXT = 500
 MOST_WAITS, MOST_COUNTS = 16, 64
 SHOWN_AFTER_S = 2.0  # shorter waits are not shown
@@ -21,13 +21,13 @@ _DETAILS = re.compile(r" at https?://\S+| \(.*")
 
 
 def short(text: str) -> str:
-    """One line that can be shown anywhere: what is not printable, as escape sequences are not, becomes a blank."""
+    """Cut a text to one line and replace characters that are not printable (escape sequences) by blanks."""
     cut = text[:LONGEST_TEXT]
     return "".join(c if c.isprintable() else " " for c in cut) + ("..." if len(text) > LONGEST_TEXT else "")
 
 
 def cleaned(report: ProcessReport) -> ProcessReport:
-    """A report that others may be shown, whoever sent it."""
+    """A report with all texts cut and cleaned, so that it can be shown whoever sent it."""
     work = report.work
     return msgspec.structs.replace(
         report,
@@ -47,7 +47,7 @@ def _cleaned_wait(wait: WaitReport) -> WaitReport:
     return msgspec.structs.replace(wait, **texts)
 
 
-def tell_wait(report: ProcessReport, wait: WaitReport) -> str:
+def describe_wait(report: ProcessReport, wait: WaitReport) -> str:
     """ "env gsm8k has waited 42 s for the engine at http://127.0.0.1:9001 (it holds group 17)"."""
     holding = f" (it holds {wait.holding})" if wait.holding else ""
     problem = f": {wait.problem}" if wait.problem else ""
@@ -77,27 +77,27 @@ def shortened(what: str) -> str:
     return _DETAILS.sub("", what)
 
 
-def tell_now(standings: Sequence[ProcessStanding]) -> str:
+def describe_now(standings: Sequence[ProcessStanding]) -> str:
     """What the run is waiting for, in a few words: work first, then what the trainer waits for; "" when nothing."""
-    works = [tell_work(standing.report.work) for standing in standings if standing.report.work is not None]
+    works = [describe_work(standing.report.work) for standing in standings if standing.report.work is not None]
     trainer_first = sorted(standings, key=lambda standing: standing.report.kind != "trainer")
     waits = [wait for standing in trainer_first if (wait := wait_to_show(standing.report)) is not None]
     return "; ".join(works) or (f"waiting for {shortened(waits[0].what)}" if waits else "")
 
 
-def tell_work(work: WorkReport) -> str:
+def describe_work(work: WorkReport) -> str:
     """ "evaluating at step 20: 64 of 256"."""
     return f"{work.what}: {work.done} of {work.total}"
 
 
-def tell_process(standing: ProcessStanding, *, with_fixes: bool = False) -> list[str]:
+def describe_problems(standing: ProcessStanding, *, with_fixes: bool = False) -> list[str]:
     """What is wrong with a process, the worst first; nothing while all is well. `with_fixes`: of its waits too."""
     report = standing.report
     problems = []
     if standing.heard_s > SILENT_AFTER_S:
         problems.append(f"{report.name} has not reported for {standing.heard_s:.0f} s (pid {report.pid})")
     for wait in [wait for wait in report.waits if is_long(wait)][:3]:
-        problems.append(tell_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
+        problems.append(describe_wait(report, wait) + (f" ({wait.fix})" if with_fixes and wait.fix else ""))
     if report.problem:
         problems.append(f"{report.name} {report.problem}" + (f" ({report.fix})" if report.fix else ""))
     return problems

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from treadle.watch.telling import is_long, shortened, tell_now
+from treadle.watch.describe import describe_now, is_long, shortened
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 
@@ -48,14 +48,14 @@ def test_work_is_named_before_waits_and_the_trainer_before_others() -> None:
     completion = WaitReport(what="the engine at http://a:1 to finish a completion", seconds=20, of="engine")
     batch = WaitReport(what="the batch of step 3", seconds=9, of="env")
     evaluation = WorkReport(what="evaluating at step 0", done=128, total=256)
-    assert tell_now([]) == ""
-    assert tell_now([standing("env", completion)]) == "waiting for the engine to finish a completion"
-    assert tell_now([standing("env", completion), standing("trainer", batch)]) == "waiting for the batch of step 3"
+    assert describe_now([]) == ""
+    assert describe_now([standing("env", completion)]) == "waiting for the engine to finish a completion"
+    assert describe_now([standing("env", completion), standing("trainer", batch)]) == "waiting for the batch of step 3"
     works = [standing("env", completion, work=evaluation), standing("trainer", batch)]
-    assert tell_now(works) == "evaluating at step 0: 128 of 256"
+    assert describe_now(works) == "evaluating at step 0: 128 of 256"
 
 
 def test_short_waits_and_work_of_its_own_are_not_what_the_run_waits_for() -> None:
     own = WaitReport(what="the model to get on with a completion", seconds=20, of="engine", deadline_s=900)
     brief = WaitReport(what="the batch of step 3", seconds=1.9, of="env", deadline_s=900)
-    assert tell_now([standing("engine", own), standing("trainer", brief)]) == ""
+    assert describe_now([standing("engine", own), standing("trainer", brief)]) == ""

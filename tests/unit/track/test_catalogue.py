@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.track.names import DIALECTS, METRICS, with_aliases, with_todays_names
-from treadle.track.page import render_page
+from treadle.track.catalogue import DIALECTS, METRICS, Band, band_of, render_page, with_aliases
 
 WITHOUT_UNIT = {
     "loss", "policy_loss", "rollout_corr/chi2_token", "rollout_corr/training_ppl", "rollout_corr/rollout_ppl",
@@ -59,16 +58,17 @@ def test_names_of_other_trainers_stand_beside_ours(dialects: tuple[str, ...], na
     assert {value for name, value in metrics.items() if name.endswith(("lr", "learning_rate"))} == {1e-5}
 
 
-def test_former_names_lead_to_metrics_of_today() -> None:
-    from treadle.track.names import _FORMER_NAMES
-
-    assert set(_FORMER_NAMES.values()) <= set(METRICS)
-    assert len(set(_FORMER_NAMES.values())) == len(_FORMER_NAMES)
-    line = {"step": 1, **dict.fromkeys(METRICS, 0.5)}
-    assert with_todays_names(line) == line
+def test_the_health_check_and_the_page_share_numeric_ranges() -> None:
+    assert str(band_of("mean_kl")) == METRICS["mean_kl"].healthy == "below 0.1; alarm above 0.5"
+    assert (band_of("mean_kl").limit, band_of("clipped_fraction").limit) == (0.5, 0.3)
+    assert [str(Band(0.8, 1.2)), str(Band(low=0.5)), str(Band(high=0.0))] == ["0.8 to 1.2", "above 0.5", "0"]
+    assert str(band_of("sampling/sampling_logp_difference/mean")) == "below 0.05 on-policy"
+    assert METRICS["reward"].band is None
 
 
 def test_the_page_is_made_from_the_catalogue() -> None:
     page = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert page.read_text() == render_page(), "run: python -m treadle.track.page > docs/metrics.md"
+    assert page.read_text() == render_page(), (
+        "make it again: the docstring of treadle/track/catalogue.py has the command"
+    )
     assert "| `learning_rate` |  | Learning rate of the step. |  | same | `actor/lr` | `train/lr` |" in render_page()

@@ -18,10 +18,9 @@ from wandb_file import records
 from treadle.config.train import TrackOptions
 from treadle.errors import ConfigError, MissingExtra
 from treadle.track import Tracker, build_tracker
-from treadle.track.fan import MAX_FAILURES_IN_A_ROW, FanTracker
 from treadle.track.jsonl import JsonlTracker, read_steps
-from treadle.track.sink import Metric, Table
-from treadle.track.wandb_sink import check_login
+from treadle.track.services import check_login
+from treadle.track.trackers import MAX_FAILURES_IN_A_ROW, CompositeTracker, Metric, Table
 
 TABLE = Table(
     "train/rollouts", ("prompt", "reward", "is_right"), [("1 + 1 | 2?\n<think>", 0.5, True), ("no", None, False)]
@@ -100,7 +99,7 @@ def test_trackio_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("trackio")
     code = (
         "import sys; from pathlib import Path; from trackio.sqlite_storage import SQLiteStorage as Storage;"
-        "from test_track_sinks import TrackOptions, live_twice;"
+        "from test_trackers import TrackOptions, live_twice;"
         "folder = Path(sys.argv[1]); live_twice(TrackOptions(track=('trackio',), wandb_project='sums'), folder);"
         "[run] = Storage.get_runs('sums');"
         "logs = Storage.get_logs('sums', run);"
@@ -187,7 +186,7 @@ class Unreachable:
 
 def test_a_sink_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Unreachable([False, True, True, False, True])
-    tracker: Tracker = FanTracker(JsonlTracker(tmp_path / "metrics.jsonl"), {"wandb": sink})
+    tracker: Tracker = CompositeTracker(JsonlTracker(tmp_path / "metrics.jsonl"), {"wandb": sink})
     with caplog.at_level(logging.WARNING, logger="treadle.track"):
         tracker.truncate_after(0)
         for step in range(1, 6):
@@ -200,7 +199,7 @@ def test_a_sink_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, caplog
 
 def test_a_sink_that_never_comes_back_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Unreachable([True] * 30)
-    tracker = FanTracker(JsonlTracker(tmp_path / "metrics.jsonl"), {"wandb": sink})
+    tracker = CompositeTracker(JsonlTracker(tmp_path / "metrics.jsonl"), {"wandb": sink})
     with caplog.at_level(logging.WARNING, logger="treadle.track"):
         for step in range(1, 31):
             tracker.log(step, {})

@@ -56,25 +56,3 @@ def test_a_line_that_a_crash_cut_short_swallows_nothing(tmp_path: Path) -> None:
 
 def test_a_missing_file_has_no_steps(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "metrics.jsonl") == []
-
-
-def test_a_run_of_the_first_release_is_read_under_todays_names(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        '{"step": 1, "reward/mean": 0.25, "age/mean": 1.0, "loss/kl": null, "perf/gradient_s": 1.2, '
-        '"perf/optimizer_s": 1.0, "perf/tokens_per_s": 47.4, "rollout/accuracy": 0.1}\n'
-        '{"step": 2, "reward": 0.5}\n'
-    )
-    assert read_steps(file) == [
-        {
-            "step": 1,
-            "reward": 0.25,
-            "sample/staleness_mean": 1.0,
-            "kl": None,
-            "perf/fwd_bwd_s": 1.2,
-            "perf/optimizer_s": 1.0,
-            "perf/trained_tok_s_wall_clock": 47.4,
-            "rollout/accuracy": 0.1,
-        },
-        {"step": 2, "reward": 0.5},
-    ]

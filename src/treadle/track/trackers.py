@@ -1,28 +1,104 @@
-"""All sinks of a run behind one: the JSONL file first, and whatever else was asked for beside it."""
+"""Send the metrics of a run to several trackers: the JSONL file, and the services that the settings name."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from treadle.config.train import TrackOptions
 from treadle.errors import MissingExtra, Problems, TreadleError
 from treadle.log import get_logger
+from treadle.track.catalogue import with_aliases
 from treadle.track.jsonl import JsonlTracker, read_steps
-from treadle.track.names import with_aliases
-from treadle.track.sink import Metric, RunIdentity, Table, TableTracker, Tracker
 
 DEFAULT_PROJECT = "treadle"
 MAX_FAILURES_IN_A_ROW = 10
 _EXTRAS = {"tensorboard": "trackers", "wandb": "trackers", "trackio": "trackio"}
+Metric = float | int | str
 log = get_logger("track")
 
 
-def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> FanTracker:
-    """Open every sink that `config` asks for; `resolved` is what a service shows as the run's settings.
+class Tracker(Protocol):
+    """What the training loop needs: one call per optimizer step, with one dict under our names."""
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Record the metrics of one step: `log(3, {"reward": 0.25})`."""
+
+    def truncate_after(self, step: int) -> None:
+        """Remove all steps after `step`, which a resumed run repeats."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """A few rows for people to read: `Table("train/rollouts", ("question", "reward"), [("1 + 1?", 0.5)])`."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str | float | bool | None]]
+
+
+class TableTracker(Tracker, Protocol):
+    """A sink that shows tables too."""
+
+    def log_table(self, step: int, table: Table) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Identity of a run at a service; the id is kept in a file, so that a resumed run continues there."""
+
+    id: str
+    folder: Path  # the service's own files go here
+    project: str
+    name: str
+    group: str | None
+    config: Mapping[str, Any]
+    sent_until: int  # the last step that was sent before a restart; -1 for a new run
+
+
+class ForwardOnly:
+    """A run at a service that cannot remove steps: steps that it has are not sent again."""
+
+    _run: Any  # the service's own object, with `log(values, step=)`
+
+    def __init__(self, identity: RunIdentity) -> None:
+        self._sent_before = identity.sent_until
+        self._newest = identity.sent_until
+
+    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        self._send(step, lambda: finite_numbers(metrics))
+
+    def log_table(self, step: int, table: Table) -> None:
+        self._send(step, lambda: {table.name: self._as_table(table)})
+
+    def _as_table(self, table: Table) -> Any:
+        """Convert to the service's own type of table."""
+        raise NotImplementedError
+
+    def _send(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
+        if step > self._sent_before and step >= self._newest:  # figures and tables of one step may come one by one
+            self._run.log(dict(values()), step=step)
+            self._newest = step
+
+    def truncate_after(self, step: int) -> None:
+        return  # see `_send`
+
+
+def finite_numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values that can be drawn: no text, no NaN and no infinity."""
+    numbers = {name: float(value) for name, value in metrics.items() if not isinstance(value, str)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[str, Any]) -> CompositeTracker:
+    """Open every tracker that `config` names; `resolved` is what a service shows as the run's settings.
 
     `build_tracker(TrackOptions(track="tensorboard"), Path("runs/one/metrics.jsonl"), {"lr": 3e-5})` writes
     runs/one/metrics.jsonl and runs/one/tensorboard/.
@@ -34,7 +110,7 @@ def build_tracker(config: TrackOptions, metrics_file: Path, resolved: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     opened = {name: _open(name, config, folder, resolved, last_step) for name in config.sinks}
     sinks = {name: sink for name, sink in opened.items() if sink is not None}
-    return FanTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
+    return CompositeTracker(JsonlTracker(metrics_file), sinks, config.metric_aliases)
 
 
 def check_sinks(config: TrackOptions, env: Mapping[str, str]) -> None:
@@ -45,7 +121,7 @@ def check_sinks(config: TrackOptions, env: Mapping[str, str]) -> None:
             if importlib.util.find_spec(name) is None:
                 raise MissingExtra(f"--track {name} needs {name}", fix=f"pip install 'treadle[{_EXTRAS[name]}]'")
             if name == "wandb":
-                from treadle.track.wandb_sink import check_login
+                from treadle.track.services import check_login
 
                 check_login(env)
     problems.raise_all()
@@ -56,8 +132,8 @@ def group_of(config: TrackOptions, metrics_file: Path) -> str:
     return config.wandb_group or config.wandb_run_name or metrics_file.resolve().parent.name
 
 
-class FanTracker:
-    """Hands every call to all sinks. The file must work; any other sink may fail without the training noticing."""
+class CompositeTracker:
+    """Passes every call to all trackers. The file must work; failures of other trackers do not stop the training."""
 
     def __init__(self, file: Tracker, others: Mapping[str, TableTracker], dialects: Sequence[str] = ()) -> None:
         self._file = file
@@ -106,10 +182,10 @@ class FanTracker:
 def _open(
     name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int
 ) -> TableTracker | None:
-    """None for a service that cannot be reached now: what a user can mend is an error, a network is not."""
+    """None for a service that cannot be reached now: a wrong setting is an error, a network problem is not."""
     try:
         if name == "tensorboard":
-            from treadle.track.tensorboard_sink import TensorboardTracker
+            from treadle.track.services import TensorboardTracker
 
             return TensorboardTracker(folder / "tensorboard")
         return _open_service(name, config, folder, resolved, last_step)
@@ -123,7 +199,7 @@ def _open(
 def _open_service(
     name: str, config: TrackOptions, folder: Path, resolved: Mapping[str, Any], last_step: int
 ) -> TableTracker:
-    """The run at the service goes on when an earlier life of ours left its id beside the metrics."""
+    """Continues the run whose id an earlier process left beside the metrics."""
     id_file = folder / f"{name}-run-id.txt"
     known_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
     identity = RunIdentity(
@@ -137,11 +213,11 @@ def _open_service(
     )
     tracker: TableTracker
     if name == "wandb":
-        from treadle.track.wandb_sink import WandbTracker
+        from treadle.track.services import WandbTracker
 
         tracker = WandbTracker(identity)
     else:
-        from treadle.track.trackio_sink import TrackioTracker
+        from treadle.track.services import TrackioTracker
 
         tracker = TrackioTracker(identity)
     id_file.write_text(identity.id + "\n", encoding="utf-8")  # only now: a service that was not reached has no run
