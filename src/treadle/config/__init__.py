@@ -1,4 +1,4 @@
-"""Configuration: frozen typed values, made from TOML files and flags, checked before anything starts."""
+"""Load the configuration: frozen typed values from files and flags, checked before anything starts."""
 
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.config.load import load_run, save_run

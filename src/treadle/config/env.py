@@ -1,4 +1,4 @@
-"""The sections of an environment process: the task itself, and where it finds its model."""
+"""Define the settings of an environment process: the task, and the engine that it samples from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULT_MAX_AGE = 1  # sampling overlaps training; where both compute on the sam
 
 
 class ServerConfig(Section):
-    """Where an environment finds its model (Atropos' `--openai.*` flags)."""
+    """The engine that an environment samples from (Atropos' `--openai.*` flags)."""
 
     base_url: Names = option(
         ("http://127.0.0.1:9001/v1",),
@@ -87,7 +87,7 @@ class ServerConfig(Section):
 
 
 class DataOptions(Section):
-    """Data of a task. The "settings" check of `treadle env NAME validate` lists the settings that the task reads."""
+    """Data of a task. The check "settings" of `treadle env NAME validate` lists the settings that the task reads."""
 
     data: str = option(
         "",
@@ -105,7 +105,7 @@ class DataOptions(Section):
         "", "split of a dataset or folder to hold out; empty: the first of test, eval, validation, valid, val, dev"
     )
     task: str = option("", "which of the environment's tasks (arithmetic: addition, comparison, multiplication)")
-    difficulty: Count = option(0, "how hard generated tasks are, where there is a choice; 0: as always")
+    difficulty: Count = option(0, "difficulty of generated tasks, where there is a choice; 0: the usual one")
     system_prompt: str | None = option(None, "system prompt; empty: the environment's own")
     args: Annotated[dict[str, Any], BeforeValidator(parse_object)] = option(
         {}, "further settings of the environment, as JSON: '{\"low\": 2}'"
@@ -139,7 +139,7 @@ class RewardOptions(Section):
     brevity: NotNegative = option(0.0, "arithmetic: bonus for a right answer that ends early, at most this much")
     length_penalty: bool = option(
         False,
-        "when a whole group is right: full reward up to half of max_token_length, then less, down to none",
+        "when a whole group is right: full reward up to half of max_token_length, then falling to none",
         default_text=OF_TASK("false"),
     )
     right: Score = option(
@@ -149,11 +149,11 @@ class RewardOptions(Section):
     ensure_scores_are_not_same: bool = option(
         False, "drop groups whose scores are all the same, and count them", default_text=OF_TASK("false")
     )
-    reward_workers: PositiveInt = option(2, "processes that score")
+    reward_workers: PositiveInt = option(2, "number of processes that score")
     reward_timeout_s: Seconds = option(
-        10.0, "a reward that takes longer is ended, and its completion marked", default_text=OF_TASK(10.0)
+        10.0, "seconds after which a reward function is ended; its completion is marked", default_text=OF_TASK(10.0)
     )
-    reward_memory_mb: Count = option(1024, "memory that a reward may take; 0: no limit")
+    reward_memory_mb: Count = option(1024, "memory limit of a reward function in MB; 0: no limit")
 
 
 class PaceOptions(Section):
@@ -166,7 +166,7 @@ class PaceOptions(Section):
     )
     max_age: Count = shared("max_age", default=DEFAULT_MAX_AGE)
     max_num_workers: int = option(-1, "stream: groups in flight at most; -1: as many as the engine works on")
-    worker_timeout: Seconds = option(600.0, "stream: a group that takes longer is given up, and asked for again later")
+    worker_timeout: Seconds = option(600.0, "stream: seconds after which a group is given up and sampled again later")
     patience_s: Seconds = shared("patience_s", "the trainer takes no step")
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
@@ -183,7 +183,7 @@ class PaceOptions(Section):
 
 
 class EvaluationOptions(Section):
-    """How good is the policy now?"""
+    """Evaluations on held-out prompts, and what is logged of them."""
 
     num_eval: Count = option(256, "held-out prompts of an evaluation; 0 evaluates never", default_text=OF_TASK(256))
     steps_per_eval: Count = option(
@@ -221,7 +221,7 @@ class EnvConfig(DataOptions, RewardOptions, PaceOptions, EvaluationOptions):
 
     @property
     def task_name(self) -> str:
-        """What the task is called where there is only room for a word."""
+        """A one-word name of the task."""
         return self.task or self.own_name
 
 

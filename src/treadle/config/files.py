@@ -1,7 +1,7 @@
-"""Read a file of settings (TOML, YAML, JSON), and give its keys the names of our fields.
+"""Read a file of settings (TOML, YAML, JSON), and rename its keys to field names.
 
-A key may be spelt as any flag of its setting, with dashes or underscores. What Atropos' environments take is understood
-in every format:
+A key may be spelt as any flag of its setting, with dashes or underscores. Files of Atropos' environments are
+understood in every format:
 
 env:
   group_size: 8

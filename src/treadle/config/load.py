@@ -1,4 +1,4 @@
-"""Files and flag values -> RunConfig, with errors that name the key, the value and the remedy."""
+"""Load a RunConfig from files and flag values; errors name the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def save_run(run: RunConfig, path: Path, derived: Iterable[str] = ()) -> None:
 
 
 def merge_derived(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json of a run holds, with the derived values among the settings."""
+    """The content of a run's config.json, with the derived values among the settings."""
     values = {key: value for key, value in saved.items() if key != DERIVED}
     derived = saved.get(DERIVED)
     for section, own in derived.items() if isinstance(derived, dict) else ():

@@ -35,22 +35,20 @@ class HubConfig(Section):
     admin_token_file: Path | None = option(None, "file of the token that may also reset the hub from another machine")
     allowed_hosts: str = shared("allowed_hosts")
     # batches
-    lease_s: Seconds = option(600.0, "a batch not acknowledged within this time is given out again")
+    lease_s: Seconds = option(600.0, "seconds after which a batch that was not acknowledged is given out again")
     max_deliveries: PositiveInt = option(5, "a batch that failed this often is set aside (dead-lettered)")
     max_age: Count | None = shared("max_age", "older groups are stale; empty: none is")
     stale: Literal["drop", "downweight"] = option(
         "drop", "what happens to stale groups; given to treadle run, it bounds the age by the run's max_age"
     )
-    unversioned: Literal["take", "refuse"] = option("take", "groups that do not say which policy version sampled them")
+    unversioned: Literal["take", "refuse"] = option("take", "what happens to groups without a policy version")
     # limits
     queue_limit_groups: PositiveInt = option(10_000, "groups that may wait before posts are answered 503")
     queue_limit_bytes: PositiveInt = option(4 * 2**30, "bytes that may wait before posts are answered 503")
-    keep_trained_bytes: Count = option(
-        16 * 2**30, "trained groups are kept for replay and for looking, up to this size"
-    )
+    keep_trained_bytes: Count = option(16 * 2**30, "bytes of trained groups that are kept for replay and for the page")
     max_body_bytes: PositiveInt = option(64 * 2**20, "largest request body, inflated; compressed, a quarter of it")
     read_timeout_s: Seconds = option(
-        30.0, "headers that take longer to arrive are refused, as is a body slower than 16 KiB/s over this time"
+        30.0, "seconds for the headers of a request; a body slower than 16 KiB/s over this time is refused too"
     )
     patience_s: Seconds = shared("patience_s", "the disk takes nothing", default=20.0)
     validation_workers: Count = option(
@@ -82,13 +80,13 @@ class EngineConfig(Section):
         "number format of the weights; fast: bfloat16, but float32 on a CPU without bf16; auto: the checkpoint's own",
     )
     threads: Count = shared("threads", "vLLM on a CPU: all but one")
-    max_num_seqs: PositiveInt = option(128, "completions that are generated side by side")
+    max_num_seqs: PositiveInt = option(128, "completions that are generated at the same time")
     max_model_len: PositiveInt = option(2048, "longest prompt plus completion, in tokens")
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = option(
         "processed_logprobs", "logprobs of the distribution that was sampled from, or of the model at temperature 1"
     )
     weights_file: Path | None = option(None, "share the weights through this memory-mapped file")
-    pause_timeout_s: Seconds = option(120.0, "longest wait for running requests when weights change")
+    pause_timeout_s: Seconds = option(120.0, "seconds to wait for running requests when weights change")
     patience_s: Seconds = shared("patience_s", "running requests make no progress")
     # adapters
     enable_lora: bool = option(False, "take LoRA adapters while serving")
@@ -110,7 +108,7 @@ class EngineConfig(Section):
     kv_cache_gib: PositiveInt = option(1, "vLLM on a CPU: memory for the KV cache")
     vllm_python: str = option("", "the Python that has vLLM; empty: this one")
     vllm_args: str = option("", "vLLM: further flags of its own, passed on as they are")
-    start_timeout_s: Seconds = option(900.0, "vLLM: longest wait for it to load")
+    start_timeout_s: Seconds = option(900.0, "vLLM: seconds to wait for it to load")
 
     @model_validator(mode="after")
     def _shares_no_packed_weights(self) -> EngineConfig:

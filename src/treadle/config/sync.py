@@ -1,4 +1,4 @@
-"""The trainer's settings of how weights reach the engine."""
+"""Define the settings of the weight sync from trainer to engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_split_engine(num_gpus: int, mode: str) -> None:
 
 
 class SyncOptions(Section):
-    """How new weights reach the engine, and the proof of it."""
+    """How new weights reach the engine, and how each publish is verified."""
 
     weight_bridge_mode: WeightModeName = option(
         "shared_vllm",
@@ -66,9 +66,12 @@ class SyncOptions(Section):
         None, "folder of weights on their way to the engine (a memory disk is fastest); empty: live in save_path"
     )
     publish_timeout_s: Seconds | None = option(
-        None, "an engine that takes longer ends the run with an error; empty: 180, and 900 where it restarts"
+        None,
+        "seconds for one publish; a slower engine ends the run with an error; empty: 180, and 900 where it restarts",
     )
-    verify_publish: bool = option(True, "prove every publish: fingerprints of the weights, and a canary's logprobs")
+    verify_publish: bool = option(
+        True, "verify every publish: fingerprints of the weights, and logprobs of a canary prompt"
+    )
     canary_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = option(
         None,
         "nats that trainer and engine may be apart on the canary in the mean, and ten times that on one token; "

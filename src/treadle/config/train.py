@@ -1,7 +1,7 @@
-"""The trainer's section. Its settings are flat, as its flags are; the classes only keep together what belongs together.
+"""Define the settings of the trainer. They are flat, as its flags are; the classes only group them.
 
-`--objective` and `--mismatch` name a set of values for other settings. What is also given by itself wins over the name,
-and the resolved configuration holds the values, so a saved run never changes when a name's meaning does.
+`--objective` and `--mismatch` name a set of values for other settings. A setting that is also given by itself wins, and
+the resolved configuration holds the values, so a saved run does not change when the meaning of a name does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Automatic = Literal["auto", "on", "off"]
 
 
-# What is left 0 depends on the device: little memory and a core's caches, or enough to keep a card busy.
+# Values of settings that are 0, by device: for a core's caches and little memory, or to keep a GPU busy.
 ON_CPU = {"micro_tokens": 1024, "logprob_chunk": 2048}
 ON_GPU = {"micro_tokens": 16_384, "logprob_chunk": 8192}
 # bf16 weights round small steps away, so they need larger ones (docs/experiments.md).
@@ -71,7 +71,7 @@ MISMATCHES: dict[str, dict[str, Any]] = {
 
 
 class ObjectiveOptions(Section):
-    """What is maximised."""
+    """The objective that is maximised."""
 
     objective: Literal["grpo", "dr_grpo", "dapo", "gspo", "rl_max", "cispo"] | None = option(
         None, "a published objective by its name: sets the settings below, except those given by themselves"
@@ -128,7 +128,7 @@ class ObjectiveOptions(Section):
     @model_validator(mode="before")
     @classmethod
     def _names_set_values(cls, values: Any) -> Any:
-        """A name is a way to say several things; what it says holds unless it is also said by itself."""
+        """Replace a name by the values that it stands for; values that are given by themselves win."""
         if not isinstance(values, dict):
             return values
         named = OBJECTIVES.get(str(values.get("objective")), {}) | MISMATCHES.get(str(values.get("mismatch")), {})
@@ -153,14 +153,14 @@ class ObjectiveOptions(Section):
 
 
 class OptimizerOptions(Section):
-    """How the weights move."""
+    """The optimizer and its schedule."""
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "adamw_cpu", "muon"] = option(
         "adamw", "fp32 masters and moments; 8-bit moments; factored moments; all of it in host memory; orthogonalised"
     )
     lr: Positive = option(4e-5, f"peak learning rate; treadle run takes {FLOAT32_LR:g} in float32")
     warmup_steps: Count = option(3, "steps of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = option("linear", "course of the learning rate after that")
+    schedule: Literal["constant", "linear", "cosine"] = option("linear", "learning rate after the warm-up")
     beta1: Fraction = option(0.9, "AdamW: decay of the mean")
     beta2: Fraction = option(0.99, "AdamW: decay of the mean square")
     weight_decay: NotNegative = option(0.0, "decoupled weight decay")
@@ -172,7 +172,7 @@ class OptimizerOptions(Section):
 
 
 class LoraOptions(Section):
-    """Adapters instead of weights."""
+    """LoRA adapters instead of full weights."""
 
     lora: bool = option(False, "train low-rank adapters; the model's own weights stay")
     lora_r: PositiveInt = option(16, "rank of the adapters")
@@ -195,7 +195,7 @@ def _by_device(name: str) -> str:
 
 
 class SpeedOptions(Section):
-    """What changes time and memory, never the result beyond rounding."""
+    """Settings that change time and memory, and the result only by rounding."""
 
     micro_tokens: Count = option(
         0, f"tokens forwarded at once; bounds the memory of a step; {_by_device('micro_tokens')}"
@@ -221,7 +221,7 @@ class SpeedOptions(Section):
 
 
 class TrackOptions(Section):
-    """Where metrics go beside the JSONL file."""
+    """Metrics, and the trackers that get them beside the JSONL file."""
 
     metrics_file: Path | None = option(None, "JSONL file of the metrics; metrics.jsonl in save_path when empty")
     keep_token_steps: Count = option(
@@ -240,12 +240,12 @@ class TrackOptions(Section):
 
     @property
     def sinks(self) -> tuple[str, ...]:
-        """What `track` and `use_wandb` ask for, each once."""
+        """The trackers that `track` and `use_wandb` name, each once."""
         return tuple(dict.fromkeys([*self.track, *(["wandb"] if self.use_wandb else [])]))
 
     @property
     def unused_name(self) -> str:
-        """A name for a tracker where none is used, in a sentence; "" where all is well."""
+        """A sentence about a name for a tracker that is given while no tracker is used; "" otherwise."""
         named = [name for name in ("wandb_project", "wandb_group", "wandb_run_name") if getattr(self, name)]
         if not named or {"wandb", "trackio"} & set(self.sinks):
             return ""
@@ -264,9 +264,11 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     dtype: Dtype = option("auto", "number format of the live weights, auto: the engine's")
     # several trainers that act as one; torchrun says who is who in the environment
     world_size: PositiveInt = option(1, "number of trainer processes, when they are not started by torchrun")
-    trainer_rank: Count = option(0, "which of them this one is")
-    init_method: str = option("env://", "where they meet: tcp://HOST:PORT, or MASTER_ADDR and MASTER_PORT")
-    ranks_timeout_s: Seconds = option(600.0, "a trainer process that is silent for longer ends all of them")
+    trainer_rank: Count = option(0, "rank of this process among them")
+    init_method: str = option("env://", "rendezvous: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT")
+    ranks_timeout_s: Seconds = option(
+        600.0, "seconds without a sign of life from one trainer process after which all of them end"
+    )
     # the batch
     batch_size: PositiveInt = option(128, "sequences per optimizer step, before accumulation")
     gradient_accumulation_steps: PositiveInt = option(1, "multiplies the sequences of an optimizer step")
@@ -284,12 +286,14 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
     # what stays
     save_path: Path = option(Path("trained_model_checkpoints"), "folder for checkpoints and the final model")
     checkpoint_interval: Count = option(25, "steps between resumable checkpoints; 0: only at the end")
-    keep_checkpoints: PositiveInt = option(2, "older ones are deleted; with two, a damaged one can be stepped over")
+    keep_checkpoints: PositiveInt = option(
+        2, "number of checkpoints that are kept; with two, a damaged one can be skipped"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _port_sets_url(cls, values: Any) -> Any:
-        """A port that is none is left to its own check."""
+        """Replace a port by the engine's URL; a value that is no port is left to the type to refuse."""
         if isinstance(values, dict) and str(values.get("vllm_port")).isdigit():
             values = values | {"engine_url": f"http://127.0.0.1:{values['vllm_port']}", "vllm_port": None}
         return values
@@ -339,7 +343,7 @@ class TrainConfig(ObjectiveOptions, OptimizerOptions, LoraOptions, SpeedOptions,
             )
 
     def on_device(self, *, gpu: bool) -> TrainConfig:
-        """The same with what was left open filled in."""
+        """A copy with the sizes that depend on the device filled in."""
         defaults = ON_GPU if gpu else ON_CPU
         return self.model_copy(update={name: getattr(self, name) or value for name, value in defaults.items()})
 
