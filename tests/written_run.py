@@ -8,6 +8,7 @@ from typing import Any
 
 from treadle.config import RunConfig, load_run
 from treadle.report.history import History, reader_of
+from treadle.track.jsonl import HEALTH_FILE, HealthFile
 
 
 def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:
@@ -78,10 +79,7 @@ def history_of(config: RunConfig, folder: Path) -> History:
 
 
 def write_health(folder: Path, *messages: tuple[int, str]) -> None:
-    """The trainer's log with these `health` events between its other lines."""
-    (folder / "logs").mkdir(exist_ok=True)
-    lines = ["2026-01-02T03:04:05.678 INFO    trainer ready step=0 steps=50 sequences_per_step=64"]
+    """The health events of a trainer."""
+    file = HealthFile(folder / HEALTH_FILE)
     for step, message in messages:
-        lines.append(f"2026-01-02T03:04:06.001 INFO    trainer step step={step} reward=0.25 grad_norm=0.4 seconds=5")
-        lines.append(f"2026-01-02T03:04:06.002 WARNING trainer health step={step} message={json.dumps(message)}")
-    (folder / "logs" / "trainer.log").write_text("".join(line + "\n" for line in lines))
+        file.write(step, message)

@@ -81,8 +81,8 @@ WEIGHT_MODES: dict[str, WeightMode] = {
     "delta": WeightMode(),
     "offline": WeightMode(split_engine=True, quantized_base=True, uses_folder=False, every_step=True),
 }
-# Nats per token that trainer and engine may differ by on the canary on average, by number format; ten times that on one
-# token. Two implementations round differently.
+# Nats per token that trainer and engine may differ by on the canary on average; a single token may differ ten times as
+# much (sync/verify.py).
 CANARY_BOUNDS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
 CANARY_BOUNDS_TEXT = ", ".join(f"{bound:g} in {dtype}" for dtype, bound in CANARY_BOUNDS.items())
 # Modes that `treadle matrix` compares: settings of the trainer.

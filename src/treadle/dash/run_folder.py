@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from treadle.config.load import merge_derived
-from treadle.track.health_log import HealthLog
+from treadle.track.jsonl import HEALTH_FILE, HealthFile
 from treadle.track.plot import HeldOutPoint, pooled
 from treadle.track.token_files import FOLDER as TOKENS
 from treadle.track.token_files import TokenFiles
@@ -153,7 +153,7 @@ class RunFolder:
         self.path = path
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.tokens = TokenFiles(path / TOKENS)
-        self._health = HealthLog(path / "logs" / "trainer.log")
+        self._health = HealthFile(path / HEALTH_FILE)
         self._health_lock = threading.Lock()
         self._held_out: dict[Path, tuple[int, HeldOut | None]] = {}
 

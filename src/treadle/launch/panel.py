@@ -14,7 +14,7 @@ from treadle.config.schema import RunConfig
 from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
 from treadle.launch.monitor import RunStatus
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.track.health_log import HealthLine
+from treadle.track.jsonl import HealthEvent
 from treadle.watch.describe import SILENT_AFTER_S, describe_work, is_long, shortened, wait_to_show
 from treadle.wire.hub import ProcessStanding
 
@@ -80,10 +80,10 @@ def time_left_s(history: History, num_steps: int) -> float | None:
     return sum(recent) / len(recent) * max(0, num_steps - history.last_step) if recent else None
 
 
-def recent_health(history: History) -> list[HealthLine]:
+def recent_health(history: History) -> list[HealthEvent]:
     """The last two health lines; older ones that were not repeated no longer apply."""
     oldest = history.last_step - NUM_STEPS_SHOWN
-    return [line for line in history.health if line.step is None or line.step > oldest][-2:]
+    return [line for line in history.health if line.step > oldest][-2:]
 
 
 def _progress(snapshot: Snapshot) -> RenderableType:

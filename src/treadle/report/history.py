@@ -16,8 +16,7 @@ from typing import Any, TypeGuard
 
 from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
-from treadle.track.health_log import HealthLine, HealthLog
-from treadle.track.jsonl import read_steps
+from treadle.track.jsonl import HEALTH_FILE, HealthEvent, HealthFile, read_steps
 from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]
@@ -65,7 +64,7 @@ class History:
 
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    health: tuple[HealthLine, ...] = ()
+    health: tuple[HealthEvent, ...] = ()
     by_env: Mapping[str, tuple[Evaluation, ...]] = field(default_factory=dict)  # empty: there is one environment
 
     @property
@@ -111,7 +110,7 @@ class HistoryReader:
 
     metrics_file: Path
     evals_folder: Path
-    health_log: HealthLog | None = None
+    health_file: HealthFile | None = None
     folders_by_env: Mapping[str, Path] = field(default_factory=dict)  # of several environments
     _seen: tuple[object, ...] = ()
     _history: History = field(default_factory=History)
@@ -119,7 +118,7 @@ class HistoryReader:
     def read(self) -> History:
         folders = self.folders_by_env or {"": self.evals_folder}
         files = {env: sorted(folder.glob("*.json")) if folder.is_dir() else [] for env, folder in folders.items()}
-        log_file = [] if self.health_log is None else [self.health_log.path]
+        log_file = [] if self.health_file is None else [self.health_file.path]
         watched = [self.metrics_file, *log_file, *chain.from_iterable(files.values())]
         seen = tuple(_fingerprint(path) for path in watched)
         if seen != self._seen:
@@ -128,7 +127,7 @@ class HistoryReader:
             self._history = History(
                 tuple(steps[number] for number in sorted(steps)),
                 pool(by_env) if self.folders_by_env else by_env[""],
-                () if self.health_log is None else self.health_log.read(),
+                () if self.health_file is None else self.health_file.read(),
                 by_env if self.folders_by_env else {},
             )
             self._seen = seen
@@ -180,7 +179,7 @@ def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     return HistoryReader(
         metrics if metrics.exists() else config.train.metrics_file or metrics,
         evals if evals.exists() else config.env.data_dir_to_save_evals or evals,
-        HealthLog(run_folder / "logs" / "trainer.log"),
+        HealthFile(run_folder / HEALTH_FILE),
         by_env,
     )
 

@@ -33,6 +33,7 @@ from treadle.background import BackgroundWorker
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.log import get_logger
+from treadle.support import CANARY_BOUNDS
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
 from treadle.sync.protocol import NOT_VERIFIED, Publishable, TokenScores, Verified
@@ -42,7 +43,7 @@ from treadle.wire.generate import GenerateRequest
 NUM_TOKENS = 33  # two blocks of 16 that fit a prefix cache, and one token that does not
 # Allowed mean difference in nats; a single token may differ ten times as much. Usual values (docs/weights.md has the
 # figures): 1e-5 in float32, 0.01 in float16, up to 0.1 in bfloat16, because the tokens are unlikely, with large logits.
-MEAN_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
+MEAN_BOUNDS = {getattr(torch, dtype): bound for dtype, bound in CANARY_BOUNDS.items()}
 MAX_OVER_MEAN = 10.0
 UNCACHED_TEXT = 1  # seed of a second canary
 NUM_NAMED = 3

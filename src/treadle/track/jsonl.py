@@ -1,4 +1,11 @@
-"""The metrics file: one JSON object per optimizer step, readable while the run goes on."""
+"""Write and read the trainer's JSON lines: the metrics of each step, and health events.
+
+metrics.jsonl    one object per optimizer step
+health.jsonl     beside it, an event when a metric leaves its healthy range and when it is back:
+                 {"step": 12, "message": "mean_ratio 1.31 (healthy 0.8 to 1.2): ..."}
+
+Both can be read while the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from treadle.config.advice import as_flags_of
 from treadle.errors import DiskFull
+
+HEALTH_FILE = "health.jsonl"
 
 
 class JsonlTracker:
@@ -64,6 +75,50 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         return []
     steps = (_parsed(line) for line in content.splitlines())
     return [step for step in steps if step is not None]
+
+
+@dataclass(frozen=True)
+class HealthEvent:
+    """What the trainer found at a step: `HealthEvent(12, "mean_ratio 1.31 (healthy 0.8 to 1.2): ...")`."""
+
+    step: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message}"
+
+
+@dataclass
+class HealthFile:
+    """The health events of a run. `read` continues where it stopped: a view asks several times a second."""
+
+    path: Path
+    _offset: int = 0
+    _events: list[HealthEvent] = field(default_factory=list)
+
+    def write(self, step: int, message: str) -> None:
+        """Append an event. A disk that refuses it is no error here: the metrics file reports that."""
+        with contextlib.suppress(OSError):
+            _end_last_line(self.path)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "message": message}) + "\n")
+
+    def read(self) -> tuple[HealthEvent, ...]:
+        """All events, each once: a resumed trainer repeats steps. Messages name the flags of `treadle run`."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return tuple(self._events)
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            values = _parsed(line)
+            if values is not None and isinstance(values.get("message"), str):
+                event = HealthEvent(values["step"], as_flags_of("run", values["message"], "train"))
+                self._events += [event] if event not in self._events else []
+        return tuple(self._events)
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:

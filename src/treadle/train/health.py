@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
+from treadle.track.catalogue import ENTROPY_SHARE, SPIKE_TIMES, band_of
+
 ALIGNMENT = "LogProb Alignment"
 NUM_KEPT = 20
 NUM_SMOOTHED = 10  # a batch is a small sample: fractions are averaged over this many steps
-LOGPROB_GAP = 0.05  # bf16 rounding between two implementations gives 0.01 to 0.04
+LOGPROB_GAP = band_of("sampling/sampling_logp_difference/mean").limit
 MEAN_LOGPROB_GAP = 2.0
-SPIKE_TIMES = 10
+LOW_ENTROPY = 0.05  # nats; an entropy above it is not reported, whatever it was at the start
 LOSS_FLOOR = 0.1  # a loss this small is usual, whatever it was before
 REPEAT_AFTER_STEPS = 20
 MUCH_WORSE = 1.5
@@ -133,40 +135,41 @@ def alignment(seen: Observations) -> HealthFinding | None:
 
 def mean_ratio(seen: Observations) -> HealthFinding | None:
     ratio = seen.last.get("mean_ratio")
-    if ratio is None or 0.8 <= ratio <= 1.2:
+    band = band_of("mean_ratio")
+    if ratio is None or ratio in band:
         return None
     return HealthFinding(
-        "mean_ratio", abs(ratio - 1) / 0.2,
-        f"mean_ratio {ratio:.2f} (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
-        "lower --lr or --env.max-age",
+        "mean_ratio", abs(ratio - 1) / abs(band.limit - 1),
+        f"mean_ratio {ratio:.2f} (healthy {band}): the policy is far from the sampling policy; "
+        "lower --lr or --max-age",
     )  # fmt: skip
 
 
 def mean_kl(seen: Observations) -> HealthFinding | None:
-    distance = seen.last.get("mean_kl")
-    if distance is None or distance <= 0.5:
+    distance, band = seen.last.get("mean_kl"), band_of("mean_kl")
+    if distance is None or distance <= band.limit:
         return None
     return HealthFinding(
-        "mean_kl", distance / 0.5,
-        f"mean_kl {distance:.2f} (usual 0.01 to 0.1): the policy moves away from the sampling policy too fast; "
-        "lower --lr or raise --kl-coef",
+        "mean_kl", distance / band.limit,
+        f"mean_kl {distance:.2f} (healthy below {band.high:g}): the policy moves away from the sampling policy too "
+        "fast; lower --lr or raise --kl-coef",
     )  # fmt: skip
 
 
 def clipped_fraction(seen: Observations) -> HealthFinding | None:
-    clipped = seen.last.get("clipped_fraction")
-    if clipped is None or clipped < 0.3:
+    clipped, band = seen.last.get("clipped_fraction"), band_of("clipped_fraction")
+    if clipped is None or clipped < band.limit:
         return None
     return HealthFinding(
-        "clipped_fraction", clipped / 0.3,
-        f"clipped_fraction {clipped:.2f} (healthy below 0.3): {_percent(clipped)} of the tokens have no "
+        "clipped_fraction", clipped / band.limit,
+        f"clipped_fraction {clipped:.2f} (healthy {band}): {_percent(clipped)} of the tokens have no "
         "gradient; lower --lr",
     )  # fmt: skip
 
 
 def dead_groups(seen: Observations) -> HealthFinding | None:
-    dead = seen.smooth("frac_reward_zero_std")
-    if dead is None or dead < 0.6:
+    dead, limit = seen.smooth("frac_reward_zero_std"), band_of("frac_reward_zero_std").limit
+    if dead is None or dead < limit:
         return None
     good, bad = seen.smooth("by_group/frac_all_good"), seen.smooth("by_group/frac_all_bad")
     split, remedy = "", "use prompts of more varied difficulty"
@@ -174,7 +177,7 @@ def dead_groups(seen: Observations) -> HealthFinding | None:
         split = f": {_percent(good)} all right, {_percent(bad)} all wrong"
         remedy = "use harder prompts" if good >= bad else "use easier prompts, or a larger --env.group-size"
     return HealthFinding(
-        "frac_reward_zero_std", dead / 0.6,
+        "frac_reward_zero_std", dead / limit,
         f"{_percent(dead)} of the groups of the last {NUM_SMOOTHED} steps carry no gradient{split}; {remedy}",
         seen.is_easing("frac_reward_zero_std"),
     )  # fmt: skip
@@ -183,10 +186,10 @@ def dead_groups(seen: Observations) -> HealthFinding | None:
 def entropy(seen: Observations) -> HealthFinding | None:
     """Entropy falls in every training; only a policy that no longer explores is a problem."""
     now = seen.smooth("entropy")
-    if now is None or now >= min(0.05, 0.1 * seen.beginning("entropy")):
+    if now is None or now >= min(LOW_ENTROPY, ENTROPY_SHARE * seen.beginning("entropy")):
         return None
     return HealthFinding(
-        "entropy", 0.05 / max(now, 1e-6),
+        "entropy", LOW_ENTROPY / max(now, 1e-6),
         f"entropy fell from {seen.beginning('entropy'):.2f} to {now:.3f}: the policy hardly explores any more; "
         "lower --lr, raise --clip-high or --env.temperature",
     )  # fmt: skip
@@ -234,11 +237,11 @@ def reward(seen: Observations) -> HealthFinding | None:
 
 
 def repetition(seen: Observations) -> HealthFinding | None:
-    share = seen.smooth("completions/repetition")
-    if share is None or share < 0.5 or share < 1.5 * seen.beginning("completions/repetition"):
+    share, limit = seen.smooth("completions/repetition"), band_of("completions/repetition").limit
+    if share is None or share < limit or share < 1.5 * seen.beginning("completions/repetition"):
         return None
     return HealthFinding(
-        "completions/repetition", share / 0.5,
+        "completions/repetition", share / limit,
         f"{_percent(share)} of the text of the last {NUM_SMOOTHED} steps repeats itself (at the beginning "
         f"{_percent(seen.beginning('completions/repetition'))}); lower --lr, "
         "raise --kl-coef, or penalize repetition",
@@ -259,11 +262,11 @@ def skipped_steps(seen: Observations) -> HealthFinding | None:
 
 
 def cut_off(seen: Observations) -> HealthFinding | None:
-    share = seen.smooth("completions/clipped_ratio")
-    if share is None or share < 0.5:
+    share, limit = seen.smooth("completions/clipped_ratio"), band_of("completions/clipped_ratio").limit
+    if share is None or share < limit:
         return None
     return HealthFinding(
-        "completions/clipped_ratio", share / 0.5,
+        "completions/clipped_ratio", share / limit,
         f"{_percent(share)} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
         "raise --env.max-token-length (and --train.seq-len), or reward shorter answers",
         seen.is_easing("completions/clipped_ratio"),
@@ -283,21 +286,23 @@ def staleness(seen: Observations) -> HealthFinding | None:
 
 def sample_size(seen: Observations) -> HealthFinding | None:
     share = seen.last.get("rollout_corr/rollout_is_eff_sample_size")
-    if share is None or share >= 0.5:
+    lowest = band_of("rollout_corr/rollout_is_eff_sample_size").low or 0.0
+    if share is None or share >= lowest:
         return None
     return HealthFinding(
-        "rollout_corr/rollout_is_eff_sample_size", 0.5 / max(share, 1e-6),
-        f"a few tokens outweigh the rest (effective sample size {_percent(share)}, healthy above 50 %): engine and "
-        "trainer disagree; --mismatch strict bounds it",
+        "rollout_corr/rollout_is_eff_sample_size", lowest / max(share, 1e-6),
+        f"a few tokens outweigh the rest (effective sample size {_percent(share)}, healthy above {_percent(lowest)}): "
+        "engine and trainer disagree; --mismatch strict bounds it",
     )  # fmt: skip
 
 
 def masked_tokens(seen: Observations) -> HealthFinding | None:
     share = seen.last.get("rollout_corr/rollout_rs_masked_fraction")
-    if share is None or share < 0.3:
+    limit = band_of("rollout_corr/rollout_rs_masked_fraction").limit
+    if share is None or share < limit:
         return None
     return HealthFinding(
-        "rollout_corr/rollout_rs_masked_fraction", share / 0.3,
+        "rollout_corr/rollout_rs_masked_fraction", share / limit,
         f"{_percent(share)} of the tokens are left out because engine and trainer disagree on them; find out why "
         "(dtype, age, temperature) before widening the mask",
     )  # fmt: skip

@@ -14,6 +14,7 @@ from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.sync.protocol import Publishable, Receipt
 from treadle.track import Tracker
+from treadle.track.jsonl import HealthFile
 from treadle.train.checkpoint import Checkpoints, Restored
 from treadle.train.checkpoint_files import random_state, restore_random_state
 from treadle.train.feed import Feed
@@ -130,6 +131,7 @@ def train(
     reference: Reference | None = None,
     restored: Restored = FROM_THE_START,
     tokens: TokenRecord = NO_TOKENS,
+    health_file: HealthFile | None = None,
     check_stop: Callable[[], None] = _never_stop,
 ) -> None:
     """Train from `restored` to `config.steps`.
@@ -182,6 +184,8 @@ def train(
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
             for line in health.check(step, metrics):
                 log.warning("health", step=step, message=line)
+                if health_file is not None:
+                    health_file.write(step, line)
             # Metrics are written before the checkpoint: a surplus line is dropped on resume, a missing one is lost.
             if step == config.steps or (config.checkpoint_interval and step % config.checkpoint_interval == 0):
                 checkpoints.save(step, policy, optimizer, throughput.totals())

@@ -20,6 +20,7 @@ from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
 from treadle.sync.verify import check_saved_weights
 from treadle.track import Metric, Tracker, build_tracker
+from treadle.track.jsonl import HEALTH_FILE, HealthFile
 from treadle.track.trackers import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed, open_feed
@@ -205,6 +206,7 @@ def _train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=progress.check,
             tokens=open_token_record(config, config.metrics_path, ranks.rank),
+            health_file=HealthFile(config.metrics_path.with_name(HEALTH_FILE)) if ranks.leads else None,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights

@@ -15,6 +15,7 @@ from treadle.dash.charts import CHARTS, bucket_steps, buckets, extremes
 from treadle.dash.monitor import BoundedSamples, QueueSample
 from treadle.dash.run_folder import MetricsFile, RunFolder, Runs
 from treadle.track.catalogue import METRICS, Band
+from treadle.track.jsonl import HEALTH_FILE, HealthFile
 
 
 def write(path: Path, *lines: dict, mode: str = "a") -> None:
@@ -157,7 +158,6 @@ def test_evaluations_are_read_and_a_file_that_is_none_is_left_out(tmp_path: Path
 
 
 def test_what_the_trainer_found_unhealthy_is_told_until_it_is_long_ago(tmp_path: Path):
-    (tmp_path / "logs").mkdir()
-    line = '2026-01-02T03:04:05.678 WARNING trainer health step={} message="mean_kl 0.61"\n'
-    (tmp_path / "logs" / "trainer.log").write_text(line.format(12) + line.format(40))
+    for step in (12, 40):
+        HealthFile(tmp_path / HEALTH_FILE).write(step, "mean_kl 0.61")
     assert RunFolder(tmp_path).health(since_step=30) == ["step 40: mean_kl 0.61"]

@@ -41,8 +41,8 @@ def test_documented_versions_are_those_of_the_table() -> None:
     oldest, newest = str(VLLM).split(" to ")
     assert f"vllm>={oldest}" in project["optional-dependencies"]["vllm"]
     assert project["requires-python"] == ">={}.{}".format(*PYTHON)
-    assert f"vLLM {VLLM} is tested" in text_of("docs/troubleshooting.md")
-    assert f"between {oldest} and {newest}" in text_of("docs/engine.md")
+    assert str(VLLM) in text_of("docs/troubleshooting.md")
+    assert str(VLLM) in text_of("docs/engine.md")
     assert f"| {oldest}, " in text_of("docs/engine.md")
     assert f"| {newest}, " in text_of("docs/engine.md")
     assert "Python {}.{} or newer".format(*PYTHON) in text_of("README.md")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase
 from treadle.report.history import History, HistoryReader
-from treadle.track.health_log import HealthLine, HealthLog, parse_health
+from treadle.track.jsonl import HEALTH_FILE, HealthFile
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 
@@ -188,7 +186,7 @@ def test_health_is_reported_once_in_plain_lines(tmp_path: Path) -> None:
     state = state_of(tmp_path, 2)
     out = io.StringIO()
     view = PlainView(out)
-    reader = HistoryReader(tmp_path / "metrics.jsonl", tmp_path / "evals", HealthLog(tmp_path / "logs" / "trainer.log"))
+    reader = HistoryReader(tmp_path / "metrics.jsonl", tmp_path / "evals", HealthFile(tmp_path / HEALTH_FILE))
     state.history = reader.read()
     view.update(state)
     write_health(tmp_path, (2, 'cut off "here"'))
@@ -196,34 +194,6 @@ def test_health_is_reported_once_in_plain_lines(tmp_path: Path) -> None:
         state.history = reader.read()
         view.update(state)
     assert out.getvalue().splitlines() == ["training...", 'health: step 2: cut off "here"']
-
-
-def test_health_is_read_from_whole_lines_of_the_log_only(tmp_path: Path) -> None:
-    path = tmp_path / "trainer.log"
-    log = HealthLog(path)
-    assert log.read() == ()
-    path.write_text('2026-01-02T03:04:05.678 WARNING trainer health message="mean_kl 0.6')
-    assert log.read() == ()
-    with path.open("a") as file:
-        file.write('1"\n2026-01-02T03:04:06.678 WARNING trainer health message="mean_kl 0.61"\n')
-    assert log.read() == (HealthLine(None, "mean_kl 0.61"),)
-    for other in (
-        "2026-01-02T03:04:05.678 INFO    trainer step step=1 reward=0.1",
-        '2026-01-02T03:04:05.678 WARNING hub health message="of the hub"',
-        '2026-01-02T03:04:05.678 WARNING trainer view said="trainer health message=1"',
-        "Traceback (most recent call last):",
-    ):
-        assert parse_health(other) is None
-
-
-def test_health_events_of_the_real_logger_are_understood(tmp_path: Path) -> None:
-    message = 'LogProb Alignment: MISMATCH! "quoted" = 5 %, für'
-    code = (
-        "from treadle.log import get_logger, set_up_logging; set_up_logging();"
-        f"get_logger('trainer').warning('health', step=7, message={message!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert parse_health(done.stderr.rstrip("\n")) == HealthLine(7, message)
 
 
 def test_phases_are_reported_from_what_was_written(tmp_path: Path) -> None:

@@ -131,16 +131,6 @@ def test_a_summary_of_the_first_release_is_still_read(tmp_path: Path) -> None:
     assert "health" not in printed(summary)
 
 
-def test_a_run_of_the_first_release_has_its_figures(tmp_path: Path) -> None:
-    config = write_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 50, "reward/mean": 0.5, "perf/step_s": 5.0, "perf/train_s": 4.0, "perf/gradient_s": 3.0, '
-        '"perf/optimizer_s": 1.0, "perf/wait_s": 0.5, "rollout/generation_s": 3.0}\n'
-    )
-    summary = summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 1.0))
-    assert summary.seconds_per_step == {"total": 5.0, "generation": 3.0, "training": 4.0, "waiting": 0.5}
-
-
 def test_examples_that_became_right_come_first(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     history = history_of(config, tmp_path)

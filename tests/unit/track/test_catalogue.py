@@ -64,6 +64,8 @@ def test_the_health_check_and_the_page_share_numeric_ranges() -> None:
     assert [str(Band(0.8, 1.2)), str(Band(low=0.5)), str(Band(high=0.0))] == ["0.8 to 1.2", "above 0.5", "0"]
     assert str(band_of("sampling/sampling_logp_difference/mean")) == "below 0.05 on-policy"
     assert METRICS["reward"].band is None
+    page = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+    assert f"below {band_of('sampling/sampling_logp_difference/mean').high} on rollouts" in page.read_text()
 
 
 def test_the_page_is_made_from_the_catalogue() -> None:

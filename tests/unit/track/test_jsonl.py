@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from treadle.track import JsonlTracker, Tracker
-from treadle.track.jsonl import read_steps
+from treadle.track.jsonl import HealthEvent, HealthFile, read_steps
 
 
 def test_each_step_is_one_line_that_a_reader_sees_at_once(tmp_path: Path) -> None:
@@ -56,3 +56,21 @@ def test_a_line_that_a_crash_cut_short_swallows_nothing(tmp_path: Path) -> None:
 
 def test_a_missing_file_has_no_steps(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "metrics.jsonl") == []
+
+
+def test_health_events_are_read_once_each_and_only_whole_lines(tmp_path: Path) -> None:
+    file = HealthFile(tmp_path / "health.jsonl")
+    assert file.read() == ()
+    file.write(7, 'MISMATCH! "quoted" = 5 %, für; lower --lr')
+    event = HealthEvent(7, 'MISMATCH! "quoted" = 5 %, für; lower --train.lr')
+    assert file.read() == (event,), "in the flags of treadle run"
+    file.write(7, 'MISMATCH! "quoted" = 5 %, für; lower --lr')  # by a resumed trainer
+    with file.path.open("a") as unfinished:
+        unfinished.write('{"step": 8, "mess')
+    assert file.read() == (event,)
+    file.write(9, "mean_kl 0.61")  # after the line that a crash cut short
+    assert [str(one) for one in file.read()] == [str(event), "step 9: mean_kl 0.61"]
+
+
+def test_a_disk_that_refuses_a_health_event_does_not_stop_training(tmp_path: Path) -> None:
+    HealthFile(tmp_path / "no folder" / "health.jsonl").write(1, "mean_kl 0.61")

@@ -39,11 +39,11 @@ def test_a_reward_that_stays_flat_is_no_alarm() -> None:
     ("name", "value", "line"),
     [
         ("mean_ratio", 1.31, "mean_ratio 1.31 (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
-         "lower --lr or --env.max-age"),
+         "lower --lr or --max-age"),
         ("mean_ratio", 0.71, "mean_ratio 0.71 (healthy 0.8 to 1.2): the policy is far from the sampling policy; "
-         "lower --lr or --env.max-age"),
-        ("mean_kl", 0.61, "mean_kl 0.61 (usual 0.01 to 0.1): the policy moves away from the sampling policy too fast; "
-         "lower --lr or raise --kl-coef"),
+         "lower --lr or --max-age"),
+        ("mean_kl", 0.61, "mean_kl 0.61 (healthy below 0.1): the policy moves away from the sampling policy too "
+         "fast; lower --lr or raise --kl-coef"),
         ("clipped_fraction", 0.42, "clipped_fraction 0.42 (healthy below 0.3): 42 % of the tokens have no "
          "gradient; lower --lr"),
         ("sample/staleness_mean", 6.2, "rollouts are 6.2 policy versions old on average: environments sample faster "

@@ -14,6 +14,7 @@ from treadle.errors import TrainingError
 from treadle.processor import fast_dtype
 from treadle.sync.modes import OfflineSync
 from treadle.track.catalogue import METRICS
+from treadle.track.jsonl import HealthFile
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
 from treadle.train.optim import build_optimizer
@@ -76,6 +77,7 @@ class Scene:
         self.reference = self.policy.reference(folder) if self.config.kl_against == "reference" else None
         self.feed, self.tracker = ListFeed(batches), ListTracker()
         self.checkpoints = Checkpoints(tmp_path / "checkpoints", folder, self.config.keep_checkpoints)
+        self.health_file = HealthFile(tmp_path / "health.jsonl")
 
     def restore(self):
         return self.checkpoints.restore(self.policy, self.optimizer)
@@ -84,6 +86,7 @@ class Scene:
         train(
             self.config, self.policy, self.optimizer, self.feed, OfflineSync(self.config), self.checkpoints,
             self.tracker, reference=self.reference, restored=restored, check_stop=check_stop,
+            health_file=self.health_file,
         )  # fmt: skip
 
     def weights(self):
@@ -103,6 +106,15 @@ def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
     catalogued = set(METRICS)
     emitted = {name for row in scene.tracker.rows for name in row if name != "step" and not name.startswith("rollout/")}
     assert emitted <= catalogued, emitted - catalogued
+
+
+def test_health_findings_are_written_as_events_beside_the_log(folder, tmp_path):
+    scene = Scene(folder, tmp_path, [[group([1.0, 0.0], logprob=-2.0)]])
+    scene.run()
+    [event] = scene.health_file.read()
+    assert event.step == 1
+    assert event.message.startswith("LogProb Alignment: MISMATCH! Trainer and engine differ by")
+    assert "(healthy below 0.05)" in event.message
 
 
 def test_a_step_without_tokens_has_no_values_for_unmeasured_metrics(folder, tmp_path):
