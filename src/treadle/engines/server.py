@@ -28,8 +28,8 @@ from treadle.net.connections import HttpLimits
 from treadle.net.listening import take_port
 from treadle.net.server import serve_until_stopped
 from treadle.sync.shared_memory import bridge_file_path, claimed, is_switched_on
-from treadle.watch.waits import Wait, Waits, Wanted
-from treadle.watch.watchdog import About, Watchdog
+from treadle.watch.waits import Wait, Waits, WaitSpec
+from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.hub import GENERATED_TOKENS, WorkReport
 
 MAX_CONNECTIONS = 20_000  # a wave starts when all of its requests have arrived, so all must get a connection
@@ -67,7 +67,7 @@ class EngineWatcher:
         requests = f"{state.num_running} running and {state.num_waiting} waiting requests"
         self._hold = self._track(
             self._hold,
-            Wanted(
+            WaitSpec(
                 f"the trainer to release it: it is held to replace version {state.policy_version}",
                 of="trainer",
                 holding=requests,
@@ -82,15 +82,15 @@ class EngineWatcher:
             self._waits.end(self._generation, was_met=True)
             self._generation = None
         generates = state.num_running > 0 and not state.is_held
-        answer = Wanted(
+        answer = WaitSpec(
             "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
         )
         self._generation = self._track(self._generation, answer if generates else None)
 
-    def about(self) -> About:
+    def about(self) -> ProcessFacts:
         state = self._state
         if state is None:
-            return About(state="loading", work=self._loading)
+            return ProcessFacts(state="loading", work=self._loading)
         if state.is_held:
             description = "held"
         elif state.num_running:
@@ -98,9 +98,11 @@ class EngineWatcher:
         else:
             description = "idle"
         counts = {"moves": float(state.num_moves), GENERATED_TOKENS: float(state.generated_tokens)}
-        return About(state=description, policy_version=state.policy_version, problem=state.failure or "", counts=counts)
+        return ProcessFacts(
+            state=description, policy_version=state.policy_version, problem=state.failure or "", counts=counts
+        )
 
-    def _track(self, wait: Wait | None, wanted: Wanted | None) -> Wait | None:
+    def _track(self, wait: Wait | None, wanted: WaitSpec | None) -> Wait | None:
         """Begin a wait when something is wanted, end it when nothing is; a wait that continues is kept."""
         if wanted is None and wait is not None:
             self._waits.end(wait, was_met=True)
@@ -133,7 +135,7 @@ def _serve(
 ) -> None:
     started = time.monotonic()
     config, adapter = split_adapter(config)
-    with waits.waiting(Wanted(f"{config.model} to load", of="engine", deadline_s=MAX_LOAD_S)):
+    with waits.waiting(WaitSpec(f"{config.model} to load", of="engine", deadline_s=MAX_LOAD_S)):
         engine = start_engine(config, resolve_model(config.model), watcher.on_load_progress)
     facts = engine.facts
     log.info(

@@ -16,7 +16,7 @@ from treadle.envs.transport import Peer, RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.net.client import HttpClient
 from treadle.net.urls import shown_url
-from treadle.watch.waits import Waits, Wanted
+from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.bridge import TOKEN_VARIABLE
 from treadle.wire.generate import EngineHealth, GenerateAnswer, GenerateRequest, Wave
 
@@ -122,7 +122,7 @@ class EngineClient:
         self.url = shown_url(url)
         self._retry_policy = retry_policy or RetryPolicy(give_up_after_s=config.timeout)
         self._waits = waits or Waits()
-        self._completion = Wanted(
+        self._completion = WaitSpec(
             f"the engine at {self.url} to finish a completion",
             of="engine",
             deadline_s=config.patience_s,

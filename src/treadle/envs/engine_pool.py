@@ -25,7 +25,7 @@ from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
 from treadle.sync.model_folders import PUBLISHED_PREFIXES
-from treadle.watch.waits import Waits, Wanted
+from treadle.watch.waits import Waits, WaitSpec
 from treadle.wire.generate import EngineHealth
 
 log = get_logger("env")
@@ -221,7 +221,7 @@ class EnginePool:
         await self._refresh(refresh_s, everyone=everyone)
         if fit := self._fit():
             return fit
-        wanted = Wanted(f"an engine with weights of version {self._oldest} or newer", fix=_START_ONE, of="engine")
+        wanted = WaitSpec(f"an engine with weights of version {self._oldest} or newer", fix=_START_ONE, of="engine")
         with self._waits.waiting(wanted) as wait:
             began = awake_s()
             while not (fit := self._fit()):

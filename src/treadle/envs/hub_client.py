@@ -15,7 +15,7 @@ from treadle.log import get_logger
 from treadle.net.client import HttpClient
 from treadle.net.tokens import HUB_TOKEN_VARIABLE
 from treadle.net.urls import is_loopback, shown_url
-from treadle.watch.waits import Wait, Waits, Wanted
+from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.binary import CONTENT_TYPE, join_groups, pack_group
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import BatchInfo, EnvStanding, Progress, RegisteredEnv, RegisterEnv
@@ -83,9 +83,9 @@ class HubClient:
         return self._peer.read(response, RegisteredEnv)
 
     @property
-    def trainer_wanted(self) -> Wanted:
+    def trainer_wanted(self) -> WaitSpec:
         """The wait to report while no trainer is registered."""
-        return Wanted(
+        return WaitSpec(
             f"a trainer to register at the hub ({shown_url(self._peer.url)})",
             fix="start one with `treadle train`, or everything at once with `treadle run`",
             of="trainer",
@@ -153,9 +153,9 @@ def _parts(packed: list[bytes], max_bytes: int) -> list[list[bytes]]:
     return parts
 
 
-def next_step(step: int, patience_s: float) -> Wanted:
+def next_step(step: int, patience_s: float) -> WaitSpec:
     """Wait for the step after `step`. Each step is a separate wait with its own deadline."""
-    return Wanted(f"the trainer to take step {step + 1}", of="trainer", deadline_s=patience_s)
+    return WaitSpec(f"the trainer to take step {step + 1}", of="trainer", deadline_s=patience_s)
 
 
 class CurrentWait:
@@ -163,7 +163,7 @@ class CurrentWait:
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._wanted: Wanted | None = None
+        self._wanted: WaitSpec | None = None
         self._wait: Wait | None = None
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ class CurrentWait:
     def __exit__(self, error: object, *_: object) -> None:
         self._end(was_met=error is None)
 
-    def set(self, wanted: Wanted | None) -> None:
+    def set(self, wanted: WaitSpec | None) -> None:
         """Replace the current wait, unless it is the same one; None: not waiting."""
         if wanted == self._wanted:
             return

@@ -17,7 +17,7 @@ from treadle.log import get_logger
 from treadle.net.client import HttpAnswer, HttpClient, NoAnswer, PooledHttpClient
 from treadle.net.tokens import bearer_headers
 from treadle.net.urls import is_loopback, shown_url
-from treadle.watch.waits import Waits, Wanted
+from treadle.watch.waits import Waits, WaitSpec
 
 log = get_logger("env")
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Peer:
         self._error = error
         self._away = away or error  # raised when the retries are used up
         self._waits = waits or Waits()
-        self._wanted = Wanted(
+        self._wanted = WaitSpec(
             f"the {name} at {shown_url(self.url)}", fix=how_to_start or f"see whether the {name} runs", of=name
         )
         self._headers = bearer_headers(api_key)

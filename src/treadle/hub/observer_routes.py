@@ -35,7 +35,7 @@ from treadle.net import exposition
 from treadle.net.access import why_refused
 from treadle.store import Event, Store
 from treadle.watch.stacks import write_stacks
-from treadle.watch.watchdog import About, report_of
+from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import Processes, ProcessReport, ProcessStanding, ReportTaken
 
 # ---- event stream
@@ -192,7 +192,7 @@ class ObserverRoutes:
         return StreamingResponse(self._event_stream.stream(last_id), headers=headers, media_type=EVENT_STREAM_TYPE)
 
     async def processes(self, _: Request) -> Response:
-        own = ProcessStanding(report=report_of("hub", "hub", About(), self._hub.store.waits), heard_s=0.0)
+        own = ProcessStanding(report=report_of("hub", "hub", ProcessFacts(), self._hub.store.waits), heard_s=0.0)
         return json_answer(Processes(processes=[own, *self._hub.process_reports.standings()]))
 
     async def report(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from treadle.hub.state import HubState
 from treadle.store import EnvLoad, EnvRecord, RunState
 from treadle.watch.describe import describe_problems, describe_work
-from treadle.watch.watchdog import About, report_of
+from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import ProcessStanding
 
 # ---- figures for environments
@@ -70,7 +70,7 @@ def explain(hub: HubState) -> str:
     """All that is known: why there is no batch, and what the processes that should make one wait for."""
     # The trainer's own wait is this very question.
     others = [standing for standing in hub.process_reports.standings() if standing.report.kind != "trainer"]
-    own = ProcessStanding(report=report_of("hub", "hub", About(), hub.store.waits), heard_s=0.0)
+    own = ProcessStanding(report=report_of("hub", "hub", ProcessFacts(), hub.store.waits), heard_s=0.0)
     return "; ".join(
         [why_no_batch(hub), *(line for standing in [own, *others] for line in describe_problems(standing))]
     )

@@ -21,7 +21,7 @@ from treadle.errors import DiskFull, TreadleError
 from treadle.faults import reach
 from treadle.log import get_logger
 from treadle.store.records import StorageFailed
-from treadle.watch.waits import Waits, Wanted
+from treadle.watch.waits import Waits, WaitSpec
 
 T = TypeVar("T")
 CommitWatcher = Callable[[int, float], None]  # (jobs in the commit, seconds)
@@ -64,7 +64,7 @@ class GroupCommitWriter:
         self._look = look
         self._on_failure = on_failure
         self._waits = waits
-        self._disk = Wanted(
+        self._disk = WaitSpec(
             "the disk to take what was posted",
             fix="look at the disk of --database: is it full, or far away, or does another program hold the file?",
             of="hub",

@@ -23,7 +23,7 @@ from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.urls import is_loopback, shown_url
 from treadle.train.ranks import Ranks
 from treadle.train.stop import StopRequested
-from treadle.watch.waits import Wait, Waits, Wanted
+from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire import binary
 from treadle.wire.groups import LeasedBatch
 from treadle.wire.hub import LeaseRequest, LeaseUpdate, RegisterTrainer
@@ -111,9 +111,9 @@ class HubFeed:
             if answer.batch is not None or answer.reason != reason:
                 return answer.batch, answer.reason
 
-    def _wait_for_batch(self, step: int, reason: str) -> Wanted:
+    def _wait_for_batch(self, step: int, reason: str) -> WaitSpec:
         what = f"the batch of step {step}" + (f" ({reason})" if reason else "")
-        return Wanted(what, of="env", deadline_s=self._patience_s)
+        return WaitSpec(what, of="env", deadline_s=self._patience_s)
 
     def ack(self, batch: LeasedBatch) -> None:
         self._leases.drop(batch.step)
@@ -135,7 +135,7 @@ class HubFeed:
         content = msgspec.json.encode(body)
         answer, problem = self._try(path, content, headers)
         if answer is None:
-            wanted = Wanted(f"the hub at {self._url}", fix=START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
+            wanted = WaitSpec(f"the hub at {self._url}", fix=START_HUB, of="hub", deadline_s=PATIENCE_S / 2)
             with self._waits.waiting(wanted) as wait:
                 answer = self._try_again(path, content, headers, wait, problem)
         if answer.status_code == CONFLICT:
@@ -161,7 +161,7 @@ class HubFeed:
 
     def _try(self, path: str, content: bytes, headers: Mapping[str, str] | None) -> tuple[httpx.Response | None, str]:
         """(answer, "") or (None, what is wrong with the hub)."""
-        slow = Wanted(f"the hub at {self._url} to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
+        slow = WaitSpec(f"the hub at {self._url} to answer {path}", of="hub", deadline_s=SLOW_ANSWER_S)
         try:
             with self._waits.waiting(slow):
                 answer = self._hub.post(path, content=content, headers=headers)

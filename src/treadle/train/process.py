@@ -30,8 +30,8 @@ from treadle.train.policy import build_policy
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
 from treadle.train.token_record import open_token_record
-from treadle.watch.waits import Waits, Wanted
-from treadle.watch.watchdog import About, Watchdog
+from treadle.watch.waits import Waits, WaitSpec
+from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.hub import RegisterTrainer, Trackers, WorkReport
 
 LOADING_S = 900.0
@@ -56,7 +56,7 @@ class WatchedSync:
         self.version: int | None = None
 
     def attach(self) -> AttachedModel:
-        loaded = Wanted(
+        loaded = WaitSpec(
             f"the engine at {shown_url(self._config.engine_url)} to be ready",
             fix="start it with `treadle engine`, or name another with --engine-url; its log says how far it is",
             of="engine",
@@ -66,7 +66,7 @@ class WatchedSync:
             return self._mode.attach()
 
     def settle(self) -> None:
-        answer = Wanted(
+        answer = WaitSpec(
             "the engine to say which weights it has",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",
             of="engine",
@@ -77,7 +77,7 @@ class WatchedSync:
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
         self.settle()
-        adoption = Wanted(
+        adoption = WaitSpec(
             f"the engine to adopt version {version}",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",
             of="engine",
@@ -108,12 +108,12 @@ class TrainerProgress:
         self._num_micros += 1
         self._check_stop()
 
-    def about(self) -> About:
+    def about(self) -> ProcessFacts:
         version = self._mode.version
         if version is None:
-            return About(state="loading", work=self._loading)
+            return ProcessFacts(state="loading", work=self._loading)
         state = f"training step {version + 1}"
-        return About(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
+        return ProcessFacts(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
 
 
 class FollowerSync:

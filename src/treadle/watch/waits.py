@@ -1,7 +1,7 @@
 """Record what a process waits for: name, start, deadline, and the process that is waited for.
 
     waits = Waits()
-    with waits.waiting(Wanted("the engine to adopt version 17", of="engine", deadline_s=180, fix="see its log")):
+    with waits.waiting(WaitSpec("the engine to adopt version 17", of="engine", deadline_s=180, fix="see its log")):
         ...
 
 Threads and coroutines record waits; the watchdog reads them.
@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WaitSpec:
     what: str  # "the hub at http://127.0.0.1:8000"
     fix: str = ""  # what the user can do; empty: nothing, and it is not logged before its deadline
     of: str = ""  # the process that is waited for: "hub", "engine", "env", "trainer"; empty: none of these
@@ -32,7 +32,7 @@ class Wanted:
 class Wait:
     """One wait, shared by all threads and coroutines of this process that wait for the same thing."""
 
-    def __init__(self, wanted: Wanted, clock: Clock) -> None:
+    def __init__(self, wanted: WaitSpec, clock: Clock) -> None:
         self.wanted = wanted
         self.problem = ""  # the last error; problem and fix may change while the wait lasts
         self.fix = wanted.fix
@@ -68,7 +68,7 @@ class Waits:
     def __init__(self, clock: Clock = awake_s) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._waits: dict[Wanted, Wait] = {}
+        self._waits: dict[WaitSpec, Wait] = {}
 
     @property
     def now(self) -> list[Wait]:
@@ -81,7 +81,7 @@ class Waits:
         return next(iter(self.now), None)
 
     @contextmanager
-    def waiting(self, wanted: Wanted) -> Iterator[Wait]:
+    def waiting(self, wanted: WaitSpec) -> Iterator[Wait]:
         """Record a wait for the duration of the block; an exception counts as not met."""
         wait = self.begin(wanted)
         was_met = False
@@ -91,7 +91,7 @@ class Waits:
         finally:
             self.end(wait, was_met=was_met)
 
-    def begin(self, wanted: Wanted) -> Wait:
+    def begin(self, wanted: WaitSpec) -> Wait:
         with self._lock:
             wait = self._waits.get(wanted)
             if wait is None:

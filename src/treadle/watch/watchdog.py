@@ -26,7 +26,7 @@ from treadle.net.tokens import HUB_TOKEN_VARIABLE, bearer_headers
 from treadle.net.urls import connection_to
 from treadle.watch.describe import ENDED, short
 from treadle.watch.stacks import include_tasks_of, write_stacks
-from treadle.watch.waits import Wait, Waits, Wanted
+from treadle.watch.waits import Wait, Waits, WaitSpec
 from treadle.wire.hub import Kind, ProcessReport, ReportTaken, WaitReport, WorkReport
 
 log = get_logger("watchdog")
@@ -41,7 +41,7 @@ LEAVE_WITHIN_S = 1.0
 SEND_TIMEOUT_S = 2.0
 OK = 200
 ROUTE = "/v1/reports"
-BLOCKED_LOOP = Wanted(
+BLOCKED_LOOP = WaitSpec(
     "the event loop: one piece of code holds it, and nothing else in this process runs",
     fix="the stacks in its log show the code: let it await, or run it with asyncio.to_thread",
     deadline_s=BLOCKED_LOOP_S,
@@ -81,7 +81,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class About:
+class ProcessFacts:
     """The part of a process report that is not about waits."""
 
     state: str = ""
@@ -114,7 +114,7 @@ class Watchdog:
         name: str,
         waits: Waits,
         hub_url: str = "",
-        describe: Callable[[], About] = About,
+        describe: Callable[[], ProcessFacts] = ProcessFacts,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._kind = kind
@@ -156,7 +156,7 @@ class Watchdog:
             checks += 1
             if self._ended.wait(CHECK_EVERY_S):
                 break
-        self._report(About(state=ENDED))
+        self._report(ProcessFacts(state=ENDED))
 
     def _log_failure(self, error: Exception) -> None:
         kind = type(error).__name__
@@ -200,7 +200,7 @@ class Watchdog:
         self._waits.end(wait, was_met=True)
         self._loop_wait = None
 
-    def _report(self, about: About) -> None:
+    def _report(self, about: ProcessFacts) -> None:
         if self._heartbeat is None:
             return
         taken = self._heartbeat.send(report_of(self._kind, self._name, about, self._waits))
@@ -208,7 +208,7 @@ class Watchdog:
             write_stacks(taken.dump)
 
 
-def report_of(kind: Kind, name: str, about: About, waits: Waits) -> ProcessReport:
+def report_of(kind: Kind, name: str, about: ProcessFacts, waits: Waits) -> ProcessReport:
     # The loop is pinged all the time: that counts as a wait only when it is late.
     longest = [wait for wait in waits.now if wait.wanted is not BLOCKED_LOOP or wait.is_late]
     return ProcessReport(

@@ -15,11 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from treadle.watch.waits import Waits, Wanted
-from treadle.watch.watchdog import About, Watchdog, report_of
+from treadle.watch.waits import Waits, WaitSpec
+from treadle.watch.watchdog import ProcessFacts, Watchdog, report_of
 from treadle.wire.hub import ProcessReport
 
-HUB = Wanted("the hub at http://127.0.0.1:8000", fix="start it with `treadle hub`", of="hub")
+HUB = WaitSpec("the hub at http://127.0.0.1:8000", fix="start it with `treadle hub`", of="hub")
 
 
 class FakeClock:
@@ -72,7 +72,7 @@ def test_a_short_wait_and_one_that_is_in_order_are_not_told(said: Said) -> None:
     with waits.waiting(HUB):
         clock.now_s += 1.9
         dog.check()
-    with waits.waiting(Wanted("the trainer's next step")):
+    with waits.waiting(WaitSpec("the trainer's next step")):
         clock.now_s += 1000
         dog.check()
     dog.check()
@@ -95,7 +95,7 @@ def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("trainer", "trainer", waits)
-    adoption = Wanted(
+    adoption = WaitSpec(
         "the engine to adopt version 17", fix="see engine.log", of="engine", holding="step 17", deadline_s=180
     )
     with waits.waiting(adoption) as wait:
@@ -142,7 +142,7 @@ def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) ->
 def test_the_longest_wait_stands_first() -> None:
     clock = FakeClock()
     waits = Waits(clock)
-    old, new = Wanted("old"), Wanted("new")
+    old, new = WaitSpec("old"), WaitSpec("new")
     with waits.waiting(old):
         clock.now_s = 5
         with waits.waiting(new):
@@ -237,11 +237,11 @@ def wait_for(condition, seconds: float = 10.0) -> None:
 def test_a_bad_look_is_told_once_and_does_not_end_the_watch(said: Said) -> None:
     looks = []
 
-    def describe() -> About:
+    def describe() -> ProcessFacts:
         looks.append(1)
         if len(looks) == 1:
             raise KeyError("counts")
-        return About(state="well again")
+        return ProcessFacts(state="well again")
 
     with HubDouble() as hub, Watchdog("env", "env", Waits(), hub.url, describe):
         wait_for(lambda: any(report["state"] == "well again" for report in hub.reports))
@@ -257,8 +257,8 @@ def test_a_report_that_is_refused_is_told_once(said: Said) -> None:
 
 def test_a_report_is_short_and_can_be_shown_anywhere() -> None:
     waits = Waits()
-    with waits.waiting(Wanted("a\x1b[31m red\nline" + "x" * 1000)):
-        report = report_of("env", "env \ud800", About(problem="y" * 1000), waits)
+    with waits.waiting(WaitSpec("a\x1b[31m red\nline" + "x" * 1000)):
+        report = report_of("env", "env \ud800", ProcessFacts(problem="y" * 1000), waits)
     assert len(report.waits[0].what) < 510
     assert report.waits[0].what.startswith("a [31m red line")
     assert len(report.problem) < 510
@@ -267,8 +267,8 @@ def test_a_report_is_short_and_can_be_shown_anywhere() -> None:
 
 def test_a_report_names_the_deadline_of_a_wait_that_has_one() -> None:
     waits = Waits()
-    with waits.waiting(Wanted("version 3", deadline_s=180)), waits.waiting(Wanted("a trainer")):
-        report = report_of("env", "env", About(), waits)
+    with waits.waiting(WaitSpec("version 3", deadline_s=180)), waits.waiting(WaitSpec("a trainer")):
+        report = report_of("env", "env", ProcessFacts(), waits)
     received = msgspec.json.decode(msgspec.json.encode(report), type=ProcessReport)
     assert {wait.what: wait.deadline_s for wait in received.waits} == {"version 3": 180, "a trainer": None}
 

@@ -19,8 +19,8 @@ from treadle.envs.concurrency import ReportProgress
 from treadle.envs.grouping import Scores, compare_scores
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.tracking import Tracking
-from treadle.watch.waits import Waits, Wanted
-from treadle.watch.watchdog import About
+from treadle.watch.waits import Waits, WaitSpec
+from treadle.watch.watchdog import ProcessFacts
 from treadle.wire.hub import WorkReport
 
 RECENT_GROUPS = 40
@@ -55,11 +55,11 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     problem: str  # diagnosis of the recent groups: "dropped 40 of its last 40 groups because ..."
     fix: str
 
-    def as_about(self) -> About:
+    def as_about(self) -> ProcessFacts:
         """The form in which the watchdog sends it to the hub; the watchdog adds the waits."""
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
         unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
-        return About(
+        return ProcessFacts(
             state=f"{_groups(self.in_flight)} in flight" if self.in_flight else "",
             env_id=self.env_id,
             work=self.evaluation,
@@ -110,7 +110,7 @@ class EnvMonitor:
     def track_groups(self, what: str, num_groups: int, patience_s: float) -> Iterator[None]:
         """Count groups as in flight while they are sampled and scored; `what` names them: "item 17"."""
         self._num_in_flight += num_groups
-        flight = Wanted(f"{what} to be sampled and scored", holding=_groups(num_groups), deadline_s=patience_s)
+        flight = WaitSpec(f"{what} to be sampled and scored", holding=_groups(num_groups), deadline_s=patience_s)
         try:
             with self.waits.waiting(flight):
                 yield

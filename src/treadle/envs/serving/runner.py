@@ -42,7 +42,7 @@ from treadle.envs.serving.tracking import open_tracking
 from treadle.envs.serving.waves import WaveRunner
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger
-from treadle.watch.waits import Wanted
+from treadle.watch.waits import WaitSpec
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import RegisterEnv
 
@@ -98,7 +98,7 @@ async def _wait_for_others(hub: HubClient, env_id: int, config: EnvConfig) -> No
     with CurrentWait(hub.waits) as current_wait:
         while (present := (await hub.standing(env_id)).num_present) < config.num_environments:
             what = f"{config.num_environments - present} more of the {config.num_environments} environments to register"
-            current_wait.set(Wanted(what, of="env", deadline_s=config.patience_s))
+            current_wait.set(WaitSpec(what, of="env", deadline_s=config.patience_s))
             await asyncio.sleep(STATUS_POLL_S)
 
 

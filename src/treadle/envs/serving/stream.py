@@ -29,7 +29,7 @@ from treadle.envs.serving.pace import FlightLimit, room
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger
-from treadle.watch.waits import Wanted
+from treadle.watch.waits import WaitSpec
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import EnvStanding
 
@@ -125,7 +125,7 @@ class StreamRunner:
             index = self.cursor.take()
             self.in_flight[index] = asyncio.create_task(self._process_item(index))
 
-    def _idle_wait(self, standing: EnvStanding, hub: HubClient) -> Wanted | None:
+    def _idle_wait(self, standing: EnvStanding, hub: HubClient) -> WaitSpec | None:
         """What must happen before the next item is started; None while items are in flight."""
         if self.in_flight:
             return None
