@@ -21,8 +21,7 @@ GUIDES = MappingProxyType({
         },
         flags={
             "the run": (
-                "--model", "--steps", "--seed", "--max-age", "--output", "--config", "--resume", "--plain", "--open",
-                "--fit",
+                "--model", "--steps", "--seed", "--output", "--config", "--resume", "--plain", "--open", "--fit",
             ),
             "what is learned": (
                 "--env", "--env.task", "--env.data", "--env.group-size", "--env.max-token-length",

@@ -132,14 +132,14 @@ class RunConfig(Section):
     max_age: Count | None = shared(
         "max_age",
         "1 overlaps sampling and training",
-        default_text=f"{DEFAULT_MAX_AGE}; 0 where engine and trainer share a CPU",
+        default_text=f"{DEFAULT_MAX_AGE}; without a GPU 0",
     )
     output: Path = option(Path("runs"), "folder in which every run gets a folder of its own")
     hub_url: str = shared(
-        "hub_url", "it must run already and have an empty queue; empty: the run starts one", default=""
+        "hub_url", "(one that runs already and has an empty queue); empty: the run starts one", default=""
     )
     engine_url: str = shared(
-        "engine_url", "it must run already and be at policy version 0; empty: the run starts one", default=""
+        "engine_url", "(one that runs already, at policy version 0); empty: the run starts one", default=""
     )
     stall_timeout_s: Annotated[float, Field(ge=0)] = option(
         3600.0, "stop a run in which nothing has moved for this many seconds; 0: never"

@@ -42,12 +42,12 @@ def option(default: Any, help: str, *, default_text: str = "") -> Any:
 _SHARED: dict[str, tuple[Any, str]] = {
     "model": (DEFAULT_MODEL, "a Hugging Face id, a folder, or the built-in default"),
     "steps": (25, "optimizer steps"),
-    "seed": (0, "seed of everything random: the same seed gives the same prompts, samples and curve"),
+    "seed": (0, "random seed; the same one gives the same prompts, samples and curve"),
     "hub_url": ("http://127.0.0.1:8000", "URL of the hub"),
     "engine_url": ("http://127.0.0.1:9001", "URL of the engine"),
     "max_age": (
         None,
-        "maximum staleness: how many policy versions sampling may run ahead of training; 0: strictly on-policy",
+        "maximum staleness: policy versions that sampling may run ahead of training; 0: strictly on-policy",
     ),
     "patience_s": (900.0, "dump the stacks of the waiting processes to their logs if {} within this many seconds"),
     "device": ("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one"),
@@ -71,7 +71,9 @@ _SAME: Any = object()
 def shared(name: str, note: str = "", *, default: Any = _SAME, default_text: str = "") -> Any:
     """Declare a setting that several sections have; `note` says what is particular to this one."""
     usual, help = _SHARED[name]
-    full = help.format(note) if "{}" in help else f"{help}; {note}" if note else help
+    full = (
+        help.format(note) if "{}" in help else f"{help}{' ' if note.startswith('(') else '; '}{note}" if note else help
+    )
     return option(usual if default is _SAME else default, full, default_text=default_text)
 
 

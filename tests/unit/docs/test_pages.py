@@ -21,7 +21,7 @@ from tests.doc_commands import how, known_flags, parse, parse_command, places
 from tests.doc_pages import ROOT, SHELLS, Command, Page, read_pages, spans_of
 from treadle.cli import VERBS
 from treadle.config.env import EnvConfig
-from treadle.config.load import load_run
+from treadle.config.load import load_process, load_run
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.rewards import registry
@@ -105,13 +105,17 @@ def test_every_named_flag_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+TOML_KEYS = ("[[env.rewards]]", "[[env]]", "hub_url")
+
+
 def test_settings_that_the_pages_show_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The YAML of an environment, the TOML of rewards, the JSON of rows for the environment `code`."""
     places(tmp_path, monkeypatch)
     shown = {block.language: block.text for block in BLOCKS if block.language in ("yaml", "json")}
-    rewards_table, tables = sorted(
-        (block.text for block in BLOCKS if block.language == "toml"), key=lambda text: "[[env.rewards]]" not in text
-    )
+    tomls = [block.text for block in BLOCKS if block.language == "toml"]
+    [rewards_table], [tables], [shared] = ([text for text in tomls if key in text] for key in TOML_KEYS)
+    (tmp_path / "shared.toml").write_text(shared)
+    assert load_process(tmp_path / "shared.toml", {}, "train").train.model == "Qwen/Qwen3-0.6B"
     (tmp_path / "run.toml").write_text(tables)
     assert [env.own_name for env in load_run(tmp_path / "run.toml").environments] == ["gsm8k", "my_env"]
     (tmp_path / "env.yaml").write_text(shown["yaml"])
