@@ -114,7 +114,7 @@ def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
             "fix": "see engine.log",
         }
     ]
-    assert "test_a_wait_past_its_deadline" in capfd.readouterr().err, "the stack of this very thread"
+    assert "test_an_overdue_wait" in capfd.readouterr().err, "the stack of this very thread"
 
 
 def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) -> None:
