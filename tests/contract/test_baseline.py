@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "hub-refusals.md"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
-    flags = ("--lease-s", str(LEASE_S), "--queue-limit-groups", "5", "--read-timeout-s", "1", "--vocab-size", "50000")
+    flags = ("--lease-s", str(LEASE_S), "--queue-limit-groups", "5", "--read-timeout-s", "1")
     with HubProcess(tmp_path_factory.mktemp("open"), *flags) as running:
         yield running
 
@@ -178,7 +178,7 @@ def test_bind_cors_auth(hub: HubProcess, calls: Atropos, guarded: HubProcess, tm
 
 def test_every_refusal_as_a_client_sees_it(hub: HubProcess, calls: Atropos, guarded: HubProcess):
     """The table of docs/hub-refusals.md: each refusal with its real status and body."""
-    calls.start(batch_size=8, max_token_len=128)
+    calls.start(batch_size=8, max_token_len=128, vocab_size=50_000)
     calls.register_env()
     rows: list[tuple[str, int, str, bytes]] = []
 

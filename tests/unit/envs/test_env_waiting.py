@@ -43,10 +43,10 @@ class Scene:
 
     def tick(self):
         self._now_s += 0.5
-        self._watchdog.look()
+        self._watchdog.check()
 
     def reported(self, event):
-        self._watchdog.look()
+        self._watchdog.check()
         return [record.treadle_fields for record in self._caplog.records if record.getMessage() == event]
 
 
