@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sqlite3
@@ -11,18 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from treadle.config.env import process_of
 from treadle.dash.run_folder import CONFIG_FILE, RunFolder
 from treadle.dash.status import EngineStatus
-from treadle.net.tokens import bearer_headers
-from treadle.net.urls import connection_to
+from treadle.net.probe import get_json
 from treadle.store import Store
 from treadle.wire.bridge import TOKEN_VARIABLE
 
@@ -198,7 +194,7 @@ class EngineMonitor:
             return None
         with self._lock:
             if self._clock() - self._asked_s >= LOOK_EVERY_S:
-                self._answer = _get_json(f"{self._url}/bridge/info", self._token)
+                self._answer = get_json(f"{self._url}/bridge/info", token=self._token, timeout_s=ENGINE_TIMEOUT_S)
                 self._asked_s = self._clock()
             answer = self._answer
             if answer is None:
@@ -219,16 +215,3 @@ def _token(token_file: object) -> str:
         return Path(token_file).expanduser().read_text().strip()
     except OSError:
         return ""  # the engine answers 401, and the page shows that it does not answer
-
-
-def _get_json(url: str, token: str) -> dict[str, Any] | None:
-    connection = connection_to(url, ENGINE_TIMEOUT_S)
-    try:
-        connection.request("GET", urlsplit(url).path, headers=bearer_headers(token))
-        response = connection.getresponse()
-        values = json.loads(response.read()) if response.status == 200 else None
-    except (OSError, HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
-    return values if isinstance(values, dict) else None

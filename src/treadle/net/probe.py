@@ -63,9 +63,9 @@ def answers_ok(url: str, *, timeout_s: float = 2.0) -> bool:
     return _get(url, timeout_s).status == 200
 
 
-def get_json(url: str, *, timeout_s: float = 0.5) -> dict[str, Any] | None:
+def get_json(url: str, *, token: str = "", timeout_s: float = 0.5) -> dict[str, Any] | None:
     """The JSON object that GET `url` answers; None without one."""
-    answer = _get(url, timeout_s)
+    answer = _get(url, timeout_s, token)
     return _json_object(answer.body) if answer.status == 200 else None
 
 
@@ -75,8 +75,8 @@ def get(url: str, *, timeout_s: float = 0.5) -> bytes | None:
     return answer.body if answer.status else None
 
 
-def _get(url: str, timeout_s: float) -> ProbeAnswer:
-    return _request(url, urlsplit(url).path or "/", timeout_s)
+def _get(url: str, timeout_s: float, token: str = "") -> ProbeAnswer:
+    return _request(url, urlsplit(url).path or "/", timeout_s, token=token)
 
 
 def _request(
