@@ -250,9 +250,9 @@ class Run:
             answers = chat.answer([[{"role": "user", "content": text}] for text in prompts])
         return answers[0] if isinstance(prompt, str) else answers
 
-    def chat(self, *, temperature: float = 0.0, max_tokens: int = 256) -> Chat:
+    def chat(self, *, temperature: float = 0.0, max_tokens: int = 256) -> ModelChat:
         """Start an engine with the trained model, and talk to it."""
-        return Chat(self.model_path, temperature=temperature, max_tokens=max_tokens)
+        return ModelChat(self.model_path, temperature=temperature, max_tokens=max_tokens)
 
     def resume(self, *, plain: bool = False, **settings: Any) -> Run:
         """Continue a run that was stopped, or that is to take more steps: `run.resume(steps=80)`."""
@@ -275,7 +275,7 @@ class Run:
         return queue
 
 
-class Chat:
+class ModelChat:
     """A conversation with a model. Its engine runs until `close()`, the end of a `with`, or of this process.
 
     with run.chat() as chat:
@@ -298,7 +298,7 @@ class Chat:
         self._partner = ChatSession(http, tokenizer, temperature, max_tokens)
         self.close = weakref.finalize(self, opened.close)
 
-    def __enter__(self) -> Chat:
+    def __enter__(self) -> ModelChat:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@
 The doctor passes their lines of JSON between them:
 
     own -> TorchInfo
-    own -> SharingOffer -> open -> SharingResult -> own, which checks its weights and prints the final SharingResult
+    own -> SharingOffer -> open -> SharingReply -> own, which checks its weights and prints the final SharingReply
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
 
 
-class SharingResult(msgspec.Struct, frozen=True, kw_only=True):
+class SharingReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result on one device; `error` is empty if sharing works."""
 
     device: str
@@ -87,9 +87,9 @@ def own(file: Path, source: IO[str], sink: IO[str]) -> None:
             _send(sink, _failed(device, error))
             continue
         _send(sink, SharingOffer(device=device, layout=layout))
-        result = msgspec.json.decode(source.readline(), type=SharingResult)
+        result = msgspec.json.decode(source.readline(), type=SharingReply)
         if not result.error and not bool((model.weight == OPENER_VALUE).all()):
-            result = SharingResult(device=device, error="what one process wrote, the other does not see")
+            result = SharingReply(device=device, error="what one process wrote, the other does not see")
         _send(sink, result)
     remove_shared_file(file)
 
@@ -107,13 +107,13 @@ def open_all(source: IO[str], sink: IO[str]) -> None:
             _send(sink, _failed(offer.device, error))
             continue
         wrong = "" if is_seen else "the memory was opened, but holds other numbers than its owner wrote"
-        _send(sink, SharingResult(device=offer.device, error=wrong))
+        _send(sink, SharingReply(device=offer.device, error=wrong))
 
 
-def _failed(device: str, error: Exception) -> SharingResult:
+def _failed(device: str, error: Exception) -> SharingReply:
     if isinstance(error, TreadleError):
-        return SharingResult(device=device, error=error.message, fix=error.fix)
-    return SharingResult(device=device, error=str(error) or type(error).__name__)
+        return SharingReply(device=device, error=error.message, fix=error.fix)
+    return SharingReply(device=device, error=str(error) or type(error).__name__)
 
 
 def _send(sink: IO[str], message: msgspec.Struct) -> None:

@@ -35,7 +35,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class GenerationResult:
+class EngineResult:
     """The completions of one request, and the engine's time for them."""
 
     completions: list[Completion]
@@ -54,7 +54,7 @@ class Sampler(Protocol):
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> GenerationResult: ...
+    ) -> EngineResult: ...
 
 
 class InferenceClient(Sampler, Protocol):
@@ -73,7 +73,7 @@ class InferenceClient(Sampler, Protocol):
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[GenerationResult]: ...
+    ) -> list[EngineResult]: ...
 
 
 class EngineAway(EngineError):
@@ -166,7 +166,7 @@ class EngineClient:
         seed: int | None = None,
         stop: Sequence[str] = (),
         wave: Wave | None = None,
-    ) -> GenerationResult:
+    ) -> EngineResult:
         """Sample `n` completions of one prompt."""
         request = GenerateRequest(
             prompt={"prompt_token_ids": list(prompt_token_ids)},
@@ -182,7 +182,7 @@ class EngineClient:
         with self._waits.waiting(self._completion):
             response = await self._peer.send("POST", "/generate", body=body, retry_policy=self._retry_policy)
         answer = self._peer.read(response, GenerateAnswer)
-        return GenerationResult(_completions(answer, n), answer.seconds)
+        return EngineResult(_completions(answer, n), answer.seconds)
 
     async def generate_wave(
         self,
@@ -193,7 +193,7 @@ class EngineClient:
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[GenerationResult]:
+    ) -> list[EngineResult]:
         """Send all prompts at once, as one wave. If one of them fails, the others are cancelled."""
         tasks = [
             asyncio.ensure_future(

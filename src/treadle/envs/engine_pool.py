@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 from treadle.clock import awake_s
 from treadle.config.env import ServerConfig
-from treadle.envs.engine_client import EngineAway, EngineClient, GenerationResult, ServedModel
+from treadle.envs.engine_client import EngineAway, EngineClient, EngineResult, ServedModel
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.log import get_logger
@@ -130,11 +130,11 @@ class EnginePool:
         temperature: float,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> GenerationResult:
+    ) -> EngineResult:
         """Sample on the engine with the fewest completions in flight."""
 
-        async def ask(fit: list[_Member], _: int) -> GenerationResult:
-            async def ask_client(client: EngineClient) -> list[GenerationResult]:
+        async def ask(fit: list[_Member], _: int) -> EngineResult:
+            async def ask_client(client: EngineClient) -> list[EngineResult]:
                 return [
                     await client.generate(
                         prompt_token_ids, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
@@ -155,11 +155,11 @@ class EnginePool:
         max_tokens: int,
         temperature: float,
         seeds: Sequence[int] | None = None,
-    ) -> list[GenerationResult]:
+    ) -> list[EngineResult]:
         """Divide the wave equally among the engines, always in the same way."""
 
-        async def ask(fit: list[_Member], attempt: int) -> list[GenerationResult]:
-            async def ask_part(member: _Member, part: range) -> list[GenerationResult]:
+        async def ask(fit: list[_Member], attempt: int) -> list[EngineResult]:
+            async def ask_part(member: _Member, part: range) -> list[EngineResult]:
                 places = slice(part.start, part.stop)
                 return await self._counted(
                     member,
@@ -202,8 +202,8 @@ class EnginePool:
                 log.warning("asked_another_engine", problem=error.message)
 
     async def _counted(
-        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[GenerationResult]]]
-    ) -> list[GenerationResult]:
+        self, member: _Member, count: int, call: Callable[[EngineClient], Awaitable[list[EngineResult]]]
+    ) -> list[EngineResult]:
         oldest = self._oldest
         member.num_running += count
         try:
@@ -301,7 +301,7 @@ def _is_trained(model: str) -> bool:
     return Path(model).name.startswith(PUBLISHED_PREFIXES)
 
 
-def _refuse_older(generations: Sequence[GenerationResult], oldest: int, url: str) -> None:
+def _refuse_older(generations: Sequence[EngineResult], oldest: int, url: str) -> None:
     """An engine that was restarted after its version was read has its initial weights."""
     sampled = min((one.policy_version for each in generations for one in each.completions), default=oldest)
     if sampled < oldest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, RolloutSampling, Transcript
-from treadle.envs.engine_client import Completion, GenerationResult, InferenceClient
+from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
 from treadle.envs.scoring import Judge, as_score, failed
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
@@ -69,7 +69,7 @@ async def roll_group(context: EnvContext, item: Item, sampling: RolloutSampling,
 
 
 async def score_generation(
-    context: EnvContext, item: Item, prompt: Sequence[int], generation: GenerationResult
+    context: EnvContext, item: Item, prompt: Sequence[int], generation: EngineResult
 ) -> list[Rollout]:
     """One rollout per completion: every sampled token is trained on, the prompt is not."""
     scores = await context.judge.scores(item, generation.completions)

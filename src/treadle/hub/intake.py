@@ -93,7 +93,7 @@ IDEMPOTENCY_KEY = Parameter(
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class StoredPost:
     groups: Sequence[NewGroup]
     num_groups: int  # that were stored; of a duplicate, the first time
     duplicate: bool
@@ -106,14 +106,14 @@ class Intake:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
 
-    async def receive(self, request: Request, kind: Kind, content_type: str) -> Received:
+    async def receive(self, request: Request, kind: Kind, content_type: str) -> StoredPost:
         try:
             return await self._receive(request, kind, content_type)
         except Refused as refused:
             self._hub.metrics.refuse_post([refused.env_id], refused.reason)
             raise
 
-    async def _receive(self, request: Request, kind: Kind, content_type: str) -> Received:
+    async def _receive(self, request: Request, kind: Kind, content_type: str) -> StoredPost:
         hub, config = self._hub, self._hub.config
         key = checked_header(request.headers.get("idempotency-key"), "Idempotency-Key")
         body = await read_body(
@@ -139,7 +139,7 @@ class Intake:
             hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
             raise
         hub.batch_signal.ring()
-        return Received(admitted.groups, appended.num_groups, appended.duplicate)
+        return StoredPost(admitted.groups, appended.num_groups, appended.duplicate)
 
     def odd(self, groups: Sequence[NewGroup]) -> tuple[int, int]:
         """Groups with another size than their environment registered, and the sequences queued in such groups.

@@ -71,7 +71,7 @@ LOG_EVERY_S = 10.0  # a flood of connections must not become a flood of log line
 SMALL_BODY_BYTES = 16 * 1024  # never refused for lack of room: leases and reports get through whatever else is sent
 
 
-class Refusal(Exception):
+class HttpRefusal(Exception):
     """A request that never reaches the application. `detail` goes to the client."""
 
     def __init__(self, status: int, detail: str) -> None:
@@ -132,7 +132,7 @@ class Connections:
         if num_held + num_bytes > SMALL_BODY_BYTES and self._body_bytes + num_bytes > room:
             self._num_bodies_refused += 1
             self.is_crowded = True
-            raise Refusal(503, f"the bodies of unanswered requests take {room >> 20} MiB already: try again later")
+            raise HttpRefusal(503, f"the bodies of unanswered requests take {room >> 20} MiB already: try again later")
         self._body_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:

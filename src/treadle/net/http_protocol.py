@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from treadle.clock import awake_s
 from treadle.log import get_logger
-from treadle.net.connections import SMALL_BODY_BYTES, Connections, Refusal
+from treadle.net.connections import SMALL_BODY_BYTES, Connections, HttpRefusal
 
 FLUSHED = "treadle.flushed"  # in a request's scope: `await scope[FLUSHED]()` after the answer was sent
 HELD_BYTES = "treadle.held_bytes"  # in a request's scope: how much of its body is counted in `Connections`
@@ -119,9 +119,9 @@ class LimitedHttp(HttpToolsProtocol):
             self._is_deaf = True  # served as plain HTTP, and closed after the answer; what follows is not HTTP
         except httptools.HttpParserError as error:
             raised = error.__context__  # by a callback: the parser raises its own error in its place
-            invalid = Refusal(400, f"this is not a valid HTTP/1.1 request: {error}")
-            self._refuse(raised if isinstance(raised, Refusal) else invalid)
-        except Refusal as refusal:
+            invalid = HttpRefusal(400, f"this is not a valid HTTP/1.1 request: {error}")
+            self._refuse(raised if isinstance(raised, HttpRefusal) else invalid)
+        except HttpRefusal as refusal:
             self._refuse(refusal)
 
     def _check_unfinished(self, was_arriving: Arriving, num_bytes: int, body_bytes_before: int) -> None:
@@ -134,7 +134,9 @@ class LimitedHttp(HttpToolsProtocol):
         elif self._arriving is Arriving.BODY:
             self._framing_bytes += num_bytes - (self._body_bytes - body_bytes_before)
             if self._framing_bytes > self._limits.max_head_bytes + FRAMING_FACTOR * self._body_bytes:
-                raise Refusal(400, "the body has more chunk framing than data: send larger chunks, without extensions")
+                raise HttpRefusal(
+                    400, "the body has more chunk framing than data: send larger chunks, without extensions"
+                )
 
     # What the parser finds
 
@@ -153,7 +155,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + len(": \r\n")
         self._check_head_size(self._head_bytes)
         if len(self.headers) >= self._limits.max_headers:
-            raise Refusal(431, f"the request has more than {self._limits.max_headers} headers")
+            raise HttpRefusal(431, f"the request has more than {self._limits.max_headers} headers")
         if self._arriving is Arriving.HEAD:  # trailers are dropped: they come when the headers were checked already
             super().on_header(name, value.strip())
 
@@ -191,34 +193,34 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _check_head_size(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_head_bytes:
-            raise Refusal(431, f"the request line and headers are larger than {self._limits.max_head_bytes} bytes")
+            raise HttpRefusal(431, f"the request line and headers are larger than {self._limits.max_head_bytes} bytes")
 
     def _check_head(self) -> None:
         """What the parser lets pass and RFC 9112 does not, or what two servers could read in two ways."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise Refusal(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+            raise HttpRefusal(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
         values: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
             values.setdefault(name, []).append(value)
         hosts = values.get(b"host", [])
         if len(hosts) > 1 or (version == "1.1" and not hosts):
-            raise Refusal(400, "send exactly one Host header")
+            raise HttpRefusal(400, "send exactly one Host header")
         encodings = values.get(b"transfer-encoding", [])
         if encodings and (version == "1.0" or [each.lower() for each in encodings] != [b"chunked"]):
-            raise Refusal(400, "the only Transfer-Encoding is chunked, and it needs HTTP/1.1")
+            raise HttpRefusal(400, "the only Transfer-Encoding is chunked, and it needs HTTP/1.1")
         has_body = encodings or values.get(b"content-length", [b"0"]) != [b"0"]
         if has_body and self.parser.should_upgrade():
-            raise Refusal(400, "a request to change the protocol must not have a body")
+            raise HttpRefusal(400, "a request to change the protocol must not have a body")
         if any(each.lower() != b"100-continue" for each in values.get(b"expect", [])):
-            raise Refusal(417, "the only expectation that is understood is 100-continue")
+            raise HttpRefusal(417, "the only expectation that is understood is 100-continue")
         self._check_target(hosts)
         if len(self.pipeline) >= self._limits.max_pipelined:
-            raise Refusal(400, f"more than {self._limits.max_pipelined} requests were sent ahead")
+            raise HttpRefusal(400, f"more than {self._limits.max_pipelined} requests were sent ahead")
 
     def _check_target(self, hosts: list[bytes]) -> None:
         if b"#" in self.url:
-            raise Refusal(400, "a request's target has no #fragment")
+            raise HttpRefusal(400, "a request's target has no #fragment")
         if self.url.startswith(b"/"):
             return
         try:
@@ -227,7 +229,7 @@ class LimitedHttp(HttpToolsProtocol):
         except ValueError:
             is_same = False
         if not is_same or not target.path:
-            raise Refusal(400, "a request's target is a path, or a URL with the host of the Host header")
+            raise HttpRefusal(400, "a request's target is a path, or a URL with the host of the Host header")
 
     # Answers
 
@@ -266,7 +268,7 @@ class LimitedHttp(HttpToolsProtocol):
         wait_s = self._limits.idle_s if self._arriving is Arriving.NOTHING else self._limits.read_timeout_s
         self._deadline = self._now() + wait_s
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: HttpRefusal) -> None:
         """Answer in place of the application, and close."""
         log.debug("refused", status=refusal.status, detail=refusal.detail)
         self._is_deaf = True
@@ -290,7 +292,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _turn_away(self) -> None:
         self._is_deaf = True
-        self.transport.write(Refusal(503, "too many connections are open: try again later").answer())
+        self.transport.write(HttpRefusal(503, "too many connections are open: try again later").answer())
         self.part()
 
     def part(self) -> None:
@@ -344,12 +346,12 @@ class LimitedHttp(HttpToolsProtocol):
         patience_s, slowest = self._limits.read_timeout_s, self._limits.min_body_bytes_per_s
         seconds, is_large = now - self._window_began, self._body_bytes > SMALL_BODY_BYTES
         if self._all.is_crowded and is_large and now - self._body_began >= patience_s:
-            self._refuse(Refusal(503, "the body takes long, and others find no room: try again later"))
+            self._refuse(HttpRefusal(503, "the body takes long, and others find no room: try again later"))
         elif self.flow.read_paused or self.cycle.waiting_for_100_continue:
             self._begin_window(now)  # the client waits for us
         elif seconds >= patience_s:
             if self._body_bytes - self._window_from < slowest * seconds:
-                self._refuse(Refusal(408, f"the body arrives too slowly: send at least {slowest} bytes a second"))
+                self._refuse(HttpRefusal(408, f"the body arrives too slowly: send at least {slowest} bytes a second"))
             self._begin_window(now)
 
     def _time_out(self) -> None:
@@ -358,7 +360,7 @@ class LimitedHttp(HttpToolsProtocol):
         elif self.is_parting or self._arriving is Arriving.BODY:
             self.transport.abort()
         elif self._arriving is Arriving.HEAD:
-            self._refuse(Refusal(408, f"the headers did not arrive within {self._limits.read_timeout_s:g} s"))
+            self._refuse(HttpRefusal(408, f"the headers did not arrive within {self._limits.read_timeout_s:g} s"))
         else:
             self.transport.close()
 

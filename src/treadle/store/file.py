@@ -34,7 +34,7 @@ _open_here: set[tuple[int, int]] = set()  # (device, inode) of the files that th
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class QueueProgress:
     """The newest event of a queue. Its time tells it from the event of the same id in another queue."""
 
     event: int = 0
@@ -106,7 +106,7 @@ class QueueFile:
                 return f"{path} was replaced while the hub used it: nothing more is stored, and the hub ends"
         return ""
 
-    def note(self, progress: Progress) -> None:
+    def note(self, progress: QueueProgress) -> None:
         """To be called once the event is on disk: the note is never ahead of a sound queue.
 
         It is not synced: a power cut may leave it behind, which says nothing against the queue.
@@ -143,13 +143,13 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def noted_progress(path: Path) -> Progress:
+def noted_progress(path: Path) -> QueueProgress:
     """How far the queue at `path` had come; the zero progress where nothing is noted."""
     try:
         event, at = _note_path(path).read_bytes().split()
-        return Progress(int(event), float(at))
+        return QueueProgress(int(event), float(at))
     except (OSError, ValueError):
-        return Progress()
+        return QueueProgress()
 
 
 def refuse_lost(path: Path) -> None:

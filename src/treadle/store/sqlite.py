@@ -16,7 +16,7 @@ from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
 from treadle.store import batches, envs, events, figures, groups, runs, schema
 from treadle.store.figures import Figures
-from treadle.store.file import Progress, QueueFile, noted_progress, refuse_lost
+from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
     Batch,
@@ -272,9 +272,9 @@ class Store:
         return batches.Moment(self._process, self._clock())
 
 
-def _progress(db: sqlite3.Connection) -> Progress:
+def _progress(db: sqlite3.Connection) -> QueueProgress:
     newest = events.newest(db)
-    return Progress() if newest is None else Progress(newest.id, newest.at)
+    return QueueProgress() if newest is None else QueueProgress(newest.id, newest.at)
 
 
 def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:

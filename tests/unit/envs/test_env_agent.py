@@ -20,7 +20,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
@@ -57,7 +57,7 @@ class Parrot:
         if self.error is not None:
             raise self.error
         ids = self.tokenizer.encode(self.says).ids
-        return GenerationResult([Completion(ids, [-0.5] * len(ids), self.says, "stop", 0)], 0.1)
+        return EngineResult([Completion(ids, [-0.5] * len(ids), self.says, "stop", 0)], 0.1)
 
 
 @asynccontextmanager

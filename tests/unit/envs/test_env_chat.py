@@ -9,7 +9,7 @@ import pytest
 from env_doubles import CHAT_TEMPLATE, save_tokenizer
 
 from treadle.envs.chat import Model, RolloutSampling
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ModelError, RequestError
 
@@ -40,7 +40,7 @@ class Script:
         text = self.says.pop(0)
         ids = self.tokenizer.encode_text(text + ("" if self.cut_off else "<|im_end|>"))
         reason = "length" if self.cut_off else "stop"
-        return GenerationResult([Completion(ids, [-0.25] * len(ids), text, reason, len(self.prompts))], 0.5)
+        return EngineResult([Completion(ids, [-0.25] * len(ids), text, reason, len(self.prompts))], 0.5)
 
 
 def scene(tmp_path, *says, template=CHAT_TEMPLATE, cut_off=False, **sampling):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from treadle.envs.base import Item, Score
 from treadle.envs.chat import Model, RolloutSampling
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Session, SessionAbandoned, Sessions
 from treadle.envs.grouping import build_group
@@ -54,7 +54,7 @@ class Script:
             raise line
         ids = [*self.tokenizer.encode(line).ids, self.tokenizer.token_to_id(END)][:max_tokens]
         reason = "length" if len(ids) == max_tokens else "stop"
-        return GenerationResult([Completion(ids, [-0.25 * (i + 1) for i in range(len(ids))], line, reason, 4)], 0.1)
+        return EngineResult([Completion(ids, [-0.25 * (i + 1) for i in range(len(ids))], line, reason, 4)], 0.1)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, RolloutSampling
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.tasks.tools import knows_tool_role, make_puzzle, search
 from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError
@@ -40,7 +40,7 @@ class ScriptedPolicy:
         self.prompts.append(self._tokenizer.decode(prompt_token_ids))
         text = self._texts.pop(0)
         completion = Completion([1] * 3, [-0.5] * 3, text, self._finish_reason, policy_version=0)
-        return GenerationResult([completion], seconds=0.1)
+        return EngineResult([completion], seconds=0.1)
 
 
 def tools(**settings):

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from treadle.envs.base import Environment, Item, Score, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.checking.findings import Finding, Verdict
-from treadle.envs.engine_client import Completion, GenerationResult, InferenceClient
+from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
 from treadle.envs.rollout import EnvContext, roll_one
 from treadle.envs.scoring import Judge
 from treadle.envs.tokens import ChatTokenizer
@@ -114,9 +114,9 @@ class _ScriptedEngine:
     def __init__(self, text: str) -> None:
         self._text = text
 
-    async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> GenerationResult:
+    async def generate(self, prompt_token_ids: Sequence[int], **_: object) -> EngineResult:
         await asyncio.sleep(0)  # so that an endless rollout can be cancelled
-        return GenerationResult([_completion(self._text)], seconds=0.0)
+        return EngineResult([_completion(self._text)], seconds=0.0)
 
 
 def _very_long(item: Item, max_tokens: int) -> str:
