@@ -7,7 +7,6 @@ append --> queued --lease--> leased --ack--> trained
              +--- stale, or larger than a batch --> dropped (kept, with the reason)
 """
 
-from treadle.store.figures import Figures
 from treadle.store.file import set_aside
 from treadle.store.records import (
     Appended,
@@ -18,6 +17,7 @@ from treadle.store.records import (
     EnvLoad,
     EnvRecord,
     Event,
+    Figures,
     Format,
     HeldByAnother,
     KeyReused,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treadle.faults import reach
-from treadle.store import envs, events, groups, runs
+from treadle.store import groups, runs
 from treadle.store.records import BatchPruned, HeldByAnother, Lane, Lease, LeaseTerms, StaleToken, Waiting
 from treadle.wire.hub import RegisterTrainer
 
@@ -52,7 +52,7 @@ class _Record:
 
 def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, moment: Moment) -> Lease | None:
     """The recorded batch of `step`, or a new one; None when no exact batch can be formed now."""
-    state = runs.read(db)
+    state = runs.read_run(db)
     if state.trainer is None:
         return None
     if not state.started:
@@ -66,9 +66,10 @@ def lease(db: sqlite3.Connection, step: int, holder: str, terms: LeaseTerms, mom
         _bury(db, record, f"delivered {record.deliveries} times and never acknowledged")
         record = None
     if record is None:
-        record = _form(db, step, state.trainer.batch_size, terms)
-    if record is None:
-        return None
+        chosen = _choose(db, step, state.trainer.batch_size, terms)
+        if chosen is None:
+            return None
+        record = _insert(db, step, chosen)
     return _lease_to(db, record, holder, terms, moment)
 
 
@@ -79,7 +80,7 @@ def take(db: sqlite3.Connection, terms: LeaseTerms, moment: Moment) -> Lease | N
     batch comes first. A trained one is never delivered this way again: such a trainer registers from step 0 at each
     start, and must not get the old data of the steps that it counts again.
     """
-    state = runs.read(db)
+    state = runs.read_run(db)
     if state.trainer is None:
         return None
     if not state.started:
@@ -112,7 +113,7 @@ def _next_to_take(
 
 def _lease_to(db: sqlite3.Connection, record: _Record, holder: str, terms: LeaseTerms, moment: Moment) -> Lease:
     token = secrets.token_hex(16)
-    events.add(db, "leased", step=record.step, holder=holder, delivery=record.deliveries + 1)
+    runs.add_event(db, "leased", step=record.step, holder=holder, delivery=record.deliveries + 1)
     db.execute(
         "UPDATE batches SET deliveries = deliveries + 1, token = ?, holder = ?, process = ?, deadline_s = ?"
         " WHERE id = ?",
@@ -134,7 +135,7 @@ def renew(db: sqlite3.Connection, step: int, token: str, lease_s: float, moment:
 def ack(db: sqlite3.Connection, step: int, token: str, keep_trained_bytes: int) -> None:
     """Mark the step as trained. A repeat with the same token (after a lost response) changes nothing."""
     record = _find(db, step)
-    trainer = runs.read(db).trainer
+    trainer = runs.read_run(db).trainer
     if record is None or trainer is None or record.token != token:
         raise StaleToken(f"the lease of step {step} is no longer yours")
     if record.holder is not None:
@@ -162,7 +163,7 @@ def nack(db: sqlite3.Connection, step: int, token: str, reason: str, max_deliver
         _bury(db, record, reason or "given back without a reason")
         return True
     _release(db, "id = ?", record.id)
-    events.add(db, "returned", step=step, reason=reason)
+    runs.add_event(db, "returned", step=step, reason=reason)
     return False
 
 
@@ -216,7 +217,7 @@ def set_damaged_aside(db: sqlite3.Connection, lease: Lease, damaged: Sequence[in
 
 def _forget(db: sqlite3.Connection, record: _Record, reason: str) -> None:
     db.execute("DELETE FROM batches WHERE id = ?", (record.id,))
-    events.add(db, "dissolved", step=record.step, reason=reason)
+    runs.add_event(db, "dissolved", step=record.step, reason=reason)
 
 
 def _find(db: sqlite3.Connection, step: int) -> _Record | None:
@@ -260,7 +261,7 @@ def lanes(db: sqlite3.Connection, batch_size: int, is_alive: Callable[[int], boo
         ]
         for env_id, by_size in sizes.items()
     }
-    known = {env.env_id: env for env in envs.read_all(db)}
+    known = {env.env_id: env for env in runs.read_envs(db)}
     tags: dict[str, float] = dict(db.execute("SELECT env, tag FROM lanes").fetchall())
     made = []
     for env_id in {*waiting, *(env_id for env_id, env in known.items() if env.connected)}:
@@ -299,13 +300,8 @@ def _choose(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerm
         db.execute("DELETE FROM lanes")  # environments that are not written again have no debt
         db.executemany("INSERT INTO lanes VALUES (?, ?)", [(_lane_name(env), tag) for env, tag in plan.tags.items()])
         for name, why in plan.waived.items():
-            events.add(db, "minimum_waived", step=step, env=name, reason=why)
+            runs.add_event(db, "minimum_waived", step=step, env=name, reason=why)
     return plan.ids
-
-
-def _form(db: sqlite3.Connection, step: int, batch_size: int, terms: LeaseTerms) -> _Record | None:
-    chosen = _choose(db, step, batch_size, terms)
-    return None if chosen is None else _insert(db, step, chosen)
 
 
 def _ids(chosen: Sequence[int]) -> str:
@@ -317,7 +313,7 @@ def _insert(db: sqlite3.Connection, step: int, chosen: list[int]) -> _Record:
     group_ids = _ids(chosen)
     db.execute("INSERT INTO batches (step, group_ids, formed_at) VALUES (?, ?, ?)", (step, group_ids, time.time()))
     groups.move(db, group_ids, "leased")
-    events.add(db, "formed", step=step, groups=len(chosen))
+    runs.add_event(db, "formed", step=step, groups=len(chosen))
     record = _find(db, step)
     assert record is not None  # noqa: S101 - inserted two lines above
     return record
@@ -332,7 +328,7 @@ def _finish(db: sqlite3.Connection, record: _Record, trainer: RegisterTrainer, k
     )
     groups.move(db, record.group_ids, "trained")
     runs.reach_step(db, record.step)
-    events.add(db, "trained", step=record.step)
+    runs.add_event(db, "trained", step=record.step)
     _prune(db, record.step, trainer.save_checkpoint_interval, keep_trained_bytes)
 
 

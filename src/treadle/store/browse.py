@@ -304,7 +304,8 @@ def _contents(db: sqlite3.Connection, ids: Sequence[int]) -> dict[int, StoredGro
         if row is None:
             continue
         format, body, version, item, metrics, received_at, env_id, size, crc = row
-        if groups.crc_of(body, format, env_id, size, version, item, metrics) == crc:
+        content = groups.GroupContent(body, format, env_id, size, version, item, metrics)
+        if groups.content_crc(content) == crc:
             stored[id] = StoredGroup(id, format, body, version, item, metrics, received_at)
     return stored
 

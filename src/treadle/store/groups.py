@@ -9,12 +9,13 @@ import zlib
 from collections import Counter
 from typing import NamedTuple
 
-from treadle.store import envs, events, runs
+from treadle.store import runs
 from treadle.store.records import (
     Appended,
     BatchPruned,
     Counts,
     EnvLoad,
+    Figures,
     Format,
     KeyReused,
     Limits,
@@ -54,7 +55,7 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
             "INSERT INTO groups"
             " (env_id, size, num_tokens, num_bytes, crc, policy_version, item, received_at, metrics)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (group.env_id, group.size, group.num_tokens, len(group.payload), _crc(_Content.of(group)),
+            (group.env_id, group.size, group.num_tokens, len(group.payload), content_crc(GroupContent.of(group)),
              group.policy_version, group.item, now, group.metrics),
         )  # fmt: skip
         db.execute("INSERT INTO payloads VALUES (?, ?, ?)", (row.lastrowid, group.format, group.payload))
@@ -63,7 +64,7 @@ def append(db: sqlite3.Connection, post: Post, limits: Limits) -> Appended:
         if env_id is not None:
             db.execute("UPDATE envs SET groups_accepted = groups_accepted + ? WHERE env_id = ?", (num_groups, env_id))
     num_sequences = sum(group.size for group in post.groups)
-    events.add(db, "accepted", groups=len(post.groups), sequences=num_sequences, envs=list(by_env))
+    runs.add_event(db, "accepted", groups=len(post.groups), sequences=num_sequences, envs=list(by_env))
     return Appended(num_groups=len(post.groups))
 
 
@@ -88,8 +89,8 @@ def _is_needed(db: sqlite3.Connection, env_id: int | None, num_sequences: int) -
 
     It sends no more than a batch, and has nothing waiting, or less than the share of a batch that is set aside for it.
     """
-    env = None if env_id is None else envs.read(db, env_id)
-    trainer = runs.read(db).trainer
+    env = None if env_id is None else runs.read_env(db, env_id)
+    trainer = runs.read_run(db).trainer
     if env is None or trainer is None or num_sequences > trainer.batch_size:
         return False
     waiting = sum(size * num for (owner, size), num in queued_sizes(db).items() if owner == env_id)
@@ -123,7 +124,7 @@ def oldest(db: sqlite3.Connection, env_id: int | None, size: int, limit: int) ->
     return [Waiting(*row) for row in rows]
 
 
-class _Content(NamedTuple):
+class GroupContent(NamedTuple):
     """What the trainer gets of a group, and what the choice of a batch goes by."""
 
     payload: bytes
@@ -135,26 +136,14 @@ class _Content(NamedTuple):
     metrics: bytes | None
 
     @classmethod
-    def of(cls, group: NewGroup) -> _Content:
+    def of(cls, group: NewGroup) -> GroupContent:
         return cls(*(getattr(group, name) for name in cls._fields))
 
 
-def _crc(content: _Content) -> int:
+def content_crc(content: GroupContent) -> int:
+    """The checksum that is stored with the group."""
     payload, *rest = content
     return zlib.crc32(repr(rest).encode(), zlib.crc32(payload))
-
-
-def crc_of(
-    payload: bytes,
-    format: Format,
-    env_id: int | None,
-    size: int,
-    policy_version: int | None,
-    item: int | None,
-    metrics: bytes | None,
-) -> int:
-    """The checksum that a group with this content has."""
-    return _crc(_Content(payload, format, env_id, size, policy_version, item, metrics))
 
 
 def fetch(db: sqlite3.Connection, group_ids: str) -> tuple[list[StoredGroup], list[int]]:
@@ -190,8 +179,8 @@ def _read_checked(db: sqlite3.Connection, group_id: int) -> StoredGroup | None:
     received_at, num_bytes, crc, *rest = row
     if num_bytes == 0:
         raise BatchPruned("the data of this step is no longer kept", fix="raise --keep-trained-bytes of the hub")
-    content = _Content(*rest)
-    if content.payload is None or _crc(content) != crc:
+    content = GroupContent(*rest)
+    if content.payload is None or content_crc(content) != crc:
         return None
     tags = (content.policy_version, content.item, content.metrics)
     return StoredGroup(group_id, content.format, content.payload, *tags, received_at)
@@ -240,7 +229,7 @@ def _drop_waiting(db: sqlite3.Connection, condition: str, value: int, step: int,
 
 def _tell_aside(db: sqlite3.Connection, state: str, num_groups: int, step: int, reason: str) -> None:
     if num_groups:
-        events.add(db, state, groups=num_groups, step=step, reason=reason)
+        runs.add_event(db, state, groups=num_groups, step=step, reason=reason)
 
 
 def prune(db: sqlite3.Connection, group_ids: str) -> None:
@@ -302,3 +291,27 @@ def dead_groups(db: sqlite3.Connection, limit: int) -> list[DeadLetter]:
         (limit,),
     )
     return [DeadLetter(**dict(zip(DeadLetter.__struct_fields__, row, strict=True))) for row in rows]
+
+
+def read_figures(db: sqlite3.Connection, after_event: int) -> Figures:
+    db.execute("BEGIN")
+    try:
+        _, newest_event = runs.event_ends(db)
+        return Figures(
+            run=runs.read_run(db),
+            envs=runs.read_envs(db),
+            groups=tallies(db),
+            dropped=counts_aside(db),
+            oldest_waiting_at=oldest_waiting_at(db),
+            waived=_waived(db, after_event),
+            newest_event=newest_event,
+        )
+    finally:
+        db.execute("COMMIT")
+
+
+def _waived(db: sqlite3.Connection, after_event: int) -> Counter[str]:
+    rows = db.execute(
+        "SELECT json_extract(data, '$.env') FROM events WHERE id > ? AND kind = 'minimum_waived'", (after_event,)
+    )
+    return Counter(name for (name,) in rows)

@@ -232,3 +232,16 @@ class Event:
     at: float
     kind: str
     data: str  # JSON object
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of the metrics page, all as of one moment."""
+
+    run: RunState
+    envs: list[EnvRecord]
+    groups: Mapping[tuple[str, int | None], Tally]  # by state and environment
+    dropped: Mapping[tuple[int | None, str], int]  # groups, by environment and reason
+    oldest_waiting_at: float | None
+    waived: Mapping[str, int]  # minimums that were not waited for since the event that was asked for, by env's name
+    newest_event: int

@@ -1,18 +1,34 @@
-"""Read and write the state of the run: registered trainer, current step, whether it has started."""
+"""Read and write the run, its environments and its events in the database.
+
+Environment ids count from 0 and are never reused; a name belongs to one id. An event is written in the transaction of
+its change, so neither exists without the other. A reader that sends the last id it saw continues exactly there, also
+after a restart.
+"""
 
 from __future__ import annotations
 
 import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from treadle.store import events
-from treadle.store.records import RunState
-from treadle.wire.hub import RegisterTrainer
+from treadle.store.records import EnvRecord, Event, RunState
+from treadle.wire.hub import RegisterEnv, RegisterTrainer
+
+EVENTS_KEPT = 20_000
+PRUNE_EVENTS_EVERY = 1_000
+_ENV_COLUMNS = (
+    "env_id, name, desired_name, weight, group_size, max_token_length, min_batch_allocation, connected, groups_accepted"
+)
+
+# ---- run
 
 
-def read(db: sqlite3.Connection) -> RunState:
+def read_run(db: sqlite3.Connection) -> RunState:
     trainer, current_step, started = db.execute("SELECT trainer, current_step, started FROM run").fetchone()
     (run_id,) = db.execute("SELECT run_id FROM identity").fetchone()
     registration = None if trainer is None else msgspec.json.decode(trainer, type=RegisterTrainer)
@@ -30,7 +46,7 @@ def register_trainer(db: sqlite3.Connection, trainer: RegisterTrainer) -> None:
         "UPDATE run SET trainer = ?, current_step = ?, started = ?",
         (msgspec.json.encode(trainer), trainer.starting_step, is_done),
     )
-    events.add(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
+    add_event(db, "trainer_registered", step=trainer.starting_step, batch_size=trainer.batch_size)
 
 
 def mark_started(db: sqlite3.Connection) -> None:
@@ -64,4 +80,115 @@ def reset(db: sqlite3.Connection) -> None:
         db.execute(f"DELETE FROM {table}")  # noqa: S608 - names from the line above
     db.execute("UPDATE run SET trainer = NULL, current_step = 0, started = 0")
     db.execute("UPDATE identity SET run_id = ?", (uuid4().hex,))
-    events.add(db, "reset")
+    add_event(db, "reset")
+
+
+# ---- environments
+
+
+def register_env(
+    db: sqlite3.Connection,
+    env: RegisterEnv,
+    *,
+    resume: bool,
+    idle_s: Callable[[int], float],
+    gone_after_s: float,
+) -> EnvRecord:
+    """A new name, or the old one back for an environment that was here before.
+
+    Example: `gsm8k` becomes `gsm8k_0`, a second one beside it `gsm8k_1`. When the process behind `gsm8k_0`
+    has not been seen for `gone_after_s`, or the newcomer says that it resumes, it is `gsm8k_0` again, with
+    its count.
+    """
+    desired_name = env.desired_name or "env"
+    namesakes = [row for row in read_envs(db) if row.desired_name == desired_name]
+    returning = max(namesakes, key=lambda row: idle_s(row.env_id), default=None)
+    if returning is not None and (resume or idle_s(returning.env_id) > gone_after_s):
+        env_id, name = returning.env_id, returning.name
+    else:
+        env_id = count_envs(db)
+        name = _unused_name(db, desired_name, len(namesakes))
+    db.execute(
+        "INSERT INTO envs (env_id, name, desired_name, weight, group_size, max_token_length,"
+        " min_batch_allocation) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (env_id) DO UPDATE SET connected = 1, weight = excluded.weight,"
+        " group_size = excluded.group_size, max_token_length = excluded.max_token_length,"
+        " min_batch_allocation = excluded.min_batch_allocation",
+        (env_id, name, desired_name, 1.0 if env.weight is None else env.weight, env.group_size,
+         env.max_token_length, env.min_batch_allocation),
+    )  # fmt: skip
+    add_event(db, "env_registered", env_id=env_id, name=name)
+    registered = read_env(db, env_id)
+    assert registered is not None  # noqa: S101 - inserted above
+    return registered
+
+
+def disconnect_env(db: sqlite3.Connection, env_id: int) -> bool:
+    """False when there is no such environment. What it posted stays."""
+    found = db.execute("UPDATE envs SET connected = 0 WHERE env_id = ?", (env_id,)).rowcount > 0
+    if found:
+        add_event(db, "env_disconnected", env_id=env_id)
+    return found
+
+
+def count_envs(db: sqlite3.Connection) -> int:
+    """Ids are the numbers below this."""
+    (num_envs,) = db.execute("SELECT count(*) FROM envs").fetchone()
+    return int(num_envs)
+
+
+def read_env(db: sqlite3.Connection, env_id: int) -> EnvRecord | None:
+    row = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs WHERE env_id = ?", (env_id,)).fetchone()  # noqa: S608
+    return None if row is None else _env_record(row)
+
+
+def read_envs(db: sqlite3.Connection) -> list[EnvRecord]:
+    rows = db.execute(f"SELECT {_ENV_COLUMNS} FROM envs ORDER BY env_id")  # noqa: S608
+    return [_env_record(row) for row in rows]
+
+
+def _env_record(row: tuple[Any, ...]) -> EnvRecord:
+    record = EnvRecord(*row)
+    return replace(record, connected=bool(record.connected))  # SQLite has no booleans
+
+
+def _unused_name(db: sqlite3.Connection, desired_name: str, k: int) -> str:
+    """Count on when the name is taken: an environment may have asked to be called `a_1` itself."""
+    taken = {name for (name,) in db.execute("SELECT name FROM envs")}
+    while f"{desired_name}_{k}" in taken:
+        k += 1
+    return f"{desired_name}_{k}"
+
+
+# ---- events
+
+
+def add_event(db: sqlite3.Connection, kind: str, **data: Any) -> None:
+    row = db.execute(
+        "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", (time.time(), kind, msgspec.json.encode(data).decode())
+    )
+    if row.lastrowid and row.lastrowid % PRUNE_EVENTS_EVERY == 0:
+        db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - EVENTS_KEPT,))
+
+
+def events_after(db: sqlite3.Connection, last_id: int, limit: int) -> list[Event]:
+    rows = db.execute("SELECT id, at, kind, data FROM events WHERE id > ? ORDER BY id LIMIT ?", (last_id, limit))
+    return [Event(*row) for row in rows]
+
+
+def newest_event(db: sqlite3.Connection) -> Event | None:
+    row = db.execute("SELECT id, at, kind, data FROM events ORDER BY id DESC LIMIT 1").fetchone()
+    return None if row is None else Event(*row)
+
+
+def event_time(db: sqlite3.Connection, id: int) -> float | None:
+    """When event `id` happened; None: it is not kept."""
+    row = db.execute("SELECT at FROM events WHERE id = ?", (id,)).fetchone()
+    return None if row is None else float(row[0])
+
+
+def event_ends(db: sqlite3.Connection) -> tuple[int, int]:
+    """Ids of the oldest and of the newest event that is kept; (1, 0) while there is none."""
+    # As two questions: either end of the table is then found without reading what lies between.
+    oldest, newest = db.execute("SELECT (SELECT min(id) FROM events), (SELECT max(id) FROM events)").fetchone()
+    return (1, 0) if newest is None else (oldest, newest)

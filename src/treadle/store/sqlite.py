@@ -14,8 +14,7 @@ from typing import Self, TypeVar
 
 from treadle.errors import ConfigError, DiskFull, UserError
 from treadle.log import get_logger
-from treadle.store import batches, envs, events, figures, groups, runs, schema
-from treadle.store.figures import Figures
+from treadle.store import batches, groups, runs, schema
 from treadle.store.file import QueueFile, QueueProgress, noted_progress, refuse_lost
 from treadle.store.records import (
     Appended,
@@ -25,6 +24,7 @@ from treadle.store.records import (
     EnvLoad,
     EnvRecord,
     Event,
+    Figures,
     Format,
     Lease,
     LeaseTerms,
@@ -190,11 +190,11 @@ class Store:
         self, env: RegisterEnv, *, resume: bool, idle_s: Callable[[int], float], gone_after_s: float
     ) -> Future[EnvRecord]:
         return self._writer.submit(
-            lambda db: envs.register(db, env, resume=resume, idle_s=idle_s, gone_after_s=gone_after_s)
+            lambda db: runs.register_env(db, env, resume=resume, idle_s=idle_s, gone_after_s=gone_after_s)
         )
 
     def disconnect_env(self, env_id: int) -> Future[bool]:
-        return self._writer.submit(lambda db: envs.disconnect(db, env_id))
+        return self._writer.submit(lambda db: runs.disconnect_env(db, env_id))
 
     def reset(self) -> Future[None]:
         return self._writer.submit(runs.reset)
@@ -202,7 +202,7 @@ class Store:
     # ---- looks
 
     def run_state(self) -> RunState:
-        return self._look(runs.read)
+        return self._look(runs.read_run)
 
     def counts(self) -> Counts:
         return self._look(groups.counts)
@@ -233,13 +233,13 @@ class Store:
 
     def admission_facts(self) -> tuple[RunState, int, int]:
         """What posts are checked against: the run, how many environments there are, the newest step."""
-        return self._look(lambda db: (runs.read(db), envs.count(db), runs.latest_step(db)))
+        return self._look(lambda db: (runs.read_run(db), runs.count_envs(db), runs.latest_step(db)))
 
     def env(self, env_id: int) -> EnvRecord | None:
-        return self._look(lambda db: envs.read(db, env_id))
+        return self._look(lambda db: runs.read_env(db, env_id))
 
     def envs(self) -> list[EnvRecord]:
-        return self._look(envs.read_all)
+        return self._look(runs.read_envs)
 
     def env_load(self, env_id: int) -> EnvLoad:
         return self._look(lambda db: groups.env_load(db, env_id))
@@ -253,13 +253,13 @@ class Store:
     def figures(self, after_event: int) -> Figures:
         """What the metrics tell. May take milliseconds: beside everything else, as the reading of batches."""
         with self._fetching_lock:
-            return figures.read(self._fetching, after_event)
+            return groups.read_figures(self._fetching, after_event)
 
     def events_after(self, last_id: int, limit: int = 500) -> list[Event]:
-        return self._look(lambda db: events.after(db, last_id, limit))
+        return self._look(lambda db: runs.events_after(db, last_id, limit))
 
     def event_ends(self) -> tuple[int, int]:
-        return self._look(events.ends)
+        return self._look(runs.event_ends)
 
     def _look(self, read: Callable[[sqlite3.Connection], T]) -> T:
         with self._reading_lock:
@@ -273,7 +273,7 @@ class Store:
 
 
 def _progress(db: sqlite3.Connection) -> QueueProgress:
-    newest = events.newest(db)
+    newest = runs.newest_event(db)
     return QueueProgress() if newest is None else QueueProgress(newest.id, newest.at)
 
 
@@ -287,7 +287,7 @@ def _refuse_damaged(path: Path, db: sqlite3.Connection) -> None:
     if newest.event < noted.event:
         lost = f"has lost its last {noted.event - newest.event} changes: the file or its log {path}-wal is damaged"
         raise ConfigError(f"the queue {path} {lost}", fix=fix)
-    if noted.event and events.time_of(db, noted.event) not in (None, noted.at):
+    if noted.event and runs.event_time(db, noted.event) not in (None, noted.at):
         raise ConfigError(f"{path} is another queue than the one that was used here last", fix=fix)
 
 

@@ -11,8 +11,7 @@ import pytest
 from treadle.hub import observer_routes as events
 from treadle.hub.observer_routes import EventStream
 from treadle.hub.state import BatchSignal
-from treadle.store import Store
-from treadle.store import events as stored
+from treadle.store import Store, runs
 from treadle.wire.hub import HubEvent, RegisterEnv
 
 
@@ -104,8 +103,8 @@ def test_a_commit_does_not_wake_those_who_wait_for_a_batch(store):
 
 
 def test_events_that_are_no_longer_kept_are_told_of_first(store, monkeypatch):
-    monkeypatch.setattr(stored, "KEPT", 5)
-    monkeypatch.setattr(stored, "PRUNE_EVERY", 10)
+    monkeypatch.setattr(runs, "EVENTS_KEPT", 5)
+    monkeypatch.setattr(runs, "PRUNE_EVENTS_EVERY", 10)
     happen(store, 10)
 
     async def read():
@@ -119,8 +118,8 @@ def test_events_that_are_no_longer_kept_are_told_of_first(store, monkeypatch):
 
 
 def test_a_reader_that_falls_too_far_behind_is_told_so(store, monkeypatch):
-    monkeypatch.setattr(stored, "KEPT", 5)
-    monkeypatch.setattr(stored, "PRUNE_EVERY", 10)
+    monkeypatch.setattr(runs, "EVENTS_KEPT", 5)
+    monkeypatch.setattr(runs, "PRUNE_EVENTS_EVERY", 10)
     monkeypatch.setattr(events, "PAGE", 2)
 
     async def read():
