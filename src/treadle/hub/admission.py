@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from treadle.hub.group_checks import (
+from treadle.hub.messages import (
     INT32,
     GroupRules,
     Loc,
     Problem,
+    Refused,
     check_count,
+    decode,
     first_not_finite,
     free_form_problems,
     id_limit,
@@ -29,16 +32,16 @@ from treadle.hub.group_checks import (
     number_problems,
     origin_problems,
     override_problems,
+    problem,
     refuse_any,
     size_problems,
+    too_large,
+    unprocessable,
 )
-from treadle.hub.messages import Refused, decode, inflate, problem, unprocessable
 from treadle.store.records import NewGroup
 from treadle.wire import binary
 from treadle.wire.counting import TooMany, check_json, check_msgpack
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
-
-# ---- groups in JSON
 
 JsonText = bytes | bytearray | msgspec.Raw
 
@@ -51,6 +54,11 @@ _NUMBERS = (
 ONE_GROUP = msgspec.json.Decoder(ScoredGroup, strict=False)
 MANY_GROUPS = msgspec.json.Decoder(list[msgspec.Raw])
 LOGPROBS = msgspec.json.Decoder(list[list[float]] | None)
+FEED_BYTES = 2**16
+STEP_BYTES = 2**20
+MAX_MEMBERS = 4096  # parallel compressors write one for each 64 KiB or more
+
+# ---- groups in JSON
 
 
 def read_group(body: bytes | bytearray, rules: GroupRules) -> list[NewGroup]:
@@ -320,3 +328,44 @@ def admit(body: bytes | bytearray, request: ValidationRequest) -> Admitted:
     plain = inflate(body, request.max_bytes) if request.is_gzip else body
     body_hash = hashlib.sha256(plain).digest() if request.with_hash else b""
     return Admitted(groups=READERS[request.kind](plain, request.rules), body_hash=body_hash)
+
+
+# ---- gzip
+
+
+def inflate(packed: bytes | bytearray, limit: int) -> bytearray:
+    """Step by step, so that a small body that would become gigabytes costs no more than the limit.
+
+    It is fed in small pieces: zlib copies what it leaves over, and millions of empty members would each copy it all.
+    """
+    body = bytearray()
+    view = memoryview(packed)
+    inflater = _gzip_inflater()
+    at, num_members = 0, 1
+    while at < len(packed):
+        if inflater.eof:  # a gzip file may have several members, one after the other
+            inflater, num_members = _gzip_inflater(), num_members + 1
+        if num_members > MAX_MEMBERS:
+            raise _bad_gzip()
+        fed: bytes | memoryview = view[at : at + FEED_BYTES]
+        at += len(fed)
+        while fed:
+            try:
+                body += inflater.decompress(fed, STEP_BYTES)
+            except zlib.error:
+                raise _bad_gzip() from None
+            if len(body) > limit:
+                raise too_large(limit)
+            fed = inflater.unconsumed_tail
+        at -= len(inflater.unused_data)
+    if packed and not inflater.eof:
+        raise _bad_gzip()
+    return body
+
+
+def _bad_gzip() -> Refused:
+    return Refused(400, "Invalid gzip payload", reason="bad_gzip")
+
+
+def _gzip_inflater() -> zlib._Decompress:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from treadle.hub.delivery import AtroposDelivery, as_json
+from treadle.errors import TreadleError
 from treadle.hub.endpoint import (
     ADMIN,
     ENVIRONMENT,
+    IDEMPOTENCY_KEY,
     JSON,
     OBSERVER,
     RETRY_AFTER_S,
@@ -21,14 +25,18 @@ from treadle.hub.endpoint import (
     Endpoint,
     Link,
     Parameter,
+    count_odd_groups,
     json_answer,
     raw_json,
+    read_message,
+    receive_groups,
+    stored_json,
 )
-from treadle.hub.intake import IDEMPOTENCY_KEY, Intake, read_message
 from treadle.hub.messages import MAX_DIGITS, MAX_NAME_CHARS, Refused, checked_header, unprocessable, whole_number
-from treadle.hub.state import GONE_AFTER_S, HubState, reset
-from treadle.hub.status import env_status
+from treadle.hub.state import GONE_AFTER_S, HubState, env_status, reset
 from treadle.log import get_logger
+from treadle.net.http_protocol import FLUSHED
+from treadle.store import Batch, DamagedGroups
 from treadle.wire.groups import ScoredGroup
 from treadle.wire.hub import (
     BatchInfo,
@@ -91,8 +99,6 @@ NOTHING_YET: dict[str, list[object]] = {
 class AtroposRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
-        self._intake = Intake(hub)
-        self._delivery = AtroposDelivery(hub)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -215,33 +221,84 @@ class AtroposRoutes:
     # ---- data
 
     async def scored_data(self, request: Request) -> Response:
-        received = await self._intake.receive(request, "group", JSON)
+        received = await receive_groups(self._hub, request, "group", JSON)
         if received.duplicate:
             return json_answer(PostedGroup(status="duplicate"))
-        num_odd, waiting = self._intake.odd(received.groups)
+        num_odd, waiting = count_odd_groups(self._hub, received.groups)
         if num_odd:
             return json_answer(PostedGroup(status="buffered", buffer_size=waiting))
         return json_answer(PostedGroup(status="received"))
 
     async def scored_data_list(self, request: Request) -> Response:
-        received = await self._intake.receive(request, "groups", JSON)
+        received = await receive_groups(self._hub, request, "groups", JSON)
         posted = received.message()
-        num_odd, waiting = (0, 0) if received.duplicate else self._intake.odd(received.groups)
+        num_odd, waiting = (0, 0) if received.duplicate else count_odd_groups(self._hub, received.groups)
         if num_odd:
             posted.buffered, posted.last_buffer_size = num_odd, waiting
         return json_answer(posted)
 
     async def batch(self, request: Request) -> Response:
-        """Each batch once, oldest first. A trainer that can acknowledge should use /v1/lease instead."""
+        """Each batch once, oldest first. A trainer that can acknowledge should use /v1/lease instead.
+
+        This one cannot, so the hub acknowledges when the response has left. If the trainer went away before that, the
+        batch is given back and comes again before any other.
+        """
         await self._hub.settled()
         if self._hub.store.run_state().trainer is None:
             message = "Trainer not registered. Call /register first."
             return json_answer(TakenBatch(status="error", message=message, batch=[]))
-        return await self._delivery.give(request)
+        batch = await self._take()
+        self._hub.batch_signal.asked(is_met=batch is not None)
+        if batch is None:
+            return json_answer(TakenBatch(batch=None))
+        try:
+            groups = [await stored_json(group.format, group.payload) for group in batch.groups]
+            response = raw_json(b"".join((b'{"batch":[', b",".join(groups), b"]}")))
+        except BaseException:
+            self._give_back(batch, "the answer could not be made")
+            raise
+        response.background = BackgroundTask(self._after_answer, batch, request.scope.get(FLUSHED))
+        return response
+
+    async def _take(self) -> Batch | None:
+        store = self._hub.store
+        while (lease := await asyncio.wrap_future(store.take(self._hub.terms))) is not None:
+            with contextlib.suppress(DamagedGroups):  # they are set aside: the next attempt takes others
+                return await asyncio.to_thread(store.batch_of, lease)
+        return None
+
+    async def _after_answer(self, batch: Batch, flushed: Callable[[], Awaitable[bool]] | None) -> None:
+        try:
+            has_left = flushed is None or await flushed()
+        except asyncio.CancelledError:  # the hub stops
+            has_left = False
+        if not has_left:
+            self._give_back(batch, "the trainer went away before it had the whole batch")
+            return
+        log.info("batch_taken", step=batch.step, groups=len(batch.groups))
+        self._hub.metrics.deliver(batch)
+        done = asyncio.ensure_future(self._acknowledge(batch))
+        self._hub.settling.add(done)
+        done.add_done_callback(self._hub.settling.discard)
+        await done
+
+    async def _acknowledge(self, batch: Batch) -> None:
+        keep = self._hub.config.keep_trained_bytes
+        try:
+            await asyncio.wrap_future(self._hub.store.ack(batch.step, batch.token, keep_trained_bytes=keep))
+        except TreadleError as error:  # a full disk, or a trainer that registered again: the batch is delivered again
+            log.warning("batch_not_acknowledged", step=batch.step, problem=error.message)
+
+    def _give_back(self, batch: Batch, reason: str) -> None:
+        """Not awaited: if it fails, the lease expires."""
+        log.warning("batch_not_delivered", step=batch.step, reason=reason)
+        limit = self._hub.config.max_deliveries
+        self._hub.store.nack(batch.step, batch.token, reason=reason, max_deliveries=limit, counts=False)
+        self._hub.batch_signal.ring()
 
     async def latest_example(self, _: Request) -> Response:
         latest = await asyncio.to_thread(self._hub.store.latest_payload)  # may be tens of megabytes
-        return json_answer(NOTHING_YET) if latest is None else raw_json(await as_json(*latest))
+        return json_answer(NOTHING_YET) if latest is None else raw_json(await stored_json(*latest))
 
     async def reset_data(self, _: Request) -> Response:
         await reset(self._hub)

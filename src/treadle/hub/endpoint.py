@@ -1,6 +1,7 @@
-"""Endpoint: path, roles, body and answer types of one route, and how handlers' errors become HTTP responses.
+"""Describe the hub's routes, read their requests and write their responses.
 
-Routes, request counters and the OpenAPI page are made from the endpoints.
+Routes, request counters and the OpenAPI page are made from the endpoints. Posted groups are validated and stored before
+they are acknowledged. How slowly a body may arrive is the server's rule (net/connections.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -23,12 +24,54 @@ from starlette.routing import Route
 from treadle.config.schema import HubConfig
 from treadle.errors import DiskFull
 from treadle.faults import reach
-from treadle.hub.messages import Refused, word
+from treadle.hub.admission import ValidationRequest, inflate
+from treadle.hub.messages import (
+    MAX_NAME_CHARS,
+    Refused,
+    check_values,
+    checked_header,
+    read,
+    too_large,
+    unprocessable,
+    word,
+)
+from treadle.hub.state import HubState
 from treadle.log import get_logger
 from treadle.net import access
 from treadle.net.access import Access, AccessRules, why_refused
 from treadle.net.tokens import HUB_ADMIN_TOKEN_VARIABLE, HUB_TOKEN_VARIABLE, Role
-from treadle.store import BatchPruned, HeldByAnother, KeyReused, QueueFull, StaleToken, StorageFailed
+from treadle.store import (
+    BatchPruned,
+    Format,
+    HeldByAnother,
+    KeyReused,
+    NewGroup,
+    Post,
+    QueueFull,
+    StaleToken,
+    StorageFailed,
+    StoreRefusal,
+)
+from treadle.wire import binary
+from treadle.wire.groups import ATROPOS_KEYS
+from treadle.wire.hub import PostedGroups
+
+T = TypeVar("T", bound=msgspec.Struct)
+Handler = Callable[[Request], Awaitable[Response]]
+Watch = Callable[["Endpoint", int, str, float], None]  # (endpoint, status, reason of a refusal, seconds)
+Kind = Literal["group", "groups", "binary"]
+
+JSON = "application/json"
+TEXT = "text/plain"
+MIN_COMPRESSED_BYTES = 1000
+COMPRESS_LEVEL = 1  # token ids shrink to a third already; higher levels cost ten times the time
+COMPRESS_ELSEWHERE_BYTES = 64 * 1024  # from here on it would hold up other requests: done in a thread
+RETRY_AFTER_S = "2"
+MAX_MESSAGE_BYTES = 2**20  # registrations and the like; groups have their own limits
+MAX_LENGTH_DIGITS = 18
+CHECK_S = 5.0  # CPU time that the check of any body may take
+SLOWEST_CHECKED_BYTES_PER_S = 4 * 2**20  # and more the larger it may be: several times what real groups take
+log = get_logger("hub")
 
 # ---- roles
 
@@ -58,14 +101,6 @@ def access_of(config: HubConfig, env: Mapping[str, str]) -> Access:
 
 # ---- responses
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-MIN_COMPRESSED_BYTES = 1000
-COMPRESS_LEVEL = 1  # token ids shrink to a third already; higher levels cost ten times the time
-COMPRESS_ELSEWHERE_BYTES = 64 * 1024  # from here on it would hold up other requests: done in a thread
-RETRY_AFTER_S = "2"
-log = get_logger("hub")
-
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return raw_json(msgspec.json.encode(value), status, headers)
@@ -73,6 +108,16 @@ def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None
 
 def raw_json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+async def stored_json(format: Format, payload: bytes) -> bytes:
+    """A group with Atropos' keys: stored JSON as it is, stored binary groups converted."""
+    return payload if format == "json" else await asyncio.to_thread(_converted, payload)
+
+
+def _converted(packed: bytes) -> bytes:
+    group = binary.unpack_group(packed)
+    return msgspec.json.encode({key: getattr(group, key) for key in ATROPOS_KEYS})
 
 
 async def answer(handler: Handler, request: Request) -> tuple[Response, str]:
@@ -142,10 +187,6 @@ def _takes_gzip(accepted: str) -> bool:
 
 # ---- routes
 
-JSON = "application/json"
-TEXT = "text/plain"
-Watch = Callable[["Endpoint", int, str, float], None]  # (endpoint, status, reason of a refusal, seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -214,3 +255,117 @@ class Endpoint:
         if why is not None:
             raise Refused(403, why, reason="not_allowed")
         return await self.handler(request)
+
+
+# ---- bodies
+
+
+class Body(NamedTuple):
+    content: bytes | bytearray
+    is_gzip: bool
+
+
+async def read_message(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """A small JSON body as a typed message; 4xx with the field named when it is none."""
+    body = await read_body(request, JSON, max_packed=MAX_MESSAGE_BYTES, max_plain=MAX_MESSAGE_BYTES)
+    content = inflate(body.content, MAX_MESSAGE_BYTES) if body.is_gzip else body.content
+    message = read(content, decoder)
+    check_values(message)
+    return message
+
+
+async def read_body(request: Request, content_type: str, *, max_packed: int, max_plain: int) -> Body:
+    """The bytes as they were sent, maybe compressed. 413 when they are too many."""
+    sent_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    is_json = sent_type.startswith("application/") and sent_type.endswith("+json")
+    if sent_type != content_type and not (is_json and content_type == JSON):
+        if content_type == binary.CONTENT_TYPE:
+            raise Refused(415, f"the body must be sent as Content-Type: {binary.CONTENT_TYPE}", reason="content_type")
+        raise unprocessable("model_attributes_type", (), "the body must be sent as Content-Type: application/json")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    is_gzip = "gzip" in encoding
+    if not is_gzip and encoding not in ("", "identity"):
+        detail = "There was an error parsing the body: send it plain or with Content-Encoding: gzip"
+        raise Refused(400, detail, reason="content_encoding")
+    limit = max_packed if is_gzip else max_plain
+    announced = request.headers.get("content-length", "0")
+    if len(announced) > MAX_LENGTH_DIGITS or (announced.isdecimal() and int(announced) > limit):
+        raise too_large(limit)
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > limit:
+            raise too_large(limit)
+    return Body(received, is_gzip)
+
+
+# ---- posted groups
+
+IDEMPOTENCY_KEY = Parameter(
+    "Idempotency-Key",
+    "header",
+    "the same key with the same body is stored once; with another body it is refused",
+    {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPost:
+    groups: Sequence[NewGroup]
+    num_groups: int  # that were stored; of a duplicate, the first time
+    duplicate: bool
+
+    def message(self) -> PostedGroups:
+        return PostedGroups(status="duplicate" if self.duplicate else "received", groups_processed=self.num_groups)
+
+
+async def receive_groups(hub: HubState, request: Request, kind: Kind, content_type: str) -> StoredPost:
+    try:
+        return await _receive_groups(hub, request, kind, content_type)
+    except Refused as refused:
+        hub.metrics.refuse_post([refused.env_id], refused.reason)
+        raise
+
+
+async def _receive_groups(hub: HubState, request: Request, kind: Kind, content_type: str) -> StoredPost:
+    config = hub.config
+    key = checked_header(request.headers.get("idempotency-key"), "Idempotency-Key")
+    body = await read_body(request, content_type, max_packed=config.max_packed_bytes, max_plain=config.max_body_bytes)
+    validation = ValidationRequest(
+        kind=kind,
+        rules=hub.rules(),
+        is_gzip=body.is_gzip,
+        with_hash=key is not None,
+        max_bytes=config.max_body_bytes,
+        max_cpu_s=CHECK_S + config.max_body_bytes / SLOWEST_CHECKED_BYTES_PER_S,
+    )
+    admitted = await hub.validators.admit(body.content, validation)
+    env_ids = {group.env_id for group in admitted.groups if group.env_id is not None}
+    for env_id in env_ids:
+        hub.presence.mark(env_id)
+    try:
+        appended = await asyncio.wrap_future(
+            hub.store.append(Post(admitted.groups, key, admitted.body_hash), hub.limits)
+        )
+    except (StoreRefusal, DiskFull) as refusal:
+        hub.metrics.refuse_post({group.env_id for group in admitted.groups} or {None}, word(refusal))
+        raise
+    hub.batch_signal.ring()
+    return StoredPost(admitted.groups, appended.num_groups, appended.duplicate)
+
+
+def count_odd_groups(hub: HubState, groups: Sequence[NewGroup]) -> tuple[int, int]:
+    """Groups with another size than their environment registered, and the sequences queued in such groups.
+
+    Atropos buffers them apart and reports it. Here they are queued with the others; the answer has the same fields.
+    """
+    if all(group.env_id is None for group in groups):
+        return 0, 0
+    sizes: dict[int | None, int] = {env.env_id: env.group_size for env in hub.store.envs()}
+    odd = [group for group in groups if group.env_id is not None and group.size != sizes.get(group.env_id)]
+    if not odd:
+        return 0, 0
+    owner = odd[-1].env_id
+    queued = hub.store.queued_sizes()
+    waiting = [size * num for (env_id, size), num in queued.items() if env_id == owner and size != sizes.get(env_id)]
+    return len(odd), sum(waiting)

@@ -27,8 +27,8 @@ from treadle.hub.endpoint import (
     Endpoint,
     Parameter,
     json_answer,
+    read_message,
 )
-from treadle.hub.intake import read_message
 from treadle.hub.messages import MAX_DIGITS, Refused, whole_number
 from treadle.hub.state import BatchSignal, HubState
 from treadle.net import exposition

@@ -13,14 +13,27 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from treadle.hub.delivery import lease_binary, lease_json
-from treadle.hub.endpoint import ADMIN, ENVIRONMENT, OBSERVER, TRAINER, Endpoint, Link, Parameter, json_answer, raw_json
-from treadle.hub.intake import IDEMPOTENCY_KEY, Intake, read_message
+from treadle.hub.batching import freshness
+from treadle.hub.endpoint import (
+    ADMIN,
+    ENVIRONMENT,
+    IDEMPOTENCY_KEY,
+    OBSERVER,
+    TRAINER,
+    Endpoint,
+    Link,
+    Parameter,
+    json_answer,
+    raw_json,
+    read_message,
+    receive_groups,
+    stored_json,
+)
 from treadle.hub.messages import MAX_DIGITS, Refused, unprocessable, whole_number
-from treadle.hub.state import HubState, reset
-from treadle.hub.status import batch_share, explain, why_no_batch
+from treadle.hub.state import HubState, batch_share, explain, reset, why_no_batch
 from treadle.log import get_logger
-from treadle.store import Batch, DamagedGroups
+from treadle.store import Batch, DamagedGroups, StoredGroup
+from treadle.store.browse import content_of
 from treadle.wire import binary
 from treadle.wire.hub import (
     Acknowledged,
@@ -55,7 +68,6 @@ log = get_logger("hub")
 class OwnRoutes:
     def __init__(self, hub: HubState) -> None:
         self._hub = hub
-        self._intake = Intake(hub)
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -102,7 +114,7 @@ class OwnRoutes:
         ]  # fmt: skip
 
     async def groups(self, request: Request) -> Response:
-        received = await self._intake.receive(request, "binary", binary.CONTENT_TYPE)
+        received = await receive_groups(self._hub, request, "binary", binary.CONTENT_TYPE)
         return json_answer(received.message())
 
     async def lease(self, request: Request) -> Response:
@@ -283,3 +295,43 @@ def _of_the_lease(verb: str) -> Link:
         parameters={"step": "$response.body#/batch/step"},
         body={"token": "{$response.body#/batch/token}"},
     )
+
+
+# ---- leases as JSON or in binary form
+
+
+async def lease_json(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
+    """A LeaseAnswer written around the stored bytes.
+
+    Decoding and encoding a large batch would block every other request meanwhile.
+    """
+    head = b'{"batch":{"step":%d,"token":"%s","lease_s":%s,"groups":[' % (
+        batch.step,
+        batch.token.encode(),
+        msgspec.json.encode(lease_s),
+    )
+    groups = [await _group_json(group, _weight(group, batch.step, max_age)) for group in batch.groups]
+    return head + b",".join(groups) + b']},"reason":""}'
+
+
+async def _group_json(group: StoredGroup, weight: float) -> bytes:
+    ours = (
+        msgspec.json.encode(group.policy_version),
+        msgspec.json.encode(group.item),
+        group.metrics or b"null",
+        msgspec.json.encode(weight),
+    )
+    payload = await stored_json(group.format, group.payload)
+    return payload[:-1] + b',"policy_version":%s,"item":%s,"metrics":%s,"weight":%s}' % ours
+
+
+def lease_binary(batch: Batch, lease_s: float, max_age: int | None) -> bytes:
+    stored = [content_of(group, _weight(group, batch.step, max_age)) for group in batch.groups]
+    packed = binary.BinaryBatch(step=batch.step, token=batch.token, lease_s=lease_s, groups=stored)
+    return binary.pack_answer(binary.BinaryAnswer(batch=packed))
+
+
+def _weight(group: StoredGroup, step: int, max_age: int | None) -> float:
+    """The trainer of step s is at version s - 1."""
+    age = None if group.policy_version is None else step - 1 - group.policy_version
+    return freshness(age, max_age)

@@ -24,8 +24,7 @@ from treadle.hub.endpoint import OBSERVER, Endpoint, Handler, access_of, http_er
 from treadle.hub.observer_routes import EventStream, ObserverRoutes
 from treadle.hub.openapi import document
 from treadle.hub.own_routes import OwnRoutes
-from treadle.hub.state import Clock, HubState
-from treadle.hub.status import explain
+from treadle.hub.state import Clock, HubState, explain
 from treadle.log import get_logger
 from treadle.net.access import Access, Guard
 from treadle.net.connections import HttpLimits

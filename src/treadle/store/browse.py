@@ -197,7 +197,7 @@ class Browser:
         return num_learned
 
 
-def content_of(stored: StoredGroup) -> binary.StoredForm:
+def content_of(stored: StoredGroup, weight: float = 1.0) -> binary.StoredForm:
     """`binary.from_stored(content_of(stored))` is the group as it was posted."""
     is_json = stored.format == "json"
     return binary.StoredForm(
@@ -206,6 +206,7 @@ def content_of(stored: StoredGroup) -> binary.StoredForm:
         policy_version=stored.policy_version,
         item=stored.item,
         metrics=stored.metrics,
+        weight=weight,
     )
 
 

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from treadle.hub.admission import ValidationRequest
-from treadle.hub.group_checks import GroupRules
-from treadle.hub.messages import Refused
+from treadle.hub.messages import GroupRules, Refused
 from treadle.hub.validation_workers import INLINE_BYTES, REQUESTS_PER_WORKER, ValidationWorkers, _Worker
 
 ORDER = ValidationRequest(kind="group", rules=GroupRules())

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.hub.admission import ValidationRequest, admit
-from treadle.hub.delivery import lease_binary
-from treadle.hub.group_checks import GroupRules
-from treadle.hub.messages import Refused
+from treadle.hub.messages import GroupRules, Refused
+from treadle.hub.own_routes import lease_binary
 from treadle.store import Batch, StoredGroup
 from treadle.wire import binary
 from treadle.wire.groups import ScoredGroup
