@@ -21,8 +21,8 @@ from treadle.hub.metrics import Metrics
 from treadle.hub.validation_workers import ValidationWorkers
 from treadle.log import get_logger
 from treadle.store import EnvLoad, EnvRecord, LeaseTerms, Limits, RunState, Store
-from treadle.watch.telling import LAST_WORD, cleaned, tell_process, tell_wait, tell_work
-from treadle.watch.watchdog import About, report_of
+from treadle.watch.describe import ENDED, cleaned, describe_problems, describe_wait, describe_work
+from treadle.watch.watchdog import ProcessFacts, report_of
 from treadle.wire.hub import ProcessReport, ProcessStanding, ReportTaken
 
 Clock = Callable[[], float]
@@ -320,8 +320,10 @@ def explain(hub: HubState) -> str:
     """All that is known: why there is no batch, and what the processes that should make one wait for."""
     # The trainer's own wait is this very question.
     others = [standing for standing in hub.process_reports.standings() if standing.report.kind != "trainer"]
-    own = ProcessStanding(report=report_of("hub", "hub", About(), hub.store.waits), heard_s=0.0)
-    return "; ".join([why_no_batch(hub), *(line for standing in [own, *others] for line in tell_process(standing))])
+    own = ProcessStanding(report=report_of("hub", "hub", ProcessFacts(), hub.store.waits), heard_s=0.0)
+    return "; ".join(
+        [why_no_batch(hub), *(line for standing in [own, *others] for line in describe_problems(standing))]
+    )
 
 
 def why_no_batch(hub: HubState) -> str:
@@ -345,5 +347,5 @@ def why_no_batch(hub: HubState) -> str:
         if env.group_size > trainer.batch_size
     )
     works = [standing.report.work for standing in hub.process_reports.standings() if standing.report.work is not None]
-    reason = "; ".join([reason, *map(tell_work, works)])
+    reason = "; ".join([reason, *map(describe_work, works)])
     return f"{reason}; silent for a while: {', '.join(silent)}" if silent else reason
