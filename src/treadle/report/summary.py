@@ -75,17 +75,16 @@ class Summary:
     metrics: str
     plot: str
     logs: str
-    # Absent in summaries of earlier releases.
-    health: list[str] = field(default_factory=list)  # warnings of the trainer
-    alarms: list[str] = field(default_factory=list)  # late waits that the watchdog reported
-    findings: list[str] = field(default_factory=list)  # problems with the groups of an environment
-    last_words: str = ""  # the error that ended the run
+    health: list[str]  # warnings of the trainer
+    alarms: list[str]  # late waits that the watchdog reported
+    findings: list[str]  # problems with the groups of an environment
+    last_words: str  # the error that ended the run
     # Share of the held-out answers that ended before the length limit; None: unknown.
-    ended_before: float | None = None
-    ended_after: float | None = None
-    tokens_per_second: dict[str, float | None] = field(default_factory=dict)  # {"generated": 812.0, "trained": 412.4}
+    ended_before: float | None
+    ended_after: float | None
+    tokens_per_second: dict[str, float | None]  # {"generated": 812.0, "trained": 412.4}
     # Of several environments, by name: {"gsm8k": {"before": {...}, "after": {...}}}; held_out_* is over all prompts.
-    held_out_by_env: dict[str, dict[str, dict[str, Any] | None]] = field(default_factory=dict)
+    held_out_by_env: dict[str, dict[str, dict[str, Any] | None]]
 
     @property
     def result_name(self) -> str:

@@ -34,11 +34,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     sha256: dict[str, str]  # of every other file, by name
     origin: ModelOrigin
-    format: int = FORMAT
-    optimizer: str = "adamw"
+    optimizer: str
+    num_ranks: int  # number of ranks that wrote state files
     elapsed_s: float = 0.0
     num_tokens: int = 0
-    num_ranks: int = 1  # number of ranks that wrote state files
+    format: int = FORMAT
 
 
 class CheckpointDamaged(Exception):
@@ -48,7 +48,8 @@ class CheckpointDamaged(Exception):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write trainer.json, with its checksum.
 
-    >>> manifest = Manifest(step=25, sha256={"config.json": "9f86..."}, origin=origin_of(folder))  # doctest: +SKIP
+    >>> hashes, origin = {"config.json": "9f86..."}, origin_of(folder)  # doctest: +SKIP
+    >>> manifest = Manifest(step=25, sha256=hashes, origin=origin, optimizer="adamw", num_ranks=1)  # doctest: +SKIP
     >>> write_manifest(Path("step_25"), manifest)  # doctest: +SKIP
     """
     values = msgspec.to_builtins(manifest)

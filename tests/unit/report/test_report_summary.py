@@ -119,18 +119,6 @@ def test_remarks_on_the_health_of_a_run_name_the_flags_of_run(tmp_path: Path) ->
     assert second == "raise --env.max-age"
 
 
-def test_a_summary_of_the_first_release_is_still_read(tmp_path: Path) -> None:
-    config = write_run(tmp_path)
-    save_summary(summarize(config, tmp_path, history_of(config, tmp_path), Outcome(True, 254.0)), tmp_path)
-    values = json.loads((tmp_path / "summary.json").read_text())
-    del values["health"]
-    (tmp_path / "summary.json").write_text(json.dumps(values))
-    summary = load_summary(tmp_path)
-    assert summary is not None
-    assert summary.health == []
-    assert "health" not in printed(summary)
-
-
 def test_examples_that_became_right_come_first(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     history = history_of(config, tmp_path)
