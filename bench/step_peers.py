@@ -42,7 +42,7 @@ import torch
 from step import GROUP_SIZE, Result, build_model, make_groups
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
 
-from treadle.train.timing import peak_flops
+from treadle.train.loop import peak_flops
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup
 
 NUM_WARM_UP = 2

@@ -17,8 +17,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
-from treadle.engines.model_folder import is_adapter
+from treadle.engines.model_folder import base_model_name, is_adapter, read_adapter_settings
 from treadle.engines.models import resolve_model
 from treadle.errors import ConfigError, UserError
 from treadle.launch.folder import is_run, result_of

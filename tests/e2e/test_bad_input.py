@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.processes import environment
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.engines.default_model import WHEEL_SHA256
+from treadle.engines.models import WHEEL_SHA256
 from treadle.errors import DiskFull
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.optim import build_optimizer

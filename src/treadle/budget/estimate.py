@@ -22,7 +22,7 @@ import math
 from treadle.budget import hardware
 from treadle.budget.hardware import Machine
 from treadle.budget.job import ALL, MICRO, Budget, Component, MemoryPool, Moment, Owner, PlannedJob
-from treadle.engines.vllm.installation import lora_rank, max_cpu_loras, max_loras
+from treadle.engines.vllm.command import lora_rank, max_cpu_loras, max_loras
 from treadle.formatting import gigabytes
 
 TRAINER_GPU = "trainer GPU"

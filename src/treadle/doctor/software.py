@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from treadle.engines.vllm.installation import Installation
+from treadle.engines.vllm.command import Installation
 from treadle.envs.checking.findings import Finding
 from treadle.support import PYTHON, VLLM
 

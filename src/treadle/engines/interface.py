@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from treadle.engines.model_folder import ADAPTER_CONFIG
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import RequestError
 from treadle.sync.layout import Layout
@@ -113,9 +112,6 @@ class ServingStatus:
     generating_s: float
     num_moves: int  # progress counter: decode steps (transformers) or generated tokens (vLLM)
     failure: str | None = None
-
-
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")  # as PEFT saves an adapter
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from treadle.engines.adapter_settings import AdapterSettings, read_adapter_settings, unreadable
-from treadle.engines.interface import ADAPTER_FILES
-from treadle.engines.model_folder import read_settings
+from treadle.engines.model_folder import (
+    ADAPTER_FILES,
+    AdapterSettings,
+    read_adapter_settings,
+    read_settings,
+    unreadable,
+)
 from treadle.engines.weight_updates import REPUBLISH_FIX
 from treadle.errors import EngineError, ModelError, RequestError
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.schema import has_vllm
-from treadle.engines.adapter_settings import base_model_name, read_adapter_settings
 from treadle.engines.api.app import create_app, engine_access
 from treadle.engines.interface import InferenceEngine, ServingStatus
-from treadle.engines.model_folder import is_adapter
+from treadle.engines.model_folder import base_model_name, is_adapter, read_adapter_settings
 from treadle.engines.models import resolve_model
 from treadle.errors import EngineError, TreadleError, is_out_of_memory, require
 from treadle.log import get_logger

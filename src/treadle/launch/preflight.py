@@ -18,7 +18,7 @@ from treadle.config.keys import choose_steps, value_of, with_fitting_groups, wit
 from treadle.config.load import with_absolute_paths
 from treadle.config.schema import RunConfig, requires_vllm
 from treadle.engines.model_folder import check_model_folder
-from treadle.engines.vllm.installation import find_vllm
+from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.pace import choose_pace

@@ -9,7 +9,7 @@ import pytest
 
 from treadle.config import EngineConfig
 from treadle.config.schema import adapter_root
-from treadle.engines.adapter_settings import MAX_CONFIG_BYTES, AdapterSettings, read_adapter_settings
+from treadle.engines.model_folder import MAX_CONFIG_BYTES, AdapterSettings, read_adapter_settings
 from treadle.errors import RequestError
 
 PLAIN = {

@@ -9,8 +9,7 @@ import pytest
 
 from treadle.config import EngineConfig
 from treadle.engines.model_folder import CheckpointFacts, read_checkpoint_facts
-from treadle.engines.vllm.command import ServerResources, server_command
-from treadle.engines.vllm.installation import LORA_RANKS, Installation, lora_rank
+from treadle.engines.vllm.command import LORA_RANKS, Installation, ServerResources, lora_rank, server_command
 from treadle.engines.vllm.server_process import suggest_fix
 from treadle.errors import ConfigError, ModelError
 from treadle.processor import fast_dtype

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from tests.unit.engines.fake_vllm import FakeVllm
 from treadle.config import EngineConfig
-from treadle.engines.interface import ADAPTER_FILES, EngineFacts, Request
+from treadle.engines.interface import EngineFacts, Request
+from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm.client import common_answer
+from treadle.engines.vllm.command import Installation
 from treadle.engines.vllm.engine import VllmEngine
-from treadle.engines.vllm.installation import Installation
 from treadle.engines.vllm.start import begin_server, start_vllm
 from treadle.errors import ConfigError, EngineError, RequestError
 

@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treadle.errors import ConfigError
 from treadle.train.attention import choose_kind, plan_attention
-from treadle.train.attention.blocks import Blocks
-from treadle.train.attention.sdpa import SdpaPlan, pieces_of
+from treadle.train.attention.cpu import Blocks, SdpaPlan, pieces_of
 from treadle.train.attention.varlen import GatherKeys, VarlenPlan, attend_flash4
 from treadle.train.pack import Segment
 

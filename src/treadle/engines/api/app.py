@@ -15,12 +15,11 @@ from starlette.routing import Route
 
 from treadle.config import EngineConfig
 from treadle.config.schema import adapter_root
-from treadle.engines.api.adapters import AdapterRoutes
-from treadle.engines.api.bridge import BridgeRoutes
 from treadle.engines.api.context import ApiContext, RequestStats
 from treadle.engines.api.generate import generate_routes
 from treadle.engines.api.http import error_response, route
 from treadle.engines.api.openai import openai_routes
+from treadle.engines.api.weights import AdapterRoutes, BridgeRoutes
 from treadle.engines.interface import InferenceEngine, ServingStatus
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.bodies import json_answer

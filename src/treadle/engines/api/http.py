@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from treadle.engines.api.context import RequestStats
-from treadle.engines.interface import ADAPTER_FILES
+from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.errors import RequestError, TreadleError, UserError
 from treadle.net.access import EVERYBODY, why_refused
 from treadle.net.bodies import json_answer, read_json

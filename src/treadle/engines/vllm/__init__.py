@@ -1,8 +1,7 @@
 """vLLM engine: runs vLLM's stock server as a child process on loopback, and uses its public extension points only.
 
 start.py             find vLLM, start the server, return an engine
-installation.py      the installed version and its limits
-command.py           settings -> command line and environment of the server
+command.py           the installed version and its limits; settings -> command line and environment of the server
 server_process.py    the child process; child_guard.py ends it when this process dies
 client.py            HTTP calls to the server
 completions.py       messages of POST /treadle/generate

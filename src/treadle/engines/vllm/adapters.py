@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from treadle.engines.adapter_settings import read_adapter_settings
-from treadle.engines.interface import ADAPTER_FILES, Adapter, EngineFacts, find_loaded_adapter
-from treadle.engines.model_folder import absolute, read_checkpoint_facts
+from treadle.engines.interface import Adapter, EngineFacts, find_loaded_adapter
+from treadle.engines.model_folder import ADAPTER_FILES, absolute, read_adapter_settings, read_checkpoint_facts
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.weight_updates import empty_model
 from treadle.errors import EngineError, RequestError, TreadleError

@@ -12,13 +12,21 @@ from pathlib import Path
 
 import treadle
 from treadle.config import EngineConfig
-from treadle.engines.default_model import cache_folder
 from treadle.engines.interface import EngineFacts, InferenceEngine
 from treadle.engines.model_folder import CheckpointFacts, check_model_folder, read_checkpoint_facts
+from treadle.engines.models import cache_folder
 from treadle.engines.tokenizer import ModelTokenizer
-from treadle.engines.vllm.command import ServerResources, check_supported, max_model_len, server_command, serving_dtype
+from treadle.engines.vllm.command import (
+    Installation,
+    ServerResources,
+    check_supported,
+    find_vllm,
+    lora_rank,
+    max_model_len,
+    server_command,
+    serving_dtype,
+)
 from treadle.engines.vllm.engine import BeginServer, VllmEngine
-from treadle.engines.vllm.installation import Installation, find_vllm, lora_rank
 from treadle.engines.vllm.server_process import OnProgress, ServerProcess, ignore_progress
 from treadle.log import get_logger
 from treadle.support import VLLM

@@ -1,6 +1,6 @@
 """Choose and apply attention for packed rows: each completion sees the root, its group's prompt and itself.
 
-    on a CPU    short completions: dense blocks (blocks.py); long ones: piece by piece (sdpa.py)
+    on a CPU    short completions: dense blocks; long ones: piece by piece (cpu.py)
     on CUDA     variable-length kernels (varlen.py): FlashAttention 4 if it is installed and supports the card, else
                 torch's; fp32, which has no such kernel, piece by piece
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from treadle.errors import ConfigError, ModelError
-from treadle.train.attention import blocks
-from treadle.train.attention.sdpa import SdpaPlan
+from treadle.train.attention.cpu import SdpaPlan, num_pairs, plan_blocks
 from treadle.train.attention.varlen import GATHERING, VarlenPlan, attend_varlen, can_use_flash4, require_flash4
 from treadle.train.pack import Segment
 
@@ -37,9 +36,9 @@ def plan_attention(segments: Sequence[Segment], device: torch.device, kind: Atte
     """Arguments of the model's forward for the attention of one micro."""
     if kind in VARIABLE_LENGTH:
         return {**VarlenPlan.of(segments, device).arguments(), "use_flash4": kind == "flash4"}
-    few_pairs = blocks.num_pairs(segments) <= MAX_BLOCK_PAIRS
+    few_pairs = num_pairs(segments) <= MAX_BLOCK_PAIRS
     if kind == "blocks" or (kind == "auto" and device.type == "cpu" and few_pairs):
-        return {"plan": blocks.plan_blocks(segments)}
+        return {"plan": plan_blocks(segments)}
     return {"plan": SdpaPlan.of(segments, device)}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from treadle.errors import ConfigError, MissingExtra
-from treadle.train.attention.sdpa import pieces_of
+from treadle.train.attention.cpu import pieces_of
 from treadle.train.pack import Segment
 from treadle.train.requirements import has_flash4
 
