@@ -95,7 +95,7 @@ class Trainer:
         self.stopping = threading.Event()
 
     def work(self) -> None:
-        """Until there is no hub, or until told to stop."""
+        """Work until the hub is gone or `stopping` is set."""
         with self._hub.client() as client:
             while not self.stopping.is_set():
                 try:

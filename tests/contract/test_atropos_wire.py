@@ -560,8 +560,8 @@ class Test12Endpoints:
         calls.start()
         calls.register_env(group_size=2)
         posted = [group(2, env_id=0), group(1, env_id=0), group(3, env_id=0)]
-        told = {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 4}
-        assert calls.send("/scored_data_list", posted).json() == told
+        expected = {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 4}
+        assert calls.send("/scored_data_list", posted).json() == expected
 
     @pytest.mark.parametrize("bad", [{"scores": [1.0]}, {"scores": [float("nan"), 0.0]}, {"tokens": 1}])
     def test_one_bad_group_refuses_the_whole_list(self, calls: Atropos, bad: dict[str, Any]):
@@ -681,8 +681,8 @@ class Test13Queueing:
         calls.register_env(group_size=4)
         posted = [(1, 1), (2, 3), (3, 6), (4, None), (1, 7), (8, 15), (2, 17), (2, 19)]
         for tag, (size, buffered) in enumerate(posted):
-            told = {"status": "received"} if buffered is None else {"status": "buffered", "buffer_size": buffered}
-            assert calls.post(size, tag, env_id=0) == told
+            expected = {"status": "received"} if buffered is None else {"status": "buffered", "buffer_size": buffered}
+            assert calls.post(size, tag, env_id=0) == expected
         assert calls.batch() == [(0, 1), (1, 2), (2, 3), (6, 2)]
         assert calls.batch() == [(5, 8)]
         assert calls.batch() is None  # 4, 1 and 2 wait for a last sequence

@@ -245,5 +245,5 @@ def test_every_refusal_as_a_client_sees_it(hub: HubProcess, calls: Atropos, guar
 
     table = [f"| {name} | {status}{extra} | `` {body.decode()} `` |" for name, status, extra, body in rows]
     print("\n".join(table))
-    told = PAGE.read_text().splitlines()
-    assert [line for line in table if line not in told] == [], f"not in {PAGE.name}"
+    documented = PAGE.read_text().splitlines()
+    assert [line for line in table if line not in documented] == [], f"not in {PAGE.name}"

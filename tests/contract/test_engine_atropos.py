@@ -43,14 +43,14 @@ def test_its_client_reads_the_logprobs_of_a_prompt(tmp_path):
             check=False,
         )
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         table = torch.log_softmax(plain(torch.tensor([PROMPT])).logits[0], -1)
-    assert told["prompt_tokens"] == PROMPT
-    assert told["prompt_topk_token_ids"][0] == []
+    assert answer["prompt_tokens"] == PROMPT
+    assert answer["prompt_topk_token_ids"][0] == []
     for t in range(1, len(PROMPT)):
-        found = dict(zip(told["prompt_topk_token_ids"][t], told["prompt_topk_logprobs"][t], strict=True))
+        found = dict(zip(answer["prompt_topk_token_ids"][t], answer["prompt_topk_logprobs"][t], strict=True))
         assert {PROMPT[t], *table[t - 1].topk(3).indices.tolist()} == found.keys()
         for token, logprob in found.items():
             assert logprob == pytest.approx(table[t - 1, token].item(), abs=1e-4)

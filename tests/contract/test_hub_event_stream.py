@@ -112,7 +112,7 @@ def test_kill_9_makes_a_reader_miss_nothing_and_read_nothing_twice(hub: HubProce
     assert follower.wait_for(last) == list(range(1, last + 1))
     follower.is_enough.set()
     assert follower.num_connections >= 4
-    num_accepted = sum(told["data"]["groups"] for kind, _, told in follower.events if kind == "accepted")
+    num_accepted = sum(event["data"]["groups"] for kind, _, event in follower.events if kind == "accepted")
     assert num_accepted == httpx.get(f"{hub.url}/v1/status").json()["accepted_groups"] >= answered
 
 

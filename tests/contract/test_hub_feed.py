@@ -155,13 +155,13 @@ JSON = {"Content-Type": "application/json"}
 
 def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
     """A port that takes connections and never answers; then nobody is at it any more."""
-    told: list[tuple[str, str, str]] = []
+    seen: list[tuple[str, str, str]] = []
     waits = Waits()
 
     def note_then_stop() -> None:
         (wait,) = [wait for wait in waits.now if wait.problem]
-        told.append((wait.wanted.what, wait.problem, wait.fix))
-        if len(told) == 1:
+        seen.append((wait.wanted.what, wait.problem, wait.fix))
+        if len(seen) == 1:
             listener.close()
         if "ConnectError" in wait.problem:
             raise KeyboardInterrupt
@@ -171,10 +171,10 @@ def test_errors_distinguish_a_hanging_hub_from_a_missing_one():
         feed = HubFeed(f"{url}/t/secret", note_then_stop, waits, 300.0, answer_s=0.3)
         with pytest.raises(KeyboardInterrupt):
             feed.register(registration())
-    assert told[0] == (
+    assert seen[0] == (
         f"the hub at {url}",
         "it takes connections, and has not answered within 0.3 s",
         f"see its log, or ask: treadle doctor --hub {url}",
     )
-    assert told[-1][2] == "start it with `treadle hub`, or name another with --hub-url"
-    assert "secret" not in str(told)
+    assert seen[-1][2] == "start it with `treadle hub`, or name another with --hub-url"
+    assert "secret" not in str(seen)

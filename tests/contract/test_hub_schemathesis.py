@@ -75,7 +75,7 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
     """A run by the book, each answer checked: register, post, lease, hold, acknowledge, give back, look, reset."""
     with HubProcess(tmp_path, "--max-deliveries", "1") as hub:
         api = schemathesis.openapi.from_url(f"{hub.url}/openapi.json")
-        told: set[tuple[str, str]] = set()
+        called: set[tuple[str, str]] = set()
 
         def call(method: str, path: str, *, step: int | None = None, env_id: int | None = None, **parts: Any) -> Any:
             named = {"step": step, "env_id": env_id}
@@ -84,7 +84,7 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
                 parts.setdefault("media_type", "application/json")
             answer = api[path][method].Case(**parts).call_and_validate()
             assert answer.status_code == 200, answer.text
-            told.add((method, path))
+            called.add((method, path))
             return answer.json() if "application/json" in answer.headers["content-type"] else answer.content
 
         looks = [
@@ -125,7 +125,7 @@ def test_every_route_of_a_real_run_answers_as_described(tmp_path: Path):
         call("POST", "/v1/reset")
         call("GET", "/reset_data")
         described = {(method.upper(), path) for path, methods in api.raw_schema["paths"].items() for method in methods}
-        assert described - told == {("GET", "/v1/events")}
+        assert described - called == {("GET", "/v1/events")}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def command(output: Path, *flags: str) -> list[str]:
 def run_treadle(
     output: Path, *flags: str, timeout_s: float = 300, cores: int | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run to the end, on so many cores; the finished process and the run's folder."""
+    """Run to the end, on `cores` cores; returns the finished process and the run's folder."""
     affinity = ["taskset", "--cpu-list", ",".join(map(str, range(cores)))] if cores else []
     result = subprocess.run(
         [*affinity, *command(output, *flags)],

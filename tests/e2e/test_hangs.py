@@ -72,8 +72,8 @@ def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
         tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "12", fault="engine:step:6:sleep"
     )
     print(said)
-    told = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ running and"
-    assert re.search(told, said)
+    alarm = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ running and"
+    assert re.search(alarm, said)
     assert code == 1
     assert "nothing has moved for" in said
     assert "in reach" in log_of(folder, "engine"), "the stack shows the place"
@@ -83,8 +83,8 @@ def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
 def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
     said, code, folder = run(tmp_path, model, "--train.publish-timeout-s", "8", fault="engine:release:3:sleep")
     print(said)
-    told = r"watchdog: trainer has waited \d+ s for the engine to adopt version 2 \(it holds step 2\); stacks are in "
-    assert re.search(told + r"\S+trainer\.log and \S+engine\.log", said)
+    alarm = r"watchdog: trainer has waited \d+ s for the engine to adopt version 2 \(it holds step 2\); stacks are in "
+    assert re.search(alarm + r"\S+trainer\.log and \S+engine\.log", said)
     assert code == 1
     assert "did not answer POST /bridge/adopt within 8 s" in said
     engine = log_of(folder, "engine")
@@ -100,8 +100,8 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
         "--stall-timeout-s", "12",
     )  # fmt: skip
     print(said)
-    told = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"
-    assert re.search(told, said)
+    alarm = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"
+    assert re.search(alarm, said)
     assert code == 1
     assert re.search(r"tasks at .*Stuck\.rollout \(\S+stuck\.py:\d+\)", log_of(folder, "env")), "the coroutine is named"
 

@@ -96,7 +96,7 @@ def test_a_model_that_waits_for_the_gpu_is_decoded_step_by_step(tmp_path, caplog
 def test_a_captured_step_uses_changed_weights(renews, tmp_path):
     folder = write_tiny_model(tmp_path / "model", hidden_size=256)
     engine = ModelRunner(EngineConfig(dtype="float32", device="cuda"), folder)
-    told = []
+    generated = []
     for record in (CudaGraphCapture(engine.device), None):
         engine._decoder = Decoder(engine._forward, engine._cache, record)
         (group,) = engine.admit([ask([5, 6, 7], 40)])
@@ -109,8 +109,8 @@ def test_a_captured_step_uses_changed_weights(renews, tmp_path):
             engine.step()
         with torch.no_grad():
             engine.model.base_model.norm.weight.mul_(2.0)
-        told.append([s.token_ids for s in group])
-    assert told[0] == told[1]
+        generated.append([s.token_ids for s in group])
+    assert generated[0] == generated[1]
 
 
 def test_recordings_that_are_dropped_give_their_memory_back(tmp_path):

@@ -136,8 +136,8 @@ def conversation(item: dict[str, str]) -> list[dict[str, str]]:
 
 def is_right(said: str, item: dict[str, str]) -> bool:
     gold = item["answer"].split("#")[-1].strip().replace(",", "")
-    _, _, told = said.rpartition("</think>")
-    answer = parse(told, extraction_config=[BOXED_LATEX], extraction_mode="first_match")
+    _, _, final = said.rpartition("</think>")
+    answer = parse(final, extraction_config=[BOXED_LATEX], extraction_mode="first_match")
     return verify(answer, parse(f"\\boxed{{{gold}}}", extraction_mode="first_match"))
 
 

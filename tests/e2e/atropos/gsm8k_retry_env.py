@@ -1,4 +1,4 @@
-"""The same task in turns, on the real atroposlib: who is wrong is told so, and may correct the answer once."""
+"""The same task in two turns, on the real atroposlib: after a wrong answer the model gets one retry."""
 
 from __future__ import annotations
 

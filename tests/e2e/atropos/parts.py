@@ -133,7 +133,7 @@ class RetryEnv(MathEnv):
 
 
 class Trainer:
-    """The real trainer's client, reading batches until told that it is enough."""
+    """The real trainer's client, which reads batches until it is stopped."""
 
     def __init__(self, folder: Path, hub_url: str, batch_size: int) -> None:
         self.log = folder / "trainer.log"

@@ -43,7 +43,7 @@ def verifiers_command(name: str, verb: str, *flags: str, **variables: str) -> tu
     path = os.pathsep.join((str(HERE), str(HERE.parents[2] / "src")))
     first = os.pathsep.join((str(PYTHON.parent), os.environ["PATH"]))  # verifiers calls `uv` by its name
     command = [str(PYTHON), "-m", "treadle", "env", f"verifiers:{name}", verb, *flags]
-    # The harness has uv fetch what its script wants; uv trusts its own certificates unless it is told otherwise.
+    # The harness has uv fetch what its script wants; by default uv trusts only its own certificates.
     return command, environment(PYTHONPATH=path, PATH=first, UV_SYSTEM_CERTS="1", **variables)
 
 
@@ -87,13 +87,13 @@ def check_exact(engine_url: str, tokens: list[int], masks: list[int], logprobs: 
     body = {"prompt": {"prompt_token_ids": tokens}, "max_tokens": 1, "prompt_logprobs": 0}
     answer = PLAIN_HTTP.post(f"{engine_url}/generate", json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()["prompt_logprobs"]
+    scored = answer.json()["prompt_logprobs"]
     sampled = [place for place, mask in enumerate(masks) if mask != -100]
     others = sorted(set(range(len(tokens))) - set(sampled))
     assert [masks[place] for place in sampled] == [tokens[place] for place in sampled]
     assert all(logprobs[place] == 1.0 for place in others)
     recorded = [logprobs[place] for place in sampled]
-    assert recorded == pytest.approx([told[place][str(tokens[place])] for place in sampled], abs=1e-3)
+    assert recorded == pytest.approx([scored[place][str(tokens[place])] for place in sampled], abs=1e-3)
     return len(sampled)
 
 
