@@ -40,10 +40,10 @@ from treadle.formatting import percent
 from treadle.hub.process import serve
 from treadle.launch.folder import is_run, is_run_live
 from treadle.launch.machine import held_ports, port_of
-from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.run_hubs import IDLE_S, LOOPBACK, RunHubs, is_on_loopback, observer_token, origin_of, recorded_hub
 from treadle.launch.top import find_run, watch_url
+from treadle.launch.view import RunPage
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.listening import HANDED_FD
 from treadle.net.probe import answers_ok

@@ -36,7 +36,6 @@ from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_
 from treadle.launch.memory import MemorySampler
 from treadle.launch.model import is_local, prepare_model
 from treadle.launch.monitor import RunMonitor
-from treadle.launch.page import RunPage
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, RunPlan, RunTokens, build_plan, server_addresses
 from treadle.launch.preflight import (
     check_one_trainer,
@@ -47,7 +46,7 @@ from treadle.launch.preflight import (
     settle_paths,
 )
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
-from treadle.launch.view import Screen, ViewState, choose_view, current_phase
+from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
 from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, reader_of

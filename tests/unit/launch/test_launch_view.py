@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import webbrowser
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from treadle.config import load_run
 from treadle.formatting import counted, duration, one_line, sparkline
 from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import draw, time_left_s
-from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase
+from treadle.launch.view import LiveView, PlainView, RunPage, Screen, ViewState, current_phase
 from treadle.report.history import History, HistoryReader
 from treadle.track.jsonl import HEALTH_FILE, HealthFile
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
@@ -331,3 +332,49 @@ def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float
     text = console.export_text(styles=True)
     assert shown in text
     assert ("\x1b[33mwaits" in text or "\x1b[31mwaits" in text) == shown.startswith("\x1b")
+
+
+# ---- the address of the page
+
+URL = "http://127.0.0.1:8000"
+TOKEN = "a-token-of-more-than-sixteen"  # noqa: S105
+
+
+def test_without_a_token_the_address_is_the_hubs():
+    page = RunPage(URL, URL, {})
+    assert page.shown_url == page.address() == f"{URL}/dash/"
+
+
+def test_a_token_is_opened_and_not_shown():
+    page = RunPage(URL, f"{URL}/t/{TOKEN}", {})
+    assert TOKEN not in page.shown_url + repr(page)
+    assert page.address() == f"{URL}/t/{TOKEN}/dash/"
+
+
+def no_browser() -> webbrowser.BaseBrowser:
+    raise webbrowser.Error("could not locate runnable browser")
+
+
+def text_browser() -> webbrowser.BaseBrowser:
+    return webbrowser.GenericBrowser("w3m")
+
+
+def window_browser() -> webbrowser.BaseBrowser:
+    return webbrowser.BackgroundBrowser("xdg-open")
+
+
+@pytest.mark.parametrize(
+    ("find", "environment", "is_able"),
+    [
+        (no_browser, {}, False),
+        (text_browser, {}, False),
+        (text_browser, {"BROWSER": "w3m"}, True),
+        (window_browser, {}, True),
+    ],
+)
+def test_without_a_window_the_user_is_asked_to_open_the_page(find, environment, is_able):
+    page = RunPage(URL, URL, environment, find)
+    text = page.announcement(opens=True)
+    assert text.startswith(f"page: {URL}/dash/")
+    assert ("open it by hand" in text) != is_able
+    assert page.announcement(opens=False) == f"page: {URL}/dash/"
