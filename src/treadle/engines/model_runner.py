@@ -229,16 +229,16 @@ class ModelRunner:
         ]
 
     def _sequence(self, request: Request, index: int, policy_version: int, is_streamed: bool) -> Sequence:
+        is_decoded = request.stop or is_streamed
         return Sequence(
             request=request,
             uniform=uniforms(request.seed, index, request.max_tokens),
             end_ids=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
-            detokenizer=self._detokenizer(request) if request.stop or is_streamed else None,
+            detokenizer=(
+                IncrementalDetokenizer(self.tokenizer, request.stop, request.prompt_ids) if is_decoded else None
+            ),
             policy_versions=[policy_version],
         )
-
-    def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.tokenizer, request.stop, request.prompt_ids)
 
     def _sample(self, rows: list[Row], hidden_B: Tensor) -> None:
         """Append the next token to each unfinished sequence, sampled from its row's last hidden state."""

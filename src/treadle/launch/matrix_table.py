@@ -119,7 +119,8 @@ class Matrix:
 def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") -> ModeRow:
     """The row of a mode that has a run; `error`: the error that ended the run this time."""
     history, summary, train = record.history, record.summary, record.config.train
-    published = publishes_of(history, train.publish_interval, record.config.steps)
+    last = record.config.steps  # always published
+    published = [s for s in history.steps if s["step"] % train.publish_interval == 0 or s["step"] >= last]
     checks, problem = check_run(record)
     error = error or summary.last_words
     result: Result = "passed"
@@ -142,11 +143,6 @@ def row_of(mode: str, flags: str, record: RunRecord, run: str, error: str = "") 
         checks=checks,
         engine=", then ".join(record.engines),
     )
-
-
-def publishes_of(history: History, interval: int, last: int) -> list[Step]:
-    """The steps after which weights were handed over."""
-    return [step for step in history.steps if step["step"] % interval == 0 or step["step"] >= last]
 
 
 def figures_of(record: RunRecord, published: Sequence[Step]) -> dict[str, float | None]:
