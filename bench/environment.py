@@ -26,11 +26,11 @@ import uvloop
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.log import set_up_logging
 
 TURNS = 2

@@ -13,8 +13,8 @@ from laptop_meter import Group
 from transformers import AutoModelForCausalLM
 
 from treadle.config.env import EnvConfig
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.tasks.arithmetic import Arithmetic
-from treadle.envs.tokens import ChatTokenizer
 
 SHORTEST, LONGEST = 8, 32  # tokens of a completion, uniformly distributed: 20 on average
 

@@ -285,7 +285,7 @@ class ModelChat:
 
     def __init__(self, model_path: Path, *, temperature: float, max_tokens: int) -> None:
         require("train", "torch", "transformers")
-        from treadle.envs.tokens import ChatTokenizer
+        from treadle.envs.chat_format import ChatTokenizer
         from treadle.launch.chat import ChatSession, open_client, running_engine
         from treadle.launch.supervisor import Stopped
 

@@ -12,7 +12,7 @@ import pytest
 from bench.page_history import write_run
 from tests.written_run import evaluation, write_health
 from treadle.envs.group_file import Verdict, WrittenGroup
-from treadle.envs.page import render_page
+from treadle.envs.group_writer import render_page
 from treadle.report.page import NUM_GROUPS, write_report
 
 NUM_STEPS = 40

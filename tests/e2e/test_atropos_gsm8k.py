@@ -17,7 +17,7 @@ from tests.e2e.foreign.chain_model import write_chain_model
 from tests.e2e.foreign.parts import END, TURN, check_exact
 from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
-from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.chat_format import ChatTokenizer
 
 # test_atropos.py: the same library, clients and wire with a simpler task.
 pytestmark = [pytest.mark.slow, pytest.mark.full]

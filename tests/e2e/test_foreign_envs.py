@@ -20,13 +20,13 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, RolloutSampling
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Sessions
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
 from treadle.envs.scoring import Judge
-from treadle.envs.tokens import ChatTokenizer
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.py"

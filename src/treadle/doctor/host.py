@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.envs.checking.findings import Finding
+from treadle.findings import Finding
 from treadle.formatting import gigabytes
 
 ONE_GB = 1e9

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from treadle.envs.checking.findings import Finding, Verdict
+from treadle.findings import Finding, Verdict
 from treadle.formatting import one_line
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.describe import describe_problems

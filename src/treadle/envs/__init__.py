@@ -61,7 +61,7 @@ def act(action: Action, env: EnvConfig, server: ServerConfig, *, verbose: bool =
     from treadle.envs import process
 
     if action == "validate":
-        from treadle.envs.checking.validation import validate_task
+        from treadle.envs.validation import validate_task
 
         return process.run_until_signal(validate_task(env, verbose=verbose))
     if action == "process":

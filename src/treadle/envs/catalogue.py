@@ -23,11 +23,11 @@ _BUILT_IN = {
     "agent": "treadle.envs.foreign.agent",
     "arithmetic": "treadle.envs.tasks.arithmetic",
     "code": "treadle.envs.tasks.code",
-    "echo": "treadle.envs.tasks.echo",
-    "gsm8k": "treadle.envs.tasks.gsm8k",
+    "echo": "treadle.envs.tasks.arithmetic",
+    "gsm8k": "treadle.envs.tasks.word_problems",
     "jsonl": "treadle.envs.tasks.jsonl",
     "reasoning_gym": "treadle.envs.tasks.reasoning_gym",
-    "svamp": "treadle.envs.tasks.svamp",
+    "svamp": "treadle.envs.tasks.word_problems",
     "tools": "treadle.envs.tasks.tools",
 }
 _OF_OTHERS = {"verifiers": "treadle.envs.foreign.verifiers"}  # "verifiers:NAME" is the environment NAME of that library

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.envs.base import Message
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, Sampler
-from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import RequestError
 from treadle.wire.groups import IGNORED, NO_LOGPROB
 

@@ -16,6 +16,7 @@ import uvloop
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, prepare_task
 from treadle.envs.catalogue import load_environment
+from treadle.envs.chat_format import ChatTokenizer, resolve_tokenizer_folder
 from treadle.envs.concurrency import show_progress
 from treadle.envs.engine_client import InferenceClient
 from treadle.envs.engine_pool import open_engine
@@ -25,7 +26,6 @@ from treadle.envs.rollout import EnvContext
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer, resolve_tokenizer_folder
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, ProcessDied
 from treadle.log import get_logger

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from treadle.envs.tokens import ChatTokenizer
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.errors import EngineError, require
 from treadle.launch.machine import ANY_FREE, Listeners, held_ports, port_of, read_machine_facts
 from treadle.launch.model import ending_on_sigterm, find_model

@@ -21,7 +21,7 @@ from treadle.engines.model_folder import check_model_folder
 from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
-from treadle.envs.serving.pace import choose_pace
+from treadle.envs.serving.assignment import choose_pace
 from treadle.errors import ConfigError, Problems
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space

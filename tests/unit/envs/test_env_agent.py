@@ -20,12 +20,12 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.engine_client import Completion, EngineResult
+from treadle.envs.chat_format import ChatTokenizer
+from treadle.envs.engine_client import Completion, GenerationResult
 from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group
 from treadle.envs.scoring import Judge
-from treadle.envs.tokens import ChatTokenizer
 from treadle.errors import ConfigError, EngineError
 
 # A client of a few lines: the real one takes a second to import, and is put to the test elsewhere.

@@ -8,12 +8,12 @@ from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.catalogue import load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.engine_pool import EnginePool, open_engine
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 

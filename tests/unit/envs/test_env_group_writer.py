@@ -16,11 +16,11 @@ from tests.served_app import listening
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item
 from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.group_file import GroupFile, read_group_file, split_text
 from treadle.envs.group_writer import WriteStats, groups_path, num_groups_to_write, write_all, write_groups
 from treadle.envs.process import open_context, run_until_signal
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError
 from treadle.wire.groups import ATROPOS_KEYS, ScoredGroup
@@ -223,7 +223,7 @@ def test_what_an_interrupted_process_has_written_can_be_looked_at(tmp_path, numb
     assert [line["item"] for line in lines_of(file)] == [0, 1, 2]
     page = file.with_suffix(".html")
     assert page.exists() == (number == signal.SIGTERM)
-    subprocess.run([sys.executable, "-m", "treadle.envs.page", str(file)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "treadle.envs.group_writer", str(file)], check=True, capture_output=True)
     assert '"item":2' in page.read_text()
 
 

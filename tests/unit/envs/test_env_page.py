@@ -8,7 +8,7 @@ import time
 import pytest
 
 from treadle.envs.group_file import Verdict, WrittenGroup
-from treadle.envs.page import render_page
+from treadle.envs.group_writer import render_page
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -163,7 +163,7 @@ def test_the_script_is_valid(tmp_path):
 @pytest.mark.parametrize("words", [[], ["nowhere.jsonl"]])
 def test_the_command_says_what_it_needs(words):
     done = subprocess.run(
-        [sys.executable, "-m", "treadle.envs.page", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "treadle.envs.group_writer", *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert ("nowhere.jsonl" if words else "usage") in done.stderr

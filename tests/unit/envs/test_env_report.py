@@ -14,13 +14,13 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment, load_environment
 from treadle.envs.chat import Transcript
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import Completion, EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.report import EnvMonitor, EnvReport
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import stable_seed
 from treadle.envs.catalogue import load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, HubError
 

@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse, Response
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.catalogue import environment, load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
+from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
-from treadle.envs.serving.pace import FlightLimit, choose_pace, room
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
 from treadle.wire.hub import EnvStanding

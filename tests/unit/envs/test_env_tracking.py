@@ -16,13 +16,14 @@ from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.base import Score
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Transcript
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
+from treadle.envs.serving.report import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
 from treadle.envs.serving.runner import run
-from treadle.envs.serving.tracking import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
-from treadle.envs.tokens import ChatTokenizer
+from treadle.track.fan import FanTracker
 from treadle.track.jsonl import read_steps
 from treadle.track.trackers import CompositeTracker, Table
 

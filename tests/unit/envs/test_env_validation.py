@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from treadle.config.env import EnvConfig
-from treadle.envs.checking.validation import validate_task
+from treadle.envs.validation import validate_task
 from treadle.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"

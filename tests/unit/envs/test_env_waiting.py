@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse
 
 from treadle.config.env import EnvConfig, ServerConfig
 from treadle.envs.catalogue import load_environment
+from treadle.envs.chat_format import ChatTokenizer
 from treadle.envs.engine_client import EngineClient
 from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.eval_schedule import wait_for_step
 from treadle.envs.serving.runner import run
-from treadle.envs.tokens import ChatTokenizer
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import HubError
 from treadle.watch.waits import Waits

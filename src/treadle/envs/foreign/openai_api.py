@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from treadle.envs.base import Message
-from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.tool_calls import ToolCall, find_tool_calls, without_tool_calls
+from treadle.envs.chat_format import ChatTokenizer, ToolCall, find_tool_calls, without_tool_calls
 from treadle.errors import RequestError, TreadleError
 from treadle.wire.generate import MAX_NAME_CHARS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from treadle.wire.openai import ChatRequest, CompletionRequest, Sampling

@@ -11,10 +11,9 @@ from typing import Any, Literal, Self
 import msgspec
 
 from treadle.envs.rewards.base import Judged, Reward, RewardInput, judged
-from treadle.envs.rewards.boxed_math import AccuracyReward, BoxedMath
 from treadle.envs.rewards.calls import CallResult, RewardResult
 from treadle.envs.rewards.registry import RewardLike, registry
-from treadle.envs.rewards.text import ThinkFormatReward
+from treadle.envs.rewards.text import AccuracyReward, BoxedMath, ThinkFormatReward
 from treadle.errors import ConfigError
 
 NOT_APPLICABLE = CallResult(outcome="raised", detail="returned None (not applicable), as did all others that count")

@@ -4,8 +4,8 @@
 runs. There are two kinds of tests:
 
 - Input and output: the answer is a program. It gets only the input; the parent compares its output.
-- Python tests: one process loads the answer (`answer_process.py`), another runs the tests (`tests_process.py`). They
-  exchange calls and plain values (`values.py`), never objects. So the answer sees no test, no expected value and no
+- Python tests (`python_tests.py`): one process loads the answer, another runs the tests. They exchange calls and
+  plain values, never objects. So the answer sees no test, no expected value and no
   verdict: there is nothing to read, override or forge. An object whose `==` is always true does not equal 5, because
   the comparison happens in the other process; and the 5 is never sent to the answer's process.
   Arguments that a test passes to the answer are visible to the answer.

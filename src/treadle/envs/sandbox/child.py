@@ -39,16 +39,16 @@ def _prepare(job: dict[str, Any], devnull: int) -> Callable[[], None]:
     """Import and open what the job needs, while that is still possible."""
     if job["role"] == "program":
         return lambda: _run_program(job["source"])
-    from treadle.envs.sandbox.values import JsonPipe
+    from treadle.envs.sandbox.python_tests import JsonPipe
 
     pipe = JsonPipe(os.dup(0), os.dup(1))
     os.dup2(devnull, 0)  # untrusted code reads nothing and prints nowhere
     os.dup2(devnull, 1)
     if job["role"] == "answer":
-        from treadle.envs.sandbox.answer_process import serve_answer
+        from treadle.envs.sandbox.python_tests import serve_answer
 
         return lambda: serve_answer(job["source"], pipe)
-    from treadle.envs.sandbox.tests_process import run_tests
+    from treadle.envs.sandbox.python_tests import run_tests
 
     verdicts = JsonPipe(os.dup(devnull), job["verdict_fd"])
     return lambda: run_tests(job["tests"], job["names"], pipe, verdicts.send)

@@ -31,14 +31,18 @@ from treadle.envs.base import Environment
 from treadle.envs.group_file import GroupFile
 from treadle.envs.hub_client import CurrentWait, HubClient
 from treadle.envs.rollout import EnvContext
-from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches, make_assignment
+from treadle.envs.serving.assignment import (
+    FlightLimit,
+    RunAssignment,
+    check_can_fill_batches,
+    choose_pace,
+    make_assignment,
+)
 from treadle.envs.serving.delivery import Delivery, Spool
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate, evaluate_during_training, evaluate_if_due
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor, ItemSelection, SequentialSelection
-from treadle.envs.serving.pace import FlightLimit, choose_pace
-from treadle.envs.serving.report import EnvMonitor
+from treadle.envs.serving.report import EnvMonitor, open_tracking
 from treadle.envs.serving.stream import StreamRunner, item_of_key
-from treadle.envs.serving.tracking import open_tracking
 from treadle.envs.serving.waves import WaveRunner
 from treadle.errors import ConfigError, HubError, TreadleError
 from treadle.log import get_logger

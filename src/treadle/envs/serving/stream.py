@@ -19,13 +19,11 @@ from dataclasses import dataclass, field, replace
 
 from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
-from treadle.envs.grouping import apply_group_rules, build_group, drop_reason
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
-from treadle.envs.rollout import EnvContext, Rollout, roll_group
-from treadle.envs.serving.assignment import RunAssignment, check_can_fill_batches
+from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
+from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, room
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.item_selection import ItemCursor, ItemSelection
-from treadle.envs.serving.pace import FlightLimit, room
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
 from treadle.errors import ConfigError, EngineError, ProcessDied, TreadleError, UserError
 from treadle.log import get_logger

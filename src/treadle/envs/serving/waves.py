@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from treadle.envs.base import stable_seed
-from treadle.envs.grouping import apply_group_rules, build_group
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
-from treadle.envs.rollout import EnvContext, check_lengths, score_generation
+from treadle.envs.rollout import EnvContext, apply_group_rules, build_group, check_lengths, score_generation
 from treadle.envs.scoring import none_scored
 from treadle.envs.serving.assignment import RunAssignment, check_batch_divisible
 from treadle.envs.serving.eval_schedule import STATUS_POLL_S, evaluate_if_due

@@ -1,1 +1,1 @@
-"""The built-in environments, one file for each."""
+"""The built-in environments."""

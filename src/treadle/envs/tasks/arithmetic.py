@@ -1,4 +1,4 @@
-"""Arithmetic with small numbers: the default environment, learnable on a CPU within minutes."""
+"""Tasks that a small model learns on a CPU within minutes: arithmetic, the default environment, and echo."""
 
 from __future__ import annotations
 
@@ -219,3 +219,24 @@ def _draw(task: Task, draw: int) -> Numbers:
         first, second = divmod(stable_seed("arithmetic", task.name, draw) % (span * span), span)
         return task.low + first, task.low + second
     return tuple(task.low + stable_seed("arithmetic", task.name, draw, place) % span for place in range(task.num_terms))
+
+
+@environment("echo")
+class Echo(Environment):
+    """Right if the completion starts with the digit; even a model with random weights learns it."""
+
+    defaults: ClassVar = {"max_token_length": 24}
+
+    def train_item(self, index: int) -> Item:
+        return _ask(index % 10)
+
+    def eval_items(self) -> Sequence[Item]:
+        return [_ask(digit) for digit in range(10)]
+
+    def score(self, item: Item, completion_text: str, completion: Completion) -> Score:
+        is_right = completion_text.strip().startswith(item.answer)
+        return Score(reward=float(is_right), is_right=is_right)
+
+
+def _ask(digit: int) -> Item:
+    return Item.ask(f"Say {digit}", answer=str(digit))

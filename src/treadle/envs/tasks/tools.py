@@ -23,10 +23,9 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Message, Score, stable_seed, stable_shuffle
 from treadle.envs.catalogue import environment, parse_args
 from treadle.envs.chat import Model
+from treadle.envs.chat_format import BrokenCall, ChatTokenizer, ToolCall, find_tool_calls
 from treadle.envs.rewards.parsing import answer_text, last_box
 from treadle.envs.tasks.arithmetic import last_number, only_number
-from treadle.envs.tokens import ChatTokenizer
-from treadle.envs.tool_calls import BrokenCall, ToolCall, find_tool_calls
 from treadle.errors import ConfigError, ModelError
 
 LONGEST = 200  # characters

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from treadle.envs.rewards import AccuracyReward, BoxedMath, RewardInput
-from treadle.envs.rewards.boxed_math import _verify
 from treadle.envs.rewards.parsing import compare_numbers, read_number
+from treadle.envs.rewards.text import _verify
 
 RIGHT = [
     ("5", "5"), ("5.0", "5"), ("+5", "5"), ("-5", "-5"), ("−5", "-5"), ("1,234", "1234"), ("1{,}234", "1234"),

@@ -9,8 +9,7 @@ import pytest
 from treadle.envs.base import Score
 from treadle.envs.chat import Transcript
 from treadle.envs.engine_client import Completion
-from treadle.envs.grouping import build_group, drop_reason, length_share, with_length_penalty, without_short
-from treadle.envs.rollout import Rollout
+from treadle.envs.rollout import Rollout, build_group, drop_reason, length_share, with_length_penalty, without_short
 
 
 def rollout(reward: float, finish_reason: str) -> Rollout:

@@ -1,4 +1,4 @@
-"""Results of checks (name, verdict, text and remedy), and how they are printed."""
+"""Describe the results of checks (name, verdict, text and remedy) and print them; for `doctor` and `validate`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rich.text import Text
 
 Verdict = Literal["ok", "warning", "problem"]
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
-
-
 _WIDEST_NAME = 28
 
 

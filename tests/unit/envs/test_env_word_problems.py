@@ -1,4 +1,4 @@
-"""GSM8K: its rows, its prompt, and what an answer is worth."""
+"""GSM8K and SVAMP: their rows, their prompts, and the scores of answers."""
 
 import asyncio
 import importlib.util
@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from treadle.config.env import EnvConfig
-from treadle.envs.base import prepare_task
+from treadle.envs.base import Item, prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.engine_client import Completion
 from treadle.envs.rewards import BoxedMath, RewardInput, RewardPool
 from treadle.envs.rows import RowError
 from treadle.envs.scoring import Judge
-from treadle.envs.tasks.gsm8k import gold_answer
+from treadle.envs.tasks.word_problems import gold_answer
 from treadle.errors import ConfigError, MissingExtra
 
-DATA = Path(__file__).parents[2] / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[2] / "data" / "gsm8k"
 
 
-def opened(**settings):
-    env = load_environment(EnvConfig(name="gsm8k", **{"data": str(DATA), **settings}))
+def open_gsm8k(**settings):
+    env = load_environment(EnvConfig(name="gsm8k", **{"data": str(GSM8K), **settings}))
     asyncio.run(env.open())
     return env
 
@@ -51,13 +51,13 @@ def test_a_row_without_a_readable_gold_answer_is_skipped_with_its_line(tmp_path)
     good = [{"question": f"Q{n}?", "answer": f"#### {n}"} for n in range(10)]
     bad = [{"question": "Q?", "answer": "#### many"}, {"answer": "#### 1"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*good, *bad]))
-    broken = opened(data=str(path)).data.broken
+    broken = open_gsm8k(data=str(path)).data.broken
     assert [row.place for row in broken] == [f"{path}:11", f"{path}:12"]
     assert "'many' is no number" in broken[0].problem
 
 
 def test_the_sample_has_30_rows_to_train_on_and_10_held_out():
-    env = opened()
+    env = open_gsm8k()
     assert (len(env.train_items()), len(env.eval_items())) == (30, 10)
     by_answer = {item.prompt.rpartition("\n")[2]: item.answer for item in env.train_items()}
     natalia = next(question for question in by_answer if question.startswith("Natalia sold clips to 48"))
@@ -65,7 +65,7 @@ def test_the_sample_has_30_rows_to_train_on_and_10_held_out():
 
 
 def test_the_seed_decides_the_order_of_training_and_nothing_else():
-    one, same, other = opened(seed=1), opened(seed=1), opened(seed=2)
+    one, same, other = open_gsm8k(seed=1), open_gsm8k(seed=1), open_gsm8k(seed=2)
     order = [one.train_item(index).prompt for index in range(30)]
     assert order == [same.train_item(index).prompt for index in range(30)]
     assert order != [other.train_item(index).prompt for index in range(30)]
@@ -73,15 +73,15 @@ def test_the_seed_decides_the_order_of_training_and_nothing_else():
 
 
 def test_the_prompt_asks_to_think_names_the_budget_and_the_box():
-    system, question = opened(max_token_length=300).train_item(0).messages
+    system, question = open_gsm8k(max_token_length=300).train_item(0).messages
     assert system["role"] == "system"
     assert all(words in system["content"] for words in ("<think>", "</think>", "300 tokens", "\\boxed{42}"))
     assert question["role"] == "user"
 
 
 def test_a_system_prompt_of_ones_own_stands_in_its_place():
-    assert opened(system_prompt="Be brief.").train_item(0).messages[0]["content"] == "Be brief."
-    assert [message["role"] for message in opened(system_prompt="").train_item(0).messages] == ["user"]
+    assert open_gsm8k(system_prompt="Be brief.").train_item(0).messages[0]["content"] == "Be brief."
+    assert [message["role"] for message in open_gsm8k(system_prompt="").train_item(0).messages] == ["user"]
 
 
 def test_its_defaults_hold_where_the_user_says_nothing():
@@ -94,11 +94,11 @@ def test_its_defaults_hold_where_the_user_says_nothing():
 
 def test_data_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="no file or folder"):
-        opened(data="./no/such/folder")
+        open_gsm8k(data="./no/such/folder")
 
 
 def test_completions_are_scored_in_workers_and_counted_as_accuracy():
-    env = opened()
+    env = open_gsm8k()
     item = env.train_item(0)
 
     def completion(text):
@@ -159,3 +159,81 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_starts(monkey
     with pytest.raises(MissingExtra, match="math_verify") as missing:
         prepare_task(environment)
     assert missing.value.fix == "pip install 'treadle[envs]'"
+
+
+SVAMP = Path(__file__).parents[2] / "data" / "svamp.json"
+
+
+def open_svamp(data, **settings):
+    env = load_environment(EnvConfig(name="svamp", data=str(data), **settings))
+    asyncio.run(env.open())
+    return env
+
+
+def test_a_row_becomes_its_story_its_question_and_a_whole_number():
+    env = open_svamp(SVAMP)
+    items = {item.metadata["ID"]: item for item in [*env.train_items(), *env.eval_items()]}
+    assert len(items) == 20
+    assert items["chal-1"].messages == (
+        {
+            "role": "user",
+            "content": "Each pack of dvds costs 76 dollars. If there is a discount of 25 dollars on each pack. "
+            "How much do you have to pay to buy each pack? Answer with only the number.",
+        },
+    )
+    assert items["chal-1"].answer == "51"
+
+
+def test_the_same_rows_one_a_line_are_the_same_items(tmp_path):
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in json.loads(SVAMP.read_text())))
+    assert list(open_svamp(lines).train_items()) == list(open_svamp(SVAMP).train_items())
+
+
+@pytest.mark.parametrize("answer", ["many", "nan", "", None, [1], "inf"])
+def test_an_answer_that_is_no_number_is_a_broken_row(tmp_path, answer):
+    rows = [{"Body": f"{n} cats.", "Question": "How many?", "Answer": n} for n in range(3)]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([*rows, {"Body": "Cats.", "Question": "How many?", "Answer": answer}], indent=1))
+    env = open_svamp(path)
+    assert [row.place for row in env.data.broken] == [f"{path}:17"]
+    assert len(env.train_items()) + len(env.eval_items()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "is_right"),
+    [
+        ("51", "51", True),
+        ("51.0", "51", True),
+        ("76 - 25 = 51 dollars.", "51", True),
+        (r"\boxed{51}", "51", True),
+        ("<think>76 and 25</think>51", "51", True),
+        ("<think>51</think>", "51", False),
+        ("1,051", "1051", True),
+        ("0.3333333", "0.33333333", True),
+        ("0.33", "0.3333", False),
+        ("-51", "51", False),
+        ("510", "51", False),
+        ("fifty-one", "51", False),
+        ("", "51", False),
+        ("9" * 5000, "51", False),
+        (".5", "0.5", True),
+        (".5", "5", False),
+        ("-.5", "-0.5", True),
+        ("It is.5", "5", True),
+        ("8e2", "800", True),
+        ("8e2", "2", False),
+        ("8e2f", "2", True),
+        ("1e999999999", "51", False),
+        ("1e" + "9" * 30, "51", False),
+    ],
+)
+def test_the_last_number_behind_the_thinking_decides_by_value(text, gold, is_right):
+    said = Completion([1], [-0.5], text, "stop", policy_version=0)
+    score = open_svamp(SVAMP).score(Item.ask("?", answer=gold), text, said)
+    assert (score.reward, score.is_right) == (float(is_right), is_right)
+
+
+def test_a_system_prompt_comes_first():
+    roles = [message["role"] for message in open_svamp(SVAMP, system_prompt="Think first.").train_item(0).messages]
+    assert roles == ["system", "user"]

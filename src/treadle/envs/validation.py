@@ -15,15 +15,15 @@ from pydantic import PrivateAttr
 from rich.console import Console
 
 from treadle.config.env import DataOptions, EnvConfig
+from treadle.envs.answer_checks import AnswerTester, TriedAnswer, check_answers, fix_for_error
 from treadle.envs.base import Environment, Item, stable_shuffle
 from treadle.envs.catalogue import load_environment
-from treadle.envs.checking.answers import AnswerTester, TriedAnswer, check_answers, fix_for_error
-from treadle.envs.checking.findings import Finding, problems, show
 from treadle.envs.concurrency import show_progress
 from treadle.envs.data import DataEnvironment, question_of
 from treadle.envs.rewards.calls import describe
 from treadle.envs.scoring import Judge, reward_pool
 from treadle.errors import TreadleError
+from treadle.findings import Finding, problems, show
 
 _MAX_WITH_TURNS = 10  # items: a rollout of several turns may start programs
 _MAX_FAILURES = 10  # more would show the same problem
