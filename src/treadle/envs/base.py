@@ -79,16 +79,14 @@ class Item:
         """An item of one question. A number as the answer is formatted without decimals if possible: 51.0 is "51"."""
         before = ({"role": "system", "content": system},) if system else ()
         messages = (*before, {"role": "user", "content": question})
-        return cls(messages=messages, answer=_as_text(answer), metadata=metadata, is_chat=False)
+        if isinstance(answer, float) and answer.is_integer():
+            answer = int(answer)
+        return cls(messages=messages, answer=str(answer), metadata=metadata, is_chat=False)
 
     @property
     def prompt(self) -> str:
         """The prompt as plain text."""
         return "\n".join(str(message.get("content", "")) for message in self.messages)
-
-
-def _as_text(answer: str | float) -> str:
-    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 @dataclass(frozen=True)

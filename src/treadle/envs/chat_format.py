@@ -60,7 +60,10 @@ class ChatTokenizer:
         if source is None:
             log.warning("no_chat_template", folder=str(folder), prompts="contents of the messages, joined by newlines")
         else:
-            _check(source, folder)
+            try:
+                _worker().check(source)
+            except RequestError as error:
+                raise ModelError(f"{folder}: {error.message}", fix=error.fix) from None
         return cls(tokenizer, source, _special_tokens(settings))
 
     @property
@@ -171,13 +174,6 @@ def _worker() -> TemplateWorker:
     worker = TemplateWorker()
     atexit.register(worker.close)
     return worker
-
-
-def _check(source: str, folder: Path) -> None:
-    try:
-        _worker().check(source)
-    except RequestError as error:
-        raise ModelError(f"{folder}: {error.message}", fix=error.fix) from None
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:

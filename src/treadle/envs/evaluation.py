@@ -102,7 +102,7 @@ async def evaluate_policy(
     sampling = RolloutSampling(context.config.max_token_length, temperature, longest_sequence=longest_sequence)
     # Depends only on settings, so that the same policy gets the same batches and gives the same answers.
     prompts_at_once = groups_at_once(context.config.eval_samples, rollouts_at_once)
-    report_progress = report_progress or _no_progress
+    report_progress = report_progress or (lambda num_done, note: None)
     if context.environment.has_turns:
         answers = await _ask_in_turns(context, items, sampling, prompts_at_once, report_progress)
     else:
@@ -244,10 +244,6 @@ def _summary_so_far(answers: Sequence[Sequence[Rollout]]) -> str:
     return f"{num_right / max(len(scores), 1):.1%} right{mean} so far"
 
 
-def _no_progress(num_done: int, note: str) -> None:
-    """The default progress callback."""
-
-
 def result_path(folder: Path, step: int) -> Path:
     return folder / f"eval_step_{step:06d}.json"
 
@@ -303,7 +299,9 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 def format_result(result: EvalResult, num_samples: int = 3) -> str:
     """The result as text, with the first answers to a few prompts."""
-    name = f"{_title(result)} at policy version {result.policy_version}"
+    env = EnvConfig(name=result.env).own_name  # "my_env" for ./my_env.py
+    title = env if result.task in ("", env) else f"{env}/{result.task}"  # "arithmetic/addition"; "gsm8k" has one task
+    name = f"{title} at policy version {result.policy_version}"
     mean = "" if result.mean_score is None else f"mean score {result.mean_score:.3f}, "
     effort = f"{mean}{result.mean_completion_tokens:.1f} tokens per answer, {result.seconds:.1f} s"
     if result.num_answers == result.num_prompts:
@@ -321,12 +319,6 @@ def format_result(result: EvalResult, num_samples: int = 3) -> str:
         lines.append(f"  not scored, and counted as wrong: {result.num_unscored} ({reasons})")
     shown = result.samples[:: result.generation_params["n"]][:num_samples]
     return "\n".join(lines + [_format_sample(sample) for sample in shown])
-
-
-def _title(result: EvalResult) -> str:
-    """ "arithmetic/addition"; "gsm8k", which has only one task; "my_env" for ./my_env.py."""
-    own = EnvConfig(name=result.env).own_name
-    return own if result.task in ("", own) else f"{own}/{result.task}"
 
 
 def _share(result: EvalResult, k: str) -> str:

@@ -119,7 +119,8 @@ class Peer:
         headers: Mapping[str, str] | None = None,
     ) -> PeerResponse:
         """Retry until the response is not 5xx or 429; raises the peer's error when the retries are used up."""
-        call = _Call(method, path, body, self._headers | _with_type(headers, body))
+        content_type = {"Content-Type": "application/json"} if body is not None else {}
+        call = _Call(method, path, body, {**self._headers, **content_type, **(headers or {})})
         outcome = await self._try(call)
         if isinstance(outcome, PeerResponse):
             return outcome
@@ -180,10 +181,6 @@ def message_of(response: HttpAnswer) -> str:
                 said = body[key]
                 return (said if isinstance(said, str) else json.dumps(said))[:500]
     return json.dumps(body)[:500]
-
-
-def _with_type(headers: Mapping[str, str] | None, body: bytes | None) -> dict[str, str]:
-    return {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
 
 
 def _retry_after_s(response: HttpAnswer) -> float:

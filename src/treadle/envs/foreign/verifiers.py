@@ -88,7 +88,9 @@ class Verifiers(Environment):
         try:
             loaders = _loaders()
             roles = loaders.env_config_type(self._id, block.get("id", "")).model_fields
-            block = _on_this_machine(block, roles, self._library) | {"timeout": self._time_limits(block)}
+            # Limit an episode to less than the time limit of its group.
+            limits = {"episode": 0.9 * self.config.worker_timeout, **block.get("timeout", {})}
+            block = _on_this_machine(block, roles, self._library) | {"timeout": limits}
             other = block | {"taskset": {**block["taskset"], **(held_out or {})}}
             return loaders.resolve_env_config(block), held_out and loaders.resolve_env_config(other).taskset
         except (ImportError, AttributeError, TypeError, ValueError) as error:  # a ValidationError is a ValueError
@@ -109,10 +111,6 @@ class Verifiers(Environment):
             ) from error
         self._tasks = {"train": train, "held_out": held_out}
         return env
-
-    def _time_limits(self, block: Json) -> Json:
-        """Limit an episode to less than the time limit of its group."""
-        return {"episode": 0.9 * self.config.worker_timeout, **block.get("timeout", {})}
 
     def _items(self, split: str) -> list[Item]:
         return [_item(task, split, place) for place, task in enumerate(self._tasks[split])]

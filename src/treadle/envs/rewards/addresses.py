@@ -75,13 +75,9 @@ def load_file(path: Path) -> ModuleType:
 def user_code_location(error: BaseException) -> str:
     """The innermost line of user code in the traceback: "my_env.py:12"; "" if there is none."""
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    theirs = ((frame.f_code.co_filename, line) for frame, line in frames if _is_user_code(frame.f_code.co_filename))
-    file, line = next(theirs, ("", 0))
+    places = ((frame.f_code.co_filename, line) for frame, line in frames)
+    file, line = next((place for place in places if not place[0].startswith(("<", *_NOT_USER_CODE))), ("", 0))
     return f"{_shown(file)}:{line}" if file else ""
-
-
-def _is_user_code(file: str) -> bool:
-    return not file.startswith(("<", *_NOT_USER_CODE))
 
 
 def _shown(file: str) -> str:

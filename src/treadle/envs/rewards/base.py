@@ -296,13 +296,9 @@ def columns_of(group: Sequence[RewardInput]) -> dict[str, list[Any]]:
         "answer": [one.answer for one in group],
         **{name: [one.metadata.get(name) for one in group] for name in names},
         "prompts": [one.messages or one.prompt for one in group],
-        "completions": [_as_chat(one.text) if one.messages else one.text for one in group],
+        "completions": [[{"role": "assistant", "content": one.text}] if one.messages else one.text for one in group],
         "completion_ids": [one.token_ids for one in group],
     }
-
-
-def _as_chat(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
 
 
 def _finished(coroutine: Any) -> Any:

@@ -263,7 +263,8 @@ class RewardPool:
                 seconds = self._time_limit_s if lost.outcome == "timed_out" else 0.0
                 result = CallResult(outcome=lost.outcome, detail=lost.detail, seconds=seconds)
             if result.seconds:
-                self._note_duration(batch.key, result.seconds)
+                mean_s = self._mean_s.get(batch.key, result.seconds)
+                self._mean_s[batch.key] = 0.9 * mean_s + 0.1 * result.seconds
             if result.outcome == "out_of_memory" and worker.num_calls > 1:
                 return False  # perhaps memory that earlier calls left behind: retry in a new worker
             waiting.popleft().set_result(result)
@@ -296,9 +297,6 @@ class RewardPool:
             return 1
         share = math.ceil(len(self._queue) / self._num_workers)
         return max(1, min(MAX_CHUNK, share, int(CHUNK_S / max(mean_s, 1e-6))))
-
-    def _note_duration(self, key: int, seconds: float) -> None:
-        self._mean_s[key] = 0.9 * self._mean_s.get(key, seconds) + 0.1 * seconds
 
 
 @dataclass

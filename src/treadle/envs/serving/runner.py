@@ -90,8 +90,13 @@ async def run(context: EnvContext, hub: HubClient, monitor: EnvMonitor | None = 
         monitor.tracking = await asyncio.to_thread(open_tracking, config, context.name, registered)
         with contextlib.ExitStack() as stack:
             path = config.data_path_to_save_groups
-            save_group = _save_nothing if path is None else stack.enter_context(GroupFile(path)).write
-            await (_run_waves if pace == "waves" else _run_stream)(context, hub, assignment, monitor, save_group)
+            save_group: SaveGroup = (lambda _: None) if path is None else stack.enter_context(GroupFile(path)).write
+            if pace == "stream":
+                await _run_stream(context, hub, assignment, monitor, save_group)
+            else:
+                if not assignment.is_alone:
+                    log.warning("waves_fill_whole_batches", fix="with several environments: --env.pace stream")
+                await WaveRunner(context, hub, assignment, monitor, save_group).run()
     finally:
         await _disconnect(hub, assignment.env_id)
         await asyncio.to_thread(monitor.tracking.close)
@@ -115,14 +120,6 @@ def _registration(context: EnvContext) -> RegisterEnv:
         group_size=config.group_size,
         min_batch_allocation=config.min_batch_allocation,
     )
-
-
-async def _run_waves(
-    context: EnvContext, hub: HubClient, assignment: RunAssignment, monitor: EnvMonitor, save_group: SaveGroup
-) -> None:
-    if not assignment.is_alone:
-        log.warning("waves_fill_whole_batches", fix="with several environments: --env.pace stream")
-    await WaveRunner(context, hub, assignment, monitor, save_group).run()
 
 
 async def _run_stream(
@@ -174,10 +171,6 @@ def _lock_folder(folder: Path) -> Iterator[None]:
                 fix="give this one a name of its own (--env.wandb-name), or another --env.state-dir",
             ) from None
         yield
-
-
-def _save_nothing(_: ScoredGroup) -> None:
-    return None
 
 
 def _selection(environment: Environment, path: Path) -> ItemSelection:

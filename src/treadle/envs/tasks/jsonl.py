@@ -59,7 +59,10 @@ class Jsonl(DataEnvironment):
             others = [name for name in row.fields if name not in (prompt_field, answer_field)]
             raise RowError(row.lacks(*missing), fix=self._name_fields(dict(zip(wanted, others, strict=False))))
         prompt = row.fields[prompt_field]
-        messages = _as_messages(prompt) if isinstance(prompt, list) else [_user(row.text(*prompt_fields))]
+        if isinstance(prompt, list):
+            messages = _as_messages(prompt)
+        else:
+            messages = [{"role": "user", "content": row.text(*prompt_fields)}]
         return Item(
             messages=tuple(_with_system_prompt(messages, self.system_prompt)),
             answer="" if answer_field is None or self._args.answer_field == "" else row.text(*answer_fields),
@@ -100,7 +103,3 @@ def _with_system_prompt(messages: list[Message], system_prompt: str) -> list[Mes
         {"role": "system", "content": system_prompt},
         *(message for message in messages if message["role"] != "system"),
     ]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
