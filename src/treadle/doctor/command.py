@@ -23,7 +23,7 @@ from treadle.config.schema import RunConfig, requires_vllm
 from treadle.doctor import host, software, survey
 from treadle.doctor.live import NUM_LINES, check_engine, check_hub, check_logs
 from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_sharing, try_sharing
-from treadle.engines.vllm.installation import Installation, find_vllm
+from treadle.engines.vllm.command import Installation, find_vllm
 from treadle.errors import ConfigError, MissingExtra
 from treadle.findings import Finding, problems, show
 from treadle.launch.folder import is_run_live, nearest_existing, resume_advice

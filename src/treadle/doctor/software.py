@@ -12,8 +12,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from treadle.engines.vllm.installation import NEWEST_TESTED, OLDEST_TESTED, Installation
+from treadle.engines.vllm.command import Installation
 from treadle.findings import Finding
+from treadle.support import PYTHON, VLLM
 
 OWN_EXTRAS = ("train",)
 WITH_ROWS = ("torch", "transformers")  # a line of their own in the output

@@ -16,7 +16,7 @@ from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment, Item, Score
 from treadle.envs.chat import Model, RolloutSampling, Transcript
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, GenerationResult, InferenceClient
+from treadle.envs.engine_client import Completion, EngineResult, InferenceClient
 from treadle.envs.scoring import Judge, as_score, failed
 from treadle.errors import ConfigError, EngineError, RequestError, UserError
 from treadle.wire.groups import ScoredGroup

@@ -18,7 +18,7 @@ from treadle.doctor.host import ClockFacts, LocalModel
 from treadle.doctor.live import PATTERNS, check_logs, check_processes
 from treadle.doctor.sharing import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
 from treadle.doctor.software import DriverFacts, Packages, TorchFacts, is_met_by, requirements_of
-from treadle.engines.vllm.installation import Installation
+from treadle.engines.vllm.command import Installation
 from treadle.findings import Finding, problems, show
 from treadle.launch.supervisor import describe_exit
 from treadle.train.health import ALIGNMENT

@@ -21,7 +21,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.foreign.agent import run_program
 from treadle.envs.rewards import make_scorer
 from treadle.envs.rollout import EnvContext, roll_group

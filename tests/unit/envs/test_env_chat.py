@@ -10,7 +10,7 @@ from env_doubles import CHAT_TEMPLATE, save_tokenizer
 
 from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.errors import ModelError, RequestError
 
 USER = {"role": "user", "content": "Hi"}

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from treadle.envs.base import Item, Score
 from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.foreign.recorder import Recorder, serving
 from treadle.envs.foreign.sessions import Session, SessionAbandoned, Sessions
 from treadle.envs.rollout import Rollout, build_group

@@ -15,7 +15,7 @@ from treadle.envs.base import Item
 from treadle.envs.catalogue import load_environment
 from treadle.envs.chat import Model, RolloutSampling
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.envs.engine_client import Completion, GenerationResult
+from treadle.envs.engine_client import Completion, EngineResult
 from treadle.envs.tasks.tools import knows_tool_role, make_puzzle, search
 from treadle.errors import ConfigError
 
