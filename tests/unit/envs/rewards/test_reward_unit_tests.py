@@ -168,7 +168,7 @@ def test_in_the_workers_harmful_answers_are_worth_nothing_and_end_nothing():
         "```python\nx = bytearray(2**34)\n```",
         HALF,
     ]
-    reward = UnitTestsReward(test_s=1, total_s=2)
+    reward = UnitTestsReward(test_s=3, total_s=6)  # the right answers share two cores with the fork bomb
 
     async def run():
         async with RewardPool(num_workers=2, time_limit_s=20) as pool:
