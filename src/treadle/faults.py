@@ -12,12 +12,12 @@ import time
 VARIABLE = "TREADLE_FAULT"
 POINTS = (
     "store:before_commit",  # the rows are written, nothing is durable
-    "store:after_commit",  # durable, and nobody has been told
+    "store:after_commit",  # durable, not answered yet
     "store:forming",  # a batch is chosen, its record not yet committed
     "store:renewing",
     "store:checkpoint",  # the log is about to be folded into the file
     "hub:before_reply",  # the answer is made, not sent
-    "hub:stopping",  # told to stop, the queue still open
+    "hub:stopping",  # stop requested, the queue is still open
 )
 ENGINE_POINTS = (
     "engine:step",  # about to compute the next token of everything that runs

@@ -42,7 +42,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    logprobs: int | None = None  # of so many likeliest tokens, beside the sampled one's
+    logprobs: int | None = None  # number of most likely tokens to report beside the sampled one
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     stream: bool = False
     wave: Wave | None = None
@@ -57,7 +57,7 @@ class GenerateAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     first.
 
     Logprobs are those of the distribution that was really sampled from (temperature and truncation included), or the
-    model's own, as the engine was told (--logprobs-mode); a prompt's are always the model's own.
+    model's own, as the engine's --logprobs-mode says; a prompt's are always the model's own.
     """
 
     text: list[str]

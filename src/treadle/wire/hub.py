@@ -137,7 +137,7 @@ class WaitReport(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     seconds: float
-    of: str = ""  # whose turn it is: "hub", "engine", "env", "trainer"
+    of: str = ""  # the process that must act next: "hub", "engine", "env", "trainer"
     holding: str = ""  # what stands still meanwhile
     problem: str = ""
     fix: str = ""
@@ -211,7 +211,7 @@ class RegisteredTrainer(msgspec.Struct, kw_only=True):
 
 
 class Disconnected(msgspec.Struct, kw_only=True):
-    """POST /disconnect-env. That there is no such environment is told here, with status 200."""
+    """POST /disconnect-env. An unknown environment is reported in this answer, with status 200."""
 
     status: Literal["success", "failure"]
     error: str | Left = LEFT_OUT

@@ -40,7 +40,7 @@ ODD_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["text", "combined", "parsing", "base", "reasoning_gym", "unit_tests", "boxed_math"])
+@pytest.mark.parametrize("name", ["text", "combined", "parsing", "base", "reasoning_gym", "unit_tests"])
 def test_examples_in_docstrings(name):
     results = doctest.testmod(importlib.import_module(f"treadle.envs.rewards.{name}"))
     assert results.attempted > 0
