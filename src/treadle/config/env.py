@@ -167,7 +167,7 @@ class PaceOptions(Section):
     max_age: Count = shared("max_age", default=DEFAULT_MAX_AGE)
     max_num_workers: int = option(-1, "stream: groups in flight at most; -1: as many as the engine works on")
     worker_timeout: Seconds = option(600.0, "stream: seconds after which a group is given up and sampled again later")
-    patience_s: Seconds = shared("patience_s", "the trainer takes no step")
+    patience_s: Seconds = shared("patience_s", "the trainer takes no step", default=600.0)
     state_dir: Path = option(
         Path("treadle-env"), "folder for the cursor, and for groups that the hub has not taken yet"
     )

@@ -76,9 +76,16 @@ def _spread(values: dict[str, Any]) -> None:
         if values.get(name) in (None, ""):  # the run chooses it, or starts the server itself
             continue
         for section, key in (place.split(".") for place in places):
+            if (section, key) == ("train", "max_age") and _is_stream(values):
+                continue  # the trainer waits for waves only
             has_several = section == "env" and "envs" in values
             for table in values["envs"] if has_several else [values.setdefault(section, {})]:
                 table.setdefault(key, values[name])
+
+
+def _is_stream(values: dict[str, Any]) -> bool:
+    tables = values.get("envs") or [values.get("env", {})]
+    return all(table.get("pace") == "stream" for table in tables)
 
 
 def _check_place(dotted: str, num_environments: int) -> None:

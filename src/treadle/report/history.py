@@ -171,15 +171,17 @@ def _read_evaluations(paths: Sequence[Path], env: str) -> tuple[Evaluation, ...]
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     """A reader of the files in the run's folder, which may have moved; else of the paths in the settings."""
     metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
+    if not metrics.exists():
+        metrics = config.train.metrics_file or metrics
     by_env = {
         label: own if (own := evals / folder_of(label)).exists() else env.data_dir_to_save_evals or own
         for label, env in zip(labels_of(config.envs), config.envs, strict=True)
         if env.num_eval
     }
     return HistoryReader(
-        metrics if metrics.exists() else config.train.metrics_file or metrics,
+        metrics,
         evals if evals.exists() else config.env.data_dir_to_save_evals or evals,
-        HealthFile(run_folder / HEALTH_FILE),
+        HealthFile(metrics.with_name(HEALTH_FILE)),  # the trainer writes it beside its metrics
         by_env,
     )
 

@@ -44,10 +44,7 @@ class JsonlTracker:
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, and lines that a crash cut short; the file changes in one move."""
         self._file.close()
-        kept = [line for line in self._path.read_bytes().splitlines() if _is_kept(line, step)]
-        beside = self._path.with_suffix(".tmp")
-        beside.write_bytes(b"".join(line + b"\n" for line in kept))
-        os.replace(beside, self._path)
+        _truncate_after(self._path, step)
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -103,10 +100,17 @@ class HealthFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "message": message}) + "\n")
 
+    def truncate_after(self, step: int) -> None:
+        """Drop the events of later steps, which a resumed trainer takes again."""
+        if self.path.exists():
+            _truncate_after(self.path, step)
+
     def read(self) -> tuple[HealthEvent, ...]:
         """All events, each once: a resumed trainer repeats steps. Messages name the flags of `treadle run`."""
         try:
             with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # truncated by a resumed trainer
+                    self._offset, self._events = 0, []
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
@@ -119,6 +123,14 @@ class HealthFile:
                 event = HealthEvent(values["step"], as_flags_of("run", values["message"], "train"))
                 self._events += [event] if event not in self._events else []
         return tuple(self._events)
+
+
+def _truncate_after(path: Path, step: int) -> None:
+    """Keep the whole lines up to `step`. Readers see the old file or the new one."""
+    kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step)]
+    beside = path.with_suffix(".tmp")
+    beside.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(beside, path)
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:

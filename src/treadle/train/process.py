@@ -193,6 +193,9 @@ def _train(
         log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
     tracker = _open_tracker(config) if ranks.leads else FollowerTracker()
     tracker.truncate_after(restored.step)
+    health_file = HealthFile(config.metrics_path.with_name(HEALTH_FILE)) if ranks.leads else None
+    if health_file is not None:
+        health_file.truncate_after(restored.step)
     feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits, config.patience_s))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
@@ -206,7 +209,7 @@ def _train(
             config, policy, optimizer, feed, sync, checkpoints, tracker,
             reference=reference, restored=restored, check_stop=progress.check,
             tokens=open_token_record(config, config.metrics_path, ranks.rank),
-            health_file=HealthFile(config.metrics_path.with_name(HEALTH_FILE)) if ranks.leads else None,
+            health_file=health_file,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights

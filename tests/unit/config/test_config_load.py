@@ -124,6 +124,9 @@ def test_settings_of_several_processes_can_be_stated_once_for_all(tmp_path: Path
     assert (run.engine.model, run.train.model, run.openai.model) == ("M", "M", "tokenizer")
     assert (run.env.seed, run.train.seed, run.env.max_age, run.train.max_age, run.hub.max_age) == (3, 4, 2, 2, None)
     assert {run.engine.hub_url, run.env.hub_url, run.train.hub_url} == {"http://hub"}
+    file.write_text('max_age = 2\n[env]\npace = "stream"\n')
+    stream = load_process(file, {}, "train")
+    assert (stream.env.max_age, stream.train.max_age) == (2, 0), "a trainer does not wait for a stream"
     assert (run.train.engine_url, run.openai.base_url) == ("http://engine", ("http://engine",))
 
 

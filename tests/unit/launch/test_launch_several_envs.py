@@ -148,6 +148,17 @@ def write_mixed_run(folder: Path, *, steps: int = 50, measured: tuple[str, ...] 
     return config
 
 
+def test_health_events_are_read_beside_the_metrics_wherever_these_are(tmp_path: Path) -> None:
+    config = write_mixed_run(tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run" / "metrics.jsonl").rename(elsewhere / "m.jsonl")
+    (elsewhere / "health.jsonl").write_text('{"step": 1, "message": "mean_kl 0.61"}\n')
+    train = config.train.model_copy(update={"metrics_file": elsewhere / "m.jsonl"})
+    history = reader_of(config.model_copy(update={"train": train}), tmp_path / "run").read()
+    assert [str(event) for event in history.health] == ["step 1: mean_kl 0.61"]
+
+
 def test_held_out_accuracy_is_shown_for_each_environment(tmp_path: Path) -> None:
     config = write_mixed_run(tmp_path / "run")
     history = reader_of(config, tmp_path / "run").read()

@@ -72,5 +72,17 @@ def test_health_events_are_read_once_each_and_only_whole_lines(tmp_path: Path) -
     assert [str(one) for one in file.read()] == [str(event), "step 9: mean_kl 0.61"]
 
 
+def test_resuming_drops_the_health_events_of_later_steps(tmp_path: Path) -> None:
+    file, view = (HealthFile(tmp_path / "health.jsonl") for _ in range(2))
+    file.truncate_after(0)  # a new run has none
+    for step in (1, 2, 3):
+        file.write(step, f"mean_kl 0.{step}")
+    assert len(view.read()) == 3
+    file.truncate_after(1)
+    assert [event.step for event in view.read()] == [1]
+    file.write(2, "mean_kl 0.9")
+    assert [str(event) for event in view.read()] == ["step 1: mean_kl 0.1", "step 2: mean_kl 0.9"]
+
+
 def test_a_disk_that_refuses_a_health_event_does_not_stop_training(tmp_path: Path) -> None:
     HealthFile(tmp_path / "no folder" / "health.jsonl").write(1, "mean_kl 0.61")
