@@ -160,20 +160,23 @@ def test_limits_that_cannot_be_are_refused(settings):
 
 
 def test_in_the_workers_harmful_answers_are_worth_nothing_and_end_nothing():
-    answers = [
-        RIGHT,
+    harmful = [
         "```python\nwhile True: pass\n```",
         "```python\nimport os\nwhile True: os.fork()\n```",
         "```python\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n```",
         "```python\nx = bytearray(2**34)\n```",
-        HALF,
     ]
-    reward = UnitTestsReward(test_s=3, total_s=6)  # the right answers share two cores with the fork bomb
+    # The others share the cores with a fork bomb, and a busy machine may stop a process for seconds.
+    patient, hasty = UnitTestsReward(test_s=20, total_s=60), UnitTestsReward(test_s=1, total_s=2)
+
+    def asked(texts):
+        return [RewardInput(text, metadata={"tests": ASSERTS}) for text in texts]
 
     async def run():
-        async with RewardPool(num_workers=2, time_limit_s=20) as pool:
-            return await pool.score(reward, [RewardInput(text, metadata={"tests": ASSERTS}) for text in answers])
+        async with RewardPool(num_workers=2, time_limit_s=90) as pool:
+            return await asyncio.gather(pool.score(hasty, asked(harmful)), pool.score(patient, asked([RIGHT, HALF])))
 
-    results = asyncio.run(run())
-    assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
-    assert {result.outcome for result in results} == {"scored"}
+    refused, others = asyncio.run(run())
+    assert [result.score for result in refused] == [0.0] * 4
+    assert [result.score for result in others] == [1.0, 0.5]
+    assert {result.outcome for result in (*refused, *others)} == {"scored"}
