@@ -26,6 +26,7 @@ WRITE_S = 0.2
 KILLS = 2
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.e2e.publishing_trainer", "peft"])
+SPAWNED = multiprocessing.get_context("spawn")  # imports above ask for the number of GPUs; no fork can use CUDA then
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def sampling(engine):
 
 @contextmanager
 def trainer_process(engine, save_path, mode, versions, write_s=0.0):
-    here, there = FORKED.Pipe()
-    process = FORKED.Process(
+    processes = FORKED if engine.device == "cpu" else SPAWNED
+    here, there = processes.Pipe()
+    process = processes.Process(
         target=publish_in_process,
         args=(there, engine.folder, save_path, engine.url, mode, engine.device, versions, write_s),
     )
