@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import ssl
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if rare:
         config.hook.pytest_deselected(items=rare)
         items[:] = [item for item in items if item not in set(rare)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at all imported modules again and again: 5 % of the unit tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown() -> None:
