@@ -111,6 +111,7 @@ class ServingStatus:
     generated_tokens: int
     generating_s: float
     num_moves: int  # progress counter: decode steps (transformers) or generated tokens (vLLM)
+    kv_cache_usage: float = 0.0  # share in use; 0 if unknown
     failure: str | None = None
 
 

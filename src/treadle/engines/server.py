@@ -80,7 +80,7 @@ class EngineWatcher:
         if moved and self._generation is not None:
             self._waits.end(self._generation, was_met=True)
             self._generation = None
-        generates = state.num_running > 0 and not state.is_held
+        generates = state.num_running + state.num_waiting > 0 and not state.is_held
         answer = WaitSpec(
             "the model to get on with a completion", of="engine", holding=requests, deadline_s=self._patience_s
         )
@@ -92,7 +92,7 @@ class EngineWatcher:
             return ProcessFacts(state="loading", work=self._loading)
         if state.is_held:
             description = "held"
-        elif state.num_running:
+        elif state.num_running or state.num_waiting:
             description = f"generating {state.num_running}, {state.num_waiting} waiting"
         else:
             description = "idle"

@@ -92,3 +92,5 @@ class EngineHealth(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
     generated_tokens: int = 0
     generating_s: float = 0.0
+    kv_cache_usage: float = 0.0  # share of the KV cache that running sequences use; 0 if unknown
+    max_num_seqs: int = 0  # sequences that it generates concurrently at most; 0: unknown

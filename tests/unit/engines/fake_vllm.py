@@ -32,6 +32,7 @@ class FakeVllm:
         self.rpcs = []  # (method, arguments)
         self.bodies = []  # of completions
         self.adapters = []
+        self.load = {}  # running and waiting sequences, as vLLM's scheduler counts them
         self.refuses_changes = False
         self.adapter_paths = {}  # where it reads each from; one that goes leaves it here
         self.scratch = Path(tempfile.mkdtemp())  # goes with it
@@ -76,6 +77,7 @@ class FakeVllm:
         return Starlette(
             routes=[
                 Route("/health", self._ok),
+                Route("/treadle/load", self._load, methods=["POST"]),
                 Route("/treadle/generate", self._complete, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._change, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._change, methods=["POST"]),
@@ -87,6 +89,9 @@ class FakeVllm:
 
     async def _ok(self, _):
         return JSONResponse("ok")
+
+    async def _load(self, _):
+        return JSONResponse(self.load)
 
     async def _hold(self, _):
         return JSONResponse({"held_at": time.monotonic()})

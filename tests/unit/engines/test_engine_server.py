@@ -68,6 +68,16 @@ def test_an_engine_that_makes_progress_is_not_late() -> None:
     assert watcher.about().state == "generating 4, 0 waiting"
 
 
+def test_an_engine_that_only_queues_requests_is_late() -> None:
+    clock = FakeClock()
+    waits = Waits(clock)
+    watcher = EngineWatcher(waits, 300.0)
+    watcher.update(state(num_waiting=4))
+    clock.now_s = 301
+    assert [wait.is_late for wait in waits.now] == [True]
+    assert watcher.about().state == "generating 0, 4 waiting"
+
+
 def test_the_state_is_loading_before_the_first_status() -> None:
     assert EngineWatcher(Waits(), 300.0).about().state == "loading"
 

@@ -113,6 +113,24 @@ def test_an_abandoned_request_ends_in_vllm_too():
     asyncio.run(leave())
 
 
+def test_the_status_has_the_numbers_of_vllms_scheduler():
+    async def ask():
+        async with engines() as made:
+            (server,) = made.servers
+            server.may_answer.clear()
+            asked = asyncio.ensure_future(made.engine.generate(request(n=8)))
+            await until(lambda: server.bodies)
+            by_own_count = await made.engine.status()
+            server.load = {"num_running": 3, "num_waiting": 2, "kv_cache_usage": 0.97}  # three have finished
+            by_vllm = await made.engine.status()
+            server.may_answer.set()
+            await asked
+            idle = await made.engine.status()
+            return [(one.num_running, one.num_waiting, one.kv_cache_usage) for one in (by_own_count, by_vllm, idle)]
+
+    assert asyncio.run(ask()) == [(4, 4, 0.0), (3, 2, 0.97), (0, 0, 0.97)]
+
+
 def test_a_stream_that_is_closed_early_ends_in_vllm_too():
     async def leave():
         async with engines() as made:

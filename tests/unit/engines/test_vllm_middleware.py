@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+import prometheus_client
 import pytest
 
 from treadle.engines.vllm import middleware
-from treadle.engines.vllm.completions import VllmChoice, VllmOutput
+from treadle.engines.vllm.completions import VllmChoice, VllmLoad, VllmOutput
 from treadle.engines.vllm.middleware import MIN_LOGPROB, _unless_client_leaves, to_output
 from treadle.sync.gate import PublishGate
 
@@ -107,6 +109,34 @@ def test_a_request_is_aborted_when_its_client_disconnects():
         await asyncio.wait_for(dropped.wait(), 5)
 
     asyncio.run(leave())
+
+
+@pytest.fixture
+def gauges():
+    """vLLM's gauges, with the label of its engine, among other metrics."""
+    values = {
+        "vllm:num_requests_running": 12, "vllm:num_requests_waiting": 3, "vllm:kv_cache_usage_perc": 0.5, "other": 7,
+    }  # fmt: skip
+    made = [prometheus_client.Gauge(name, name, ["engine"]) for name in values]
+    for gauge, value in zip(made, values.values(), strict=True):
+        gauge.labels("0").set(value)
+    yield
+    for gauge in made:
+        prometheus_client.REGISTRY.unregister(gauge)
+
+
+class HealthyClient:
+    async def check_health(self):
+        """vLLM's raises if its engine process has died."""
+
+
+def test_the_load_is_read_from_vllms_gauges(gauges):
+    answer = asyncio.run(middleware._load(SimpleNamespace(engine_client=HealthyClient()), {}))
+    assert msgspec.convert(answer, VllmLoad) == VllmLoad(num_running=12, num_waiting=3, kv_cache_usage=0.5)
+
+
+def test_without_vllms_statistics_the_load_is_unknown():
+    assert asyncio.run(middleware._load(SimpleNamespace(engine_client=HealthyClient()), {})) == {}
 
 
 NUMBER = 7

@@ -192,6 +192,8 @@ def generate_routes(context: ApiContext) -> list[Route]:
             num_waiting=state.num_waiting,
             generated_tokens=state.generated_tokens,
             generating_s=state.generating_s,
+            kv_cache_usage=state.kv_cache_usage,
+            max_num_seqs=engine.facts.max_num_seqs,
         )
         if state.failure is not None:
             body.status = f"failed: {state.failure}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from treadle.engines.interface import Adapter
+from treadle.engines.vllm.completions import VllmLoad
 from treadle.log import get_logger
 
 POLL_S = 1.0
@@ -17,10 +18,7 @@ log = get_logger("engine")
 
 
 class RequestCounters:
-    """Counts running and waiting completions, and the time spent generating.
-
-    Own counters, because asking vLLM costs a call, and vLLM does not know requests that wait at the gate.
-    """
+    """Counts completions that wait at the gate or have been sent to vLLM, and the time spent generating."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -59,6 +57,23 @@ class RequestCounters:
 
     def seconds(self) -> float:
         return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
+
+
+def count_sequences(num_in_vllm: int, max_num_seqs: int, load: VllmLoad) -> tuple[int, int]:
+    """Running and waiting sequences: vLLM's own numbers, or estimates if it reports none.
+
+    vLLM knows what its KV cache has no room for, and which completions of a request have finished. Its numbers are from
+    its last step: they are limited to `num_in_vllm`, and zeros are ignored while it has requests.
+
+    >>> count_sequences(40, 32, VllmLoad(num_running=12, num_waiting=20))
+    (12, 20)
+    >>> count_sequences(40, 32, VllmLoad()), count_sequences(0, 32, VllmLoad(num_running=12, num_waiting=20))
+    ((32, 8), (0, 0))
+    """
+    if load.num_running or load.num_waiting:
+        return min(load.num_running or 0, num_in_vllm), min(load.num_waiting or 0, num_in_vllm)
+    num_running = min(num_in_vllm, max_num_seqs)
+    return num_running, num_in_vllm - num_running
 
 
 @dataclass(frozen=True)

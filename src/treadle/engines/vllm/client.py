@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from treadle.engines.vllm.completions import GENERATE, VllmOutput, VllmRequest, decode_output
+from treadle.engines.vllm.completions import GENERATE, LOAD, VllmLoad, VllmOutput, VllmRequest, decode_output
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.engines.weight_updates import WeightUpdateState, check_group
 from treadle.errors import EngineError, RequestError
@@ -59,16 +59,18 @@ class VllmClient:
         """Call a method of all workers; a refusal (weights that do not fit, for example) is a RequestError."""
         return common_answer(method, await self.call("/treadle/rpc", {"method": method, "kwargs": kwargs}, within_s))
 
-    async def failure(self) -> str | None:
-        """Why the server cannot generate; None: it can."""
+    async def load(self) -> VllmLoad:
+        """How busy vLLM is, or why it cannot generate."""
         exit_reason = self._server.exit_reason()
         if exit_reason is not None:
-            return exit_reason
+            return VllmLoad(failure=exit_reason)
         try:
-            answer = await self._http.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            answer = await self._http.request("POST", LOAD, body=b"{}", headers=_JSON, timeout_s=HEALTH_TIMEOUT_S)
         except NoAnswer as error:
-            return self._server.exit_reason() or f"vLLM's server does not answer ({error})"
-        return None if answer.status == OK else "vLLM's server runs, but its engine has died"
+            return VllmLoad(failure=self._server.exit_reason() or f"vLLM's server does not answer ({error})")
+        if answer.status != OK:
+            return VllmLoad(failure="vLLM's server runs, but its engine has died")
+        return msgspec.json.decode(answer.content, type=VllmLoad)
 
     def exit_reason(self) -> str | None:
         return self._server.exit_reason()

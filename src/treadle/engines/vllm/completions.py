@@ -11,6 +11,7 @@ from treadle.engines.interface import CompletionDelta, GenerationResult, Request
 from treadle.engines.tokenizer import INCOMPLETE_CHAR
 
 GENERATE = "/treadle/generate"
+LOAD = "/treadle/load"
 _LARGEST_SEED = 2**63 - 1
 # vLLM schedules the smallest number first (--scheduling-policy priority). A request for one token is a question about
 # its prompt, such as the canary of a publish: it is cheap, and a trainer waits for it.
@@ -28,6 +29,15 @@ class VllmRequest(msgspec.Struct):
     cache_salt: str  # only requests with the same salt share cached prefixes
     priority: int = NORMAL_PRIORITY
     stream: bool = False
+
+
+class VllmLoad(msgspec.Struct):
+    """Answer of POST /treadle/load. The numbers are None if vLLM keeps no statistics (--disable-log-stats)."""
+
+    failure: str | None = None  # why vLLM cannot generate
+    num_running: int | None = None  # sequences, by vLLM's scheduler
+    num_waiting: int | None = None
+    kv_cache_usage: float = 0.0
 
 
 class VllmChoice(msgspec.Struct, omit_defaults=True):

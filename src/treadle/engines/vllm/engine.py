@@ -33,10 +33,24 @@ from treadle.engines.interface import (
 from treadle.engines.model_folder import absolute, weights_folder
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.adapters import AdapterLoader, ValidateAdapter, adapter_validator
-from treadle.engines.vllm.admission import Admission, ChangeQueue, RequestCounters, RequestGate, log_failure
+from treadle.engines.vllm.admission import (
+    Admission,
+    ChangeQueue,
+    RequestCounters,
+    RequestGate,
+    count_sequences,
+    log_failure,
+)
 from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
 from treadle.engines.vllm.command import MODEL_NAME
-from treadle.engines.vllm.completions import VllmRequest, build_vllm_request, num_samples, to_deltas, to_result
+from treadle.engines.vllm.completions import (
+    VllmLoad,
+    VllmRequest,
+    build_vllm_request,
+    num_samples,
+    to_deltas,
+    to_result,
+)
 from treadle.engines.vllm.server_process import ServerProcess
 from treadle.errors import EngineError, RequestError, UserError
 from treadle.log import get_logger
@@ -97,16 +111,18 @@ class VllmEngine:
         return self._base_versions[-1] if by_adapter is None else by_adapter
 
     async def status(self) -> ServingStatus:
-        failure = None if self._is_restarting else self._transfer.damage or await self._client.failure()
+        load = VllmLoad() if self._is_restarting else await self._client.load()
+        num_running, num_waiting = count_sequences(self._counters.num_in_vllm, self._facts.max_num_seqs, load)
         return ServingStatus(
             policy_version=self.policy_version,
             is_held=not self._request_gate.is_open,
-            num_running=min(self._counters.num_in_vllm, self._facts.max_num_seqs),
-            num_waiting=max(self._counters.num_in_vllm - self._facts.max_num_seqs, 0) + self._counters.num_waiting,
+            num_running=num_running,
+            num_waiting=num_waiting + self._counters.num_waiting,
             generated_tokens=self._counters.tokens,
             generating_s=self._counters.seconds(),
             num_moves=self._counters.tokens,
-            failure=failure,
+            kv_cache_usage=load.kv_cache_usage,
+            failure=None if self._is_restarting else self._transfer.damage or load.failure,
         )
 
     async def generate(self, request: Request) -> GenerationResult:
