@@ -116,6 +116,8 @@ class EnginePool:
             num_waiting=sum(health.num_waiting for health in there),
             generated_tokens=sum(health.generated_tokens for health in there),
             generating_s=sum(health.generating_s for health in there),
+            kv_cache_usage=max(health.kv_cache_usage for health in there),
+            max_num_seqs=sum(health.max_num_seqs for health in there),
         )
 
     async def served_models(self) -> list[ServedModel]:

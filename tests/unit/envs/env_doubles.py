@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -56,6 +57,7 @@ class EngineDouble:
         self.requests: list[GenerateRequest] = []
         self.authorizations: list[str | None] = []
         self.policy_version: Callable[[], int] = lambda: 0
+        self.health_values: dict[str, Any] = {}  # of EngineHealth
         self._arrived: dict[str, int] = {}
         self._complete: dict[str, asyncio.Event] = {}
         self.app = Starlette(
@@ -63,7 +65,9 @@ class EngineDouble:
         )
 
     async def _health(self, _: Request) -> Response:
-        health = EngineHealth(status="ok", model=str(self.folder), policy_version=self.policy_version())
+        health = EngineHealth(
+            status="ok", model=str(self.folder), policy_version=self.policy_version(), **self.health_values
+        )
         return JSONResponse(msgspec.to_builtins(health))
 
     async def _generate(self, http: Request) -> Response:

@@ -76,6 +76,19 @@ def test_requests_go_to_the_engine_with_the_least_to_do(tmp_path):
     assert [set(double.authorizations) for double in engines.doubles] == [{"Bearer one"}, {"Bearer two"}]
 
 
+def test_the_load_of_the_pool_is_the_sum_and_the_fullest_kv_cache(tmp_path):
+    engines = Engines(tmp_path)
+    for double, usage in zip(engines.doubles, (0.2, 0.9), strict=True):
+        double.health_values = {"max_num_seqs": 64, "num_running": 5, "kv_cache_usage": usage}
+
+    async def scenario():
+        async with engines.pool() as pool:
+            return await pool.health()
+
+    health = asyncio.run(scenario())
+    assert (health.max_num_seqs, health.num_running, health.kv_cache_usage) == (128, 10, 0.9)
+
+
 def test_a_wave_is_shared_out_and_comes_back_in_its_order(tmp_path):
     engines = Engines(tmp_path)
 

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 
+import msgspec
 import pytest
 from env_doubles import EngineDouble, FlakyNetwork, HubDouble, save_tokenizer
 from starlette.requests import Request
@@ -23,9 +24,11 @@ from treadle.envs.hub_client import HubClient
 from treadle.envs.process import open_context
 from treadle.envs.serving.assignment import FlightLimit, choose_pace, room
 from treadle.envs.serving.item_selection import DifficultySelection, ItemCursor
+from treadle.envs.serving.report import EnvMonitor
 from treadle.envs.serving.runner import run
 from treadle.envs.transport import RetryPolicy
 from treadle.errors import ConfigError, EngineError, HubError, ProcessDied, ScoringError
+from treadle.wire.generate import EngineHealth
 from treadle.wire.hub import EnvStanding
 
 QUICK = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.01, longest_pause_s=0.05)
@@ -107,6 +110,7 @@ class Scene:
         self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
         self.engine.policy_version = lambda: self.hub.current_step
         self.environment = None  # another class than the registered one
+        self.monitor = EnvMonitor(self.config.name)
 
     async def serve(self):
         async with (
@@ -117,7 +121,7 @@ class Scene:
             loaded = load_environment(self.config)
             task = loaded if self.environment is None else self.environment(loaded.config)
             async with open_context(task, engine, tokenizer) as context:
-                await asyncio.wait_for(run(context, hub), 60)
+                await asyncio.wait_for(run(context, hub, self.monitor), 60)
 
     @property
     def folder(self):
@@ -385,24 +389,197 @@ def standing(**values):
     ],
 )
 def test_room_for_groups(now, spooled, flying, begin):
-    asked = room(now, max_age=1, group_sequences=8.0, num_spooled=spooled, num_in_flight=flying, limit=64)
-    assert asked == begin
+    asked = room(
+        now, max_age=1, group_sequences=8.0, num_spooled=spooled, num_in_flight=flying, limit=FlightLimit(0, 64)
+    )
+    assert asked.num_groups == begin
 
 
 def test_groups_of_several_sequences_count_by_their_sequences():
-    asked = room(standing(), max_age=1, group_sequences=24.0, num_spooled=0, num_in_flight=0, limit=64)
-    assert asked == 6
+    asked = room(standing(), max_age=1, group_sequences=24.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 64))
+    assert asked.num_groups == 6
 
 
-def test_groups_in_flight_follow_what_the_engine_takes():
+@pytest.mark.parametrize(
+    ("max_age", "kept_share", "begin"),
+    [
+        (1, 1.0, 16),
+        (1, 0.95, 16),  # never fewer than are needed
+        (1, 0.5, 22),  # of 22 groups, more than 16 are kept once in a hundred times
+        (0, 0.5, 8),  # strictly on-policy: one too many would be trained on a step later
+        (1, 0.0, 64),  # as many as the engine takes
+    ],
+)
+def test_groups_that_will_be_dropped_are_started_in_addition(max_age, kept_share, begin):
+    asked = room(
+        standing(), max_age=max_age, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 64),
+        kept_share=kept_share,
+    )  # fmt: skip
+    assert asked.num_groups == begin
+
+
+def test_a_share_of_kept_groups_near_zero_is_not_planned_with():
+    asked = room(
+        standing(), max_age=1, group_sequences=8.0, num_spooled=0, num_in_flight=0, limit=FlightLimit(0, 1000),
+        kept_share=0.001,
+    )  # fmt: skip
+    assert 64 < asked.num_groups < 160
+
+
+def test_the_share_of_kept_groups_is_that_of_the_recent_ones():
+    monitor = EnvMonitor("tiny")
+    assert monitor.kept_share == 1.0
+    for _ in range(4):
+        monitor.finish((), dropped_for="equal_scores")
+    assert monitor.kept_share == 0.5  # four groups that were not dropped are assumed
+    for _ in range(40):
+        monitor.finish((), dropped_for="equal_scores")
+    assert monitor.kept_share == pytest.approx(4 / 44)
+
+
+def test_the_room_names_what_limits_it():
+    def limited_by(limit, **values):
+        wanted = {"max_age": 1, "group_sequences": 8.0, "num_spooled": 0, "num_in_flight": 0}
+        return room(standing(**values), limit=limit, **wanted).limited_by
+
+    assert limited_by(FlightLimit(0, 64)) == "max_age 1"
+    assert limited_by(FlightLimit(4, 64)) == "--env.max-num-workers 4"
+    assert limited_by(FlightLimit(0, 64), step=99) == "the end of the run"
+    assert limited_by(FlightLimit(0)) == "the first report of the engine"
+    assert limited_by(filled(max_num_seqs=64, group_size=8)) == "the engine's maximum of 64 sequences"
+
+
+def test_the_report_of_the_process_says_what_limits_the_pace(tmp_path):
+    scene = Scene(tmp_path)
+    scene.engine.health_values = {"max_num_seqs": 100, "num_running": 38}
+    asyncio.run(scene.serve())
+    report = scene.monitor.report()
+    assert re.fullmatch(r"engine 38 % busy: \d+ groups? in flight, limited by .+", report.pace)
+    assert msgspec.structs.replace(report, in_flight=3).as_about().state == report.pace
+
+
+def health(**values):
+    return EngineHealth(**{"status": "ok", "model": "tiny", "policy_version": 0, **values})
+
+
+def filled(max_num_seqs=1024, group_size=16, at_most=0):
+    """A limit after the engine's first report."""
+    limit = FlightLimit(at_most)
+    limit.update(health(max_num_seqs=max_num_seqs), group_size=group_size, num_in_flight=0)
+    return limit
+
+
+def updated(limit, num_in_flight, **values):
+    limit.update(health(max_num_seqs=1024, **values), group_size=16, num_in_flight=num_in_flight)
+    return limit.value
+
+
+def test_an_engine_of_unknown_size_gets_groups_until_they_wait():
     limit = FlightLimit(at_most=40)
+    limit.update(health(num_running=8), group_size=8, num_in_flight=7)
+    assert limit.value == 8  # not used up yet
     for _ in range(10):
-        limit.learn(num_running=8, num_waiting=0, num_in_flight=limit.value)
+        limit.update(health(num_running=8), group_size=8, num_in_flight=limit.value)
     assert limit.value == 40
-    limit.learn(num_running=8, num_waiting=32, num_in_flight=40)
+    limit.update(health(num_running=8, num_waiting=32), group_size=8, num_in_flight=40)
+    assert (limit.value, limit.reason) == (32, "the engine's queue")
+    limit.update(health(num_running=8, num_waiting=4), group_size=8, num_in_flight=32)
     assert limit.value == 32
-    limit.learn(num_running=8, num_waiting=4, num_in_flight=32)
-    assert limit.value == 32
+    for _ in range(20):
+        limit.update(health(num_running=1, num_waiting=8), group_size=8, num_in_flight=1)
+    assert limit.value == 1
+
+
+def test_an_engine_of_known_size_is_filled_at_its_first_report():
+    limit = filled(max_num_seqs=1024, group_size=16)
+    assert limit.value == 68  # 1,024 sequences and 5 % more
+    assert updated(limit, 68, num_running=1024, num_waiting=64) == 68
+
+
+def test_the_limit_follows_a_changed_number_of_engines():
+    limit = filled(max_num_seqs=1024, group_size=16)
+    limit.update(health(max_num_seqs=2048), group_size=16, num_in_flight=0)
+    assert limit.value == 135
+
+
+def test_the_limit_stays_within_max_num_workers():
+    limit = filled(at_most=10)
+    assert (limit.value, limit.reason) == (10, "--env.max-num-workers 10")
+    assert updated(limit, 10, num_running=160) == 10
+
+
+def test_fewer_groups_are_in_flight_when_the_kv_cache_is_full():
+    limit = filled()
+    full = {"num_running": 400, "kv_cache_usage": 0.98}
+    assert updated(limit, 68, num_waiting=688, **full) == 26
+    assert limit.reason == "the engine's KV cache"
+    assert updated(limit, 60, num_waiting=560, **full) == 26  # those in flight finish: no further reduction
+    assert updated(limit, 60, num_waiting=100, **full) == 26
+    assert updated(limit, 26, num_running=416, kv_cache_usage=0.95) == 26  # nothing waits, but there is no room
+    assert updated(limit, 26, num_running=416, kv_cache_usage=0.5) == 32
+    assert limit.reason == "the engine's KV cache"
+    for _ in range(4):
+        updated(limit, limit.value, num_running=416, kv_cache_usage=0.5)
+    assert limit.value >= 68
+    assert limit.reason == "the engine's maximum of 1024 sequences"
+
+
+def test_a_queue_without_a_full_kv_cache_does_not_lower_the_limit():
+    assert updated(filled(), 68, num_running=200, num_waiting=888, kv_cache_usage=0.2) == 68  # prompts are computed
+    assert updated(filled(), 68, num_running=1020, num_waiting=500, kv_cache_usage=0.98) == 68  # all slots are taken
+
+
+def test_a_short_queue_at_a_full_kv_cache_does_not_lower_the_limit():
+    assert updated(filled(), 68, num_running=100, num_waiting=16, kv_cache_usage=0.98) == 68  # one group
+    assert updated(filled(), 68, num_running=900, num_waiting=40, kv_cache_usage=0.98) == 68  # less than 5 %
+
+
+def test_the_limit_grows_while_the_engine_has_free_slots_and_no_queue():
+    assert updated(filled(), 68, num_running=700) == 85  # completions of groups in flight have finished
+    assert updated(filled(), 67, num_running=700) == 68  # the limit is not used up
+    assert updated(filled(), 68, num_running=700, num_waiting=1) == 68
+    assert updated(filled(), 68, num_running=1024) == 68
+
+
+def test_the_report_of_a_held_engine_changes_nothing():
+    limit = filled()
+    assert updated(limit, 68, status="paused", num_waiting=1088, kv_cache_usage=0.98) == 68
+    assert limit.busy_share == 0.0
+
+
+def test_the_busy_share_is_that_of_running_sequences():
+    limit = filled()
+    updated(limit, 68, num_running=512, num_waiting=100)
+    assert limit.busy_share == 0.5
+
+
+def test_the_speed_of_the_engine_is_an_average_of_the_last_seconds():
+    limit = FlightLimit(at_most=0)
+    speeds = []
+    for thousands, seconds in (
+        (1, 1.0),
+        (50, 5.0),
+        (51, 6.0),
+        (200, 15.0),
+        (1, 1.0),
+        (7, 7.0),
+        (9, 1.0),
+        (19, 6.0),
+        (1, 12.0),
+    ):
+        updated(limit, 1, generated_tokens=1000 * thousands, generating_s=seconds)
+        speeds.append(limit.tokens_per_s / 1000)
+    assert speeds == [
+        0,
+        10,
+        10,
+        15,
+        15,
+        1,
+        1,
+        2,
+        2,
+    ]  # the engine's counters begin again when it restarts, here three times
 
 
 def test_the_cursor_forgets_nothing(tmp_path):

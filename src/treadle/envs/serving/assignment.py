@@ -1,27 +1,33 @@
-"""Decide what an environment must deliver, in which pace, and how many groups to begin now. Pure.
+"""Decide what an environment must deliver, in which pace, and how many groups the stream may start now. Pure.
 
-    not trained yet    waiting at the hub or in a batch (the hub counts)  +  scored, on their way (spool)  +  in flight
-    may be at most     (1 + max_age) steps' worth of this environment's share
+    untrained sequences    waiting at the hub or in a batch (counted by the hub)  +  spooled  +  in flight
+    their maximum          (1 + max_age) steps of this environment's share
 
 So the engine has work while the trainer trains, and a group is trained on at most `max_age` policy versions after it
-was begun.
+was started. Groups in flight count by the share of groups that is kept, because groups with equal scores may be
+dropped. Within this maximum, FlightLimit allows as many groups in flight as fill the engine.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from treadle.config.env import EnvConfig
 from treadle.envs.base import Environment
 from treadle.errors import ConfigError, HubError
+from treadle.wire.generate import EngineHealth
 from treadle.wire.hub import BatchInfo, EnvStanding, RegisteredEnv
 
 Pace = Literal["waves", "stream"]
 
 ALMOST_ALL = 0.999  # of a batch; shares are floats
-FIRST_LIMIT = 8  # groups in flight, before anything is known of the engine
+FIRST_LIMIT = 8  # groups in flight, before the engine's first report
+QUEUED_SHARE = 0.05  # sequences started beyond the engine's max_num_seqs, so that a free slot is filled at once
+MIN_KEPT_SHARE = 0.1  # lower estimates are not planned with: they would start too many groups
+FULL_KV_CACHE = 0.9  # usage from which more sequences would be preempted and computed again
+SPEED_WINDOW_S = 5.0  # tokens/s are an average of at least this time: tokens are counted when a completion ends
 STARVING_FACTOR = 2  # how much more may wait when a trainer finds no batch in what there is
 
 
@@ -92,25 +98,57 @@ def choose_pace(config: EnvConfig, environment: Environment) -> Pace:
     return "stream" if config.pace == "stream" or against else "waves"
 
 
+class Room(NamedTuple):
+    """How many groups may be started, and what limits it: "max_age 1"."""
+
+    num_groups: int
+    limited_by: str
+
+
 def room(
-    standing: EnvStanding, *, max_age: int, group_sequences: float, num_spooled: int, num_in_flight: int, limit: int
-) -> int:
-    """How many groups to begin; `group_sequences` is what a group has come to on average.
+    standing: EnvStanding,
+    *,
+    max_age: int,
+    group_sequences: float,
+    num_spooled: int,
+    num_in_flight: int,
+    limit: FlightLimit,
+    kept_share: float = 1.0,
+) -> Room:
+    """`group_sequences`: average sequences of a group; `kept_share`: share of groups that is not dropped.
 
     >>> standing = EnvStanding(
     ...     step=4, num_steps=100, batch_size=64, untrained_sequences=64, trainer_waits=False, share=1.0
     ... )
-    >>> room(standing, max_age=1, group_sequences=8.0, num_spooled=1, num_in_flight=3, limit=64)
-    4
+    >>> room(standing, max_age=1, group_sequences=8.0, num_spooled=1, num_in_flight=3, limit=FlightLimit(64))
+    Room(num_groups=4, limited_by='max_age 1')
     """
     per_step = standing.batch_size * standing.share
     needed = (standing.num_steps - standing.step) * per_step
-    num_coming = num_spooled + num_in_flight
-    outstanding = standing.untrained_sequences + num_coming * group_sequences
-    wanted = math.ceil((min((1 + max_age) * per_step, needed) - outstanding) / group_sequences)
-    if needed > 0 and wanted < 1 and num_coming == 0 and _is_starving(standing, max_age):
+    allowed = (1 + max_age) * per_step
+    missing = (min(allowed, needed) - standing.untrained_sequences) / group_sequences - num_spooled
+    # With max_age 0, a group more than needed would be trained on after the next version: expect no drops there.
+    wanted = _groups_to_sample(missing, kept_share if max_age else 1.0) - num_in_flight
+    if needed > 0 and wanted < 1 and num_spooled + num_in_flight == 0 and _is_starving(standing, max_age):
         wanted = 1
-    return max(0, min(wanted, limit - num_in_flight))
+    if wanted > limit.value - num_in_flight:
+        return Room(max(0, limit.value - num_in_flight), limit.reason)
+    return Room(max(0, wanted), f"max_age {max_age}" if allowed <= needed else "the end of the run")
+
+
+def _groups_to_sample(missing: float, kept_share: float) -> int:
+    """How many groups to have in flight, so that `missing` are kept and rarely (two standard deviations) more.
+
+    >>> _groups_to_sample(32, 1.0), _groups_to_sample(32, 0.5), _groups_to_sample(-1.5, 0.5)
+    (32, 49, -1)
+    """
+    if missing <= 0 or kept_share >= 1:
+        return math.ceil(missing)
+    kept = max(kept_share, MIN_KEPT_SHARE)
+    spread = math.sqrt(kept * (1 - kept))
+    # n * kept + 2 * sqrt(n) * spread = missing, solved for the root of n
+    root = (math.sqrt(spread**2 + kept * missing) - spread) / kept
+    return max(math.ceil(missing), math.floor(root**2))
 
 
 def _is_starving(standing: EnvStanding, max_age: int) -> bool:
@@ -126,20 +164,81 @@ def _is_starving(standing: EnvStanding, max_age: int) -> bool:
 
 @dataclass
 class FlightLimit:
-    """Groups in flight at most: grows while the engine takes all there are at once, shrinks when they pile up there."""
+    """Maximum of groups in flight: as many as fill the engine, from its health reports.
 
-    at_most: int  # 0 or less: no bound but the engine's
+    An engine that reports max_num_seqs is filled at the first report. If requests wait because its KV cache is full,
+    the limit falls to the share that runs. If none wait and it could run more (some completions of a group have
+    finished, or groups are being scored), the limit grows. For other engines it grows until requests wait.
+    """
+
+    at_most: int  # 0 or less: no other maximum than the engine's
     value: int = FIRST_LIMIT
+    reason: str = "the first report of the engine"  # what limits the groups in flight
+    busy_share: float | None = None  # running sequences / max_num_seqs; None: unknown
+    tokens_per_s: float = 0.0
+    _filling: int = 0  # groups with max_num_seqs sequences and QUEUED_SHARE more
+    _counted: tuple[int, float] = (0, 0.0)  # the engine's tokens and seconds at the last measurement
 
     def __post_init__(self) -> None:
-        self.value = self._bounded(self.value)
+        self._set(self.value, self.reason)
 
-    def learn(self, *, num_running: int, num_waiting: int, num_in_flight: int) -> None:
-        """From the engine's own counts, asked for now and then."""
-        if num_waiting > num_running:
-            self.value = self._bounded(int(self.value * 0.8))
-        elif num_waiting == 0 and num_in_flight >= self.value:
-            self.value = self._bounded(self.value + max(1, self.value // 2))
+    def update(self, health: EngineHealth, *, group_size: int, num_in_flight: int) -> None:
+        """Ignores reports of an engine that is held: nothing runs while its weights change."""
+        if health.status != "ok":
+            return
+        self._measure_speed(health)
+        is_used_up = num_in_flight >= self.value
+        if health.max_num_seqs:
+            self._update_filling(health, group_size)
+            self._update_known(health, group_size, num_in_flight, is_used_up=is_used_up)
+        elif health.num_waiting > health.num_running:
+            self._set(int(self.value * 0.8), "the engine's queue")
+        elif health.num_waiting == 0 and is_used_up:
+            self._set(self.value + max(1, self.value // 2), self.reason)
 
-    def _bounded(self, value: int) -> int:
-        return max(1, min(value, self.at_most) if self.at_most > 0 else value)
+    def _update_filling(self, health: EngineHealth, group_size: int) -> None:
+        self.busy_share = min(1.0, health.num_running / health.max_num_seqs)
+        filling = math.ceil(health.max_num_seqs * (1 + QUEUED_SHARE) / group_size)
+        if filling != self._filling:  # the first report, or a changed number of engines
+            self._filling = filling
+            self._set(filling, _engine_size(health))
+
+    def _update_known(self, health: EngineHealth, group_size: int, num_in_flight: int, *, is_used_up: bool) -> None:
+        num_free = health.max_num_seqs - health.num_running
+        is_cache_full = health.kv_cache_usage >= FULL_KV_CACHE
+        may_wait = max(group_size, QUEUED_SHARE * health.num_running)
+        if is_cache_full and num_free > group_size and health.num_waiting > may_wait:
+            running_share = health.num_running / (health.num_running + health.num_waiting)
+            self._set(min(self.value, math.ceil(num_in_flight * running_share) + 1), "the engine's KV cache")
+        elif is_used_up and not is_cache_full and num_free > 0 and health.num_waiting == 0:
+            larger = self.value + max(1, self.value // 4)
+            self._set(larger, self.reason if larger < self._filling else _engine_size(health))
+
+    def _measure_speed(self, health: EngineHealth) -> None:
+        tokens, seconds = health.generated_tokens - self._counted[0], health.generating_s - self._counted[1]
+        was_restarted = tokens < 0 or seconds < 0
+        if seconds < SPEED_WINDOW_S and not was_restarted:
+            return
+        self._counted = health.generated_tokens, health.generating_s
+        if not was_restarted:
+            self.tokens_per_s = tokens / seconds
+
+    def _set(self, value: int, reason: str) -> None:
+        if 0 < self.at_most < value:
+            value, reason = self.at_most, f"--env.max-num-workers {self.at_most}"
+        self.value, self.reason = max(1, value), reason
+
+
+def _engine_size(health: EngineHealth) -> str:
+    return f"the engine's maximum of {health.max_num_seqs} sequences"
+
+
+def describe_pace(limit: FlightLimit, num_in_flight: int, limited_by: str) -> str:
+    """
+    >>> describe_pace(FlightLimit(0, busy_share=0.384, tokens_per_s=14200), 8, "max_age 1")
+    'engine 38 % busy (14.2k tokens/s): 8 groups in flight, limited by max_age 1'
+    """
+    busy = "" if limit.busy_share is None else f" {limit.busy_share:.0%} busy".replace("%", " %")
+    speed = f" ({limit.tokens_per_s / 1000:.1f}k tokens/s)" if limit.tokens_per_s else ""
+    groups = f"{num_in_flight} group{'' if num_in_flight == 1 else 's'} in flight, limited by {limited_by}"
+    return f"engine{busy}{speed}: {groups}" if busy or speed else groups

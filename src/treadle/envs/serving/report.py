@@ -40,6 +40,7 @@ log = get_logger("env")
 
 RECENT_GROUPS = 40
 TOO_FEW_TO_JUDGE = 10
+PRIOR_KEPT_GROUPS = 4  # assumed to be kept before any group has finished
 TOO_FEW_LESSONS = 40  # a model that learns has passed its first groups, which are all wrong, by then
 MOST = 0.9  # share of the recent groups that counts as a problem
 STEPS_PER_TABLE = 10  # between two tables of training rollouts; an evaluation logs one too
@@ -71,6 +72,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: int  # groups on disk that the hub has not accepted yet
     env_id: int | None  # as registered at the hub
     evaluation: WorkReport | None  # progress of the current evaluation
+    pace: str  # "engine 38 % busy: 8 groups in flight, limited by max_age 1"; empty in waves
     problem: str  # diagnosis of the recent groups: "dropped 40 of its last 40 groups because ..."
     fix: str
 
@@ -79,7 +81,7 @@ class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
         dropped = {f"dropped_{reason}": float(count) for reason, count in self.total.dropped.items()}
         unscored = {f"rollouts_{outcome}": float(count) for outcome, count in self.unscored_rollouts.items()}
         return ProcessFacts(
-            state=f"{_groups(self.in_flight)} in flight" if self.in_flight else "",
+            state=(self.pace or f"{_groups(self.in_flight)} in flight") if self.in_flight else "",
             env_id=self.env_id,
             work=self.evaluation,
             problem=self.problem,
@@ -113,6 +115,7 @@ class EnvMonitor:
     def __init__(self, env_name: str, waits: Waits | None = None) -> None:
         self.waits = waits or Waits()
         self.num_undelivered = 0
+        self.pace = ""  # set by the stream
         self.env_id: int | None = None
         self.tracking = Tracking(None, 0)  # replaced after registration, when the trainer's trackers are known
         self._evaluation: WorkReport | None = None
@@ -165,6 +168,13 @@ class EnvMonitor:
         self._asked_again += 1
 
     @property
+    def kept_share(self) -> float:
+        """Estimated share of groups that are sent and not dropped, from the last RECENT_GROUPS."""
+        with self._lock:
+            num_sent = sum(ending.dropped_for is None for ending in self._recent)
+            return (num_sent + PRIOR_KEPT_GROUPS) / (len(self._recent) + PRIOR_KEPT_GROUPS)
+
+    @property
     def total(self) -> GroupCounts:
         with self._lock:
             return count_groups(self._total)
@@ -183,6 +193,7 @@ class EnvMonitor:
             undelivered=self.num_undelivered,
             env_id=self.env_id,
             evaluation=self._evaluation,
+            pace=self.pace,
             problem=problem,
             fix=fix,
         )

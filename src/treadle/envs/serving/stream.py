@@ -21,7 +21,7 @@ from treadle.envs.base import Item, stable_seed
 from treadle.envs.chat import RolloutSampling
 from treadle.envs.hub_client import CurrentWait, HubClient, next_step
 from treadle.envs.rollout import EnvContext, Rollout, apply_group_rules, build_group, drop_reason, roll_group
-from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, room
+from treadle.envs.serving.assignment import FlightLimit, RunAssignment, check_can_fill_batches, describe_pace, room
 from treadle.envs.serving.delivery import Delivery
 from treadle.envs.serving.item_selection import ItemCursor, ItemSelection
 from treadle.envs.serving.report import TOO_FEW_TO_JUDGE, EnvMonitor, diagnose
@@ -35,6 +35,7 @@ log = get_logger("env")
 
 POLL_S = 0.1
 ENGINE_LOOK_S = 1.0
+PACE_LOG_S = 10.0  # shortest time between two log lines about the pace
 MAX_TRIES = 3  # of one item
 MAX_FAILURES = 12  # in a row, of any items
 EARLY_BATCHES = 3  # warn when all groups of the first batches were dropped
@@ -66,6 +67,8 @@ class StreamRunner:
     _tries: Counter[int] = field(default_factory=Counter)
     _failures_in_a_row: int = 0
     _unscored_in_a_row: int = 0
+    _logged_limit: str = ""
+    _pace_logged_at: float = -math.inf
     _group_sequences: float = 0.0  # sequences of a group, as an exponential moving average
 
     def __post_init__(self) -> None:
@@ -96,16 +99,17 @@ class StreamRunner:
         if standing.batch_size and standing.step >= standing.num_steps:
             return True
         self._follow_trainer(standing)
-        self._start_items(
-            room(
-                standing,
-                max_age=self.context.config.max_age,
-                group_sequences=self._group_sequences,
-                num_spooled=num_spooled,
-                num_in_flight=num_in_flight,
-                limit=self.limit.value,
-            )
+        available = room(
+            standing,
+            max_age=self.context.config.max_age,
+            group_sequences=self._group_sequences,
+            num_spooled=num_spooled,
+            num_in_flight=num_in_flight,
+            limit=self.limit,
+            kept_share=self.monitor.kept_share,
         )
+        self._start_items(available.num_groups)
+        self._report_pace(available.limited_by)
         current_wait.set(self._idle_wait(standing, hub))
         return False
 
@@ -122,6 +126,13 @@ class StreamRunner:
         for _ in range(count):
             index = self.cursor.take()
             self.in_flight[index] = asyncio.create_task(self._process_item(index))
+
+    def _report_pace(self, limited_by: str) -> None:
+        """Update the report; log when the limiting factor has changed, at most every PACE_LOG_S."""
+        self.monitor.pace = describe_pace(self.limit, len(self.in_flight), limited_by)
+        if limited_by != self._logged_limit and time.monotonic() >= self._pace_logged_at + PACE_LOG_S:
+            self._logged_limit, self._pace_logged_at = limited_by, time.monotonic()
+            log.info("pace", state=self.monitor.pace)
 
     def _idle_wait(self, standing: EnvStanding, hub: HubClient) -> WaitSpec | None:
         """What must happen before the next item is started; None while items are in flight."""
@@ -246,14 +257,12 @@ class StreamRunner:
             self.cursor.finish(index)
 
     async def _watch_engine(self) -> None:
-        """Adapt the limit to the engine's queue. Requests that fail, not this loop, detect an engine that is away."""
+        """Adapt the limit to the engine. Requests that fail, not this loop, detect an engine that is away."""
         while True:
-            await asyncio.sleep(ENGINE_LOOK_S)
             try:
                 health = await self.context.engine.health()
             except EngineError as error:
                 log.warning("engine_not_seen", problem=str(error))
-                continue
-            self.limit.learn(
-                num_running=health.num_running, num_waiting=health.num_waiting, num_in_flight=len(self.in_flight)
-            )
+            else:
+                self.limit.update(health, group_size=self.context.config.group_size, num_in_flight=len(self.in_flight))
+            await asyncio.sleep(ENGINE_LOOK_S)
