@@ -266,3 +266,17 @@ def test_a_start_out_of_memory_names_settings_and_treadle_plan(line, words):
     assert words in fix
     assert "--max-model-len" in fix
     assert "treadle plan" in fix
+
+
+def test_cuda_graphs_are_captured_up_to_max_num_seqs():
+    name = "--max-cudagraph-capture-size"
+    assert flag(command(GPU, max_num_seqs=1024).argv, name) == "1024"
+    assert flag(command(GPU, max_num_seqs=4096).argv, name) == "2048"
+    assert name not in command(GPU, max_num_seqs=512).argv  # vLLM's default
+    assert name not in command(CPU, max_num_seqs=1024).argv
+    assert name not in command(GPU, max_num_seqs=1024, enforce_eager=True).argv
+
+
+@pytest.mark.parametrize("own", ["--cudagraph-capture-sizes 1 2 4", "-O3", "--compilation-config={}"])
+def test_the_users_own_graph_settings_are_kept(own):
+    assert "--max-cudagraph-capture-size" not in command(GPU, max_num_seqs=1024, vllm_args=own).argv
