@@ -137,7 +137,7 @@ def wait_until(condition, deadline_s=START_S):
         time.sleep(0.02)
 
 
-def _serve(folder, weights_file, **changes):
+def serve(folder, weights_file, **changes):
     """A server with all options: shared weights, adapters, vLLM in another Python."""
     few = f"--max-loras={ADAPTERS_KEPT} --max-cpu-loras={ADAPTERS_KEPT}"
     adapters = {"enable_lora": True, "max_lora_rank": 16, "vllm_args": few}
@@ -151,7 +151,7 @@ def _serve(folder, weights_file, **changes):
 @pytest.fixture(scope="session")
 def served(tiny_model, tmp_path_factory):
     """The shared server; on a GPU without adapters."""
-    served = _serve(tiny_model, tmp_path_factory.mktemp("shared") / "weights", enable_lora=not HAS_GPU)
+    served = serve(tiny_model, tmp_path_factory.mktemp("shared") / "weights", enable_lora=not HAS_GPU)
     yield served
     served.close()
 
@@ -177,7 +177,7 @@ def adapting(request, tmp_path_factory):
         yield request.getfixturevalue("served")
         return
     folder = _write_model(tmp_path_factory.mktemp("half") / "model", **SIZES, dtype=torch.float16)
-    adapting = _serve(folder, tmp_path_factory.mktemp("shared") / "weights", dtype="float16")
+    adapting = serve(folder, tmp_path_factory.mktemp("shared") / "weights", dtype="float16")
     yield adapting
     adapting.close()
 

@@ -139,6 +139,21 @@ def test_without_vllms_statistics_the_load_is_unknown():
     assert asyncio.run(middleware._load(SimpleNamespace(engine_client=HealthyClient()), {})) == {}
 
 
+class PausingClient:
+    def __init__(self):
+        self.modes = []
+
+    async def pause_generation(self, *, mode, clear_cache):
+        self.modes.append(mode)
+
+
+def test_a_hold_that_aborts_pauses_first_so_that_pending_tokens_are_sent():
+    client = PausingClient()
+    for mode in ("keep", "abort"):
+        asyncio.run(middleware._hold(SimpleNamespace(engine_client=client), {"mode": mode, "synchronize": False}))
+    assert client.modes == ["keep", "keep", "abort"]
+
+
 NUMBER = 7
 
 

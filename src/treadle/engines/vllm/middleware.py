@@ -270,6 +270,8 @@ async def _generate(scope: Scope, receive: Receive) -> Response:
 
 async def _hold(state: Any, body: dict[str, Any]) -> dict[str, float]:
     client = state.engine_client
+    if body["mode"] == "abort":
+        await _pause(client, "keep")  # pending tokens (output_batching.py) are sent before the abort
     await _pause(client, body["mode"])
     held_at = time.monotonic()
     if body["synchronize"]:

@@ -1,0 +1,100 @@
+"""vLLM's scheduler with less work per token, for its engine process (--scheduler-cls).
+
+It schedules the same computations. Two things differ, because the GPU waits while they are done:
+- tokens are sent to the API process several at a time (output_batching.py), statistics a few times per second;
+- the KV cache manager is not called for a sequence whose last block has room for the next token.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from treadle.engines.vllm.output_batching import OutputBatching
+
+STATS_S = 0.25  # interval of statistics; vLLM sends them with every step
+
+
+class _LeanScheduler:
+    """Mixin for both of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._batching = OutputBatching()
+        self._stats_due = 0.0
+        _skip_unneeded_allocations(self)
+
+    def add_request(self, request: Any) -> None:
+        params = request.sampling_params
+        if params is not None:
+            is_final_only = params.output_kind == RequestOutputKind.FINAL_ONLY and not request.resumable
+            self._batching.add(request.request_id, params, is_final_only=is_final_only)
+        super().add_request(request)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        logprobs, model_runner_output.logprobs = (
+            model_runner_output.logprobs,
+            None,
+        )  # added to the outputs that are sent
+        found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        # While paused, no later step would send the pending tokens.
+        send_all = self.pause_state != PauseState.UNPAUSED  # type: ignore[attr-defined]
+        for client, message in list(found.items()):
+            message.outputs = self._batching.due(
+                message.outputs, logprobs, model_runner_output.req_id_to_index, send_all=send_all
+            )
+            self._batching.remove(output.request_id for output in message.outputs if output.finish_reason is not None)
+            if not message.outputs and message.finished_requests is None and message.scheduler_stats is None:
+                del found[client]
+        return found
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        self._batching.remove(request.request_id for request in finished)
+        return finished
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        now = time.monotonic()
+        # The last statistics before it is idle are always sent: the API process keeps them until the next request.
+        if now < self._stats_due and self.has_unfinished_requests():  # type: ignore[attr-defined]
+            return None
+        self._stats_due = now + STATS_S
+        return super().make_stats(*args, **kwargs)  # type: ignore[misc]
+
+
+class LeanScheduler(_LeanScheduler, Scheduler):
+    """For --no-async-scheduling, and for CPUs, where vLLM does not schedule asynchronously."""
+
+
+class LeanAsyncScheduler(_LeanScheduler, AsyncScheduler):
+    """For GPUs: schedules the next step while the current one is computed."""
+
+
+def _skip_unneeded_allocations(scheduler: Any) -> None:
+    """A sequence needs a new KV cache block once in `block_size` tokens; vLLM checks with every token."""
+    manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec or scheduler.connector is not None:
+        return  # blocks may be freed, or come from elsewhere, at any token
+    if scheduler.num_lookahead_tokens or scheduler.need_mamba_block_aligned_split:
+        return
+    allocate, cache = manager.allocate_slots, manager.cache_blocks
+    block_size, nothing = scheduler.block_size, manager.empty_kv_cache_blocks
+
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        is_decoding = num_new_tokens == 1 and not args and request.status == RequestStatus.RUNNING
+        if is_decoding and request.num_computed_tokens % block_size and not any(kwargs.values()):
+            return nothing
+        return allocate(request, num_new_tokens, *args, **kwargs)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:  # only full blocks are cached
+            cache(request, num_computed_tokens)
+
+    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
