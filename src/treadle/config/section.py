@@ -47,7 +47,7 @@ _SHARED: dict[str, tuple[Any, str]] = {
     "engine_url": ("http://127.0.0.1:9001", "URL of the engine"),
     "max_age": (
         None,
-        "maximum staleness: policy versions that sampling may run ahead of training; 0: strictly on-policy",
+        "largest age of a trained rollout: trainer's policy version minus the rollout's; 0: strictly on-policy",
     ),
     "patience_s": (900.0, "dump the stacks of the waiting processes to their logs if {} within this many seconds"),
     "device": ("auto", "cpu, cuda, cuda:0, ...; auto takes a GPU when there is one"),
