@@ -27,6 +27,8 @@ from treadle.envs.catalogue import load_environment
 from treadle.envs.rewards import registry
 
 PAGES = read_pages()
+CONTRIBUTING = Page(ROOT / "CONTRIBUTING.md")
+SOURCES = (ROOT, ROOT / "src" / "treadle")
 BLOCKS = [block for page in PAGES for block in page.blocks]
 IN_BLOCKS = [command for block in BLOCKS for command in block.commands]
 IN_PROSE = [command for page in PAGES for command in page.commands_in_prose]
@@ -145,18 +147,33 @@ def test_links_lead_somewhere() -> None:
 
 def test_named_files_exist() -> None:
     """Paths of this repository in sentences, tables and comments: `tests/e2e/test_weights.py`, `sync/gate.py`."""
-    roots = (ROOT, ROOT / "src" / "treadle")
-    folders = "|".join(folder.name for root in roots for folder in root.iterdir() if folder.is_dir())
+    folders = "|".join(folder.name for root in SOURCES for folder in root.iterdir() if folder.is_dir())
     path = re.compile(rf"(?<![\w./-])((?:\./)?(?:{folders})/[\w./-]*\w)")
     missing = []
-    for page in PAGES:
+    for page in [*PAGES, CONTRIBUTING]:
         text = page.prose + "".join(block.text for block in page.blocks if block.language in SHELLS)
         for name in {found.removeprefix("./") for found in path.findall(text)}:
             is_file = "." in name or name.startswith(("tests/", "bench/", "docs/", "src/"))
             is_of_the_user = name.startswith(("runs/", "data/")) or name.split("/")[-1] != name.split("/")[-1].lower()
-            if is_file and not is_of_the_user and not any((root / name).exists() for root in roots):
+            if is_file and not is_of_the_user and not any((root / name).exists() for root in SOURCES):
                 missing.append(f"{page.name}: {name}")
     assert not missing, "\n".join(sorted(missing))
+
+
+def test_code_named_beside_a_file_is_in_it() -> None:
+    """As in `support.py` (`FAMILIES`); so the tables that lead through the code stay correct."""
+    named = re.compile(r"`([\w./]+\.py)`\**\s+\(([^)]*)\)")
+    missing = []
+    num_checked = 0
+    for page in [*PAGES, CONTRIBUTING]:
+        for file, words in named.findall(page.prose):
+            names = re.findall(r"`(\w+)`", words)
+            sources = [root / file for root in SOURCES if (root / file).exists()]
+            code = sources[0].read_text(encoding="utf-8") if sources else ""
+            missing += [f"{page.name}: {file}: {name}" for name in names if not re.search(rf"\b{name}\b", code)]
+            num_checked += len(names)
+    assert num_checked > 30
+    assert not missing, "\n".join(missing)
 
 
 def test_extras_that_the_pages_install_exist() -> None:
