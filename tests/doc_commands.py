@@ -111,9 +111,9 @@ def parse_command(
         return ""
     verbs = list(GUIDES) if words[0] == "VERB" else [words[0]]
     for verb in verbs:
-        code, said = parse([verb, *words[1:]], monkeypatch, capsys)
-        if code and not (is_fragment and re.search(r"expected (one|at least one) argument", said)):
-            return said.strip() or f"exit code {code}"
+        code, output = parse([verb, *words[1:]], monkeypatch, capsys)
+        if code and not (is_fragment and re.search(r"expected (one|at least one) argument", output)):
+            return output.strip() or f"exit code {code}"
     return ""
 
 

@@ -286,9 +286,9 @@ def test_several_runs_are_laid_over_each_other_and_taken_away_again(visit: Visit
     page.click("#options summary")
     box = page.locator('.chart[data-title="Ratio"] .u-over').bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    told = page.locator('.chart[data-title="Ratio"] .u-legend .other .u-value').all_inner_texts()
-    assert len(told) == 2
-    assert all(0.5 < float(value) < 1.5 for value in told)
+    values = page.locator('.chart[data-title="Ratio"] .u-legend .other .u-value').all_inner_texts()
+    assert len(values) == 2
+    assert all(0.5 < float(value) < 1.5 for value in values)
     page.click("#options summary")
     page.uncheck("#compare-list input[value=other]")
     page.wait_for_selector('.chart[data-title="Ratio"] .u-legend >> text="other: mean ratio"', state="detached")
@@ -424,8 +424,8 @@ def test_hostile_text_is_shown_as_text(live_visit: Visit, hub: HubProcess, run_f
     with hub.client() as client:  # environments may register once the trainer has asked for a batch
         client.post("/v1/lease", json={"step": NUM_STEPS + 1, "holder": "trainer"})
         env_id = client.post("/register-env", json=registration).json()["env_id"]
-    told = {"outcome": HOSTILE, "parts": {HOSTILE: HOSTILE}, "policy_versions": HOSTILE, "error": [HOSTILE]}
-    post_group(hub, HOSTILE, env_id=env_id, overrides=[told] * 4)
+    override = {"outcome": HOSTILE, "parts": {HOSTILE: HOSTILE}, "policy_versions": HOSTILE, "error": [HOSTILE]}
+    post_group(hub, HOSTILE, env_id=env_id, overrides=[override] * 4)
     (run_folder / "logs" / "trainer.log").write_text(HOSTILE)
     page = live_visit.open("rollouts")
     page.wait_for_selector("#list tbody tr:has-text('onerror')")

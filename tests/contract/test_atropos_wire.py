@@ -219,7 +219,7 @@ class Test11Transport:
         assert calls.send("/scored_data", body, JSON | {"Content-Encoding": "gzip"}).status_code == 422
 
     def test_deflate_is_not_supported(self, calls: Atropos):
-        """Original: the same status; its words are the beginning of ours."""
+        """Original: the same status; its message is the beginning of this hub's message."""
         packed = zlib.compress(json.dumps(group()).encode())
         answer = calls.send("/scored_data", packed, JSON | {"Content-Encoding": "deflate"})
         assert answer.status_code == 400

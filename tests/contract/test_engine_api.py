@@ -658,7 +658,7 @@ def test_adopting_without_a_trainer_changes_nothing(api):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected_error"),
     [
         ({"after_version": 10_000}, "where 10000 was published last: it was restarted"),
         ({"gate": 1}, "its weights lie elsewhere"),
@@ -669,11 +669,11 @@ def test_adopting_without_a_trainer_changes_nothing(api):
         ({"timeout_s": None}, "timeout_s"),
     ],
 )
-def test_an_invalid_adopt_order_is_refused_and_changes_nothing(api, changes, said):
+def test_an_invalid_adopt_order_is_refused_and_changes_nothing(api, changes, expected_error):
     before = api.version()
     answer = at_the_gate(api, before + 1, PublishGate.mark_written, **changes)
     assert answer.status_code == 400
-    assert said in answer.json()["error"]
+    assert expected_error in answer.json()["error"]
     assert api.generate(max_tokens=2)["policy_version"] == before
 
 
@@ -857,8 +857,8 @@ def test_a_join_with_other_weights_is_refused_by_weight_name(api):
         "group": "a", "host": "127.0.0.1", "port": 1, "backend": "nccl", "dtype": "float32", "bucket_bytes": 1 << 20,
         "weights": [(name, list(w.shape)) for name, w in good.items()], "timeout_s": 5.0,
     }  # fmt: skip
-    said = "NCCL is between GPUs" if api.get("/bridge/info").json()["device"] == "cpu" else "cannot reach"
-    assert said in api.post("/bridge/join", **body).json()["error"]
+    expected_error = "NCCL is between GPUs" if api.get("/bridge/info").json()["device"] == "cpu" else "cannot reach"
+    assert expected_error in api.post("/bridge/join", **body).json()["error"]
     assert api.post("/bridge/join", **body | {"timeout_s": 0}).status_code == 400
     assert fingerprints(api, 0) == served
 

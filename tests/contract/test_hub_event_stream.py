@@ -125,7 +125,7 @@ def _newest(hub: HubProcess) -> int:
         return next(int(line.removeprefix("id: ")) for line in lines if line.startswith("id: "))
 
 
-def test_the_whole_life_of_a_batch_is_told_while_it_happens(hub: HubProcess):
+def test_every_change_of_a_batch_is_sent_as_an_event(hub: HubProcess):
     follower = Follower(hub.url, last_id=None)
     follower.start()
     follower.is_connected.wait(SLOW_S)
@@ -143,7 +143,7 @@ def test_the_whole_life_of_a_batch_is_told_while_it_happens(hub: HubProcess):
     assert kinds == ["trainer_registered", "accepted", "formed", "leased", "trained"]
 
 
-def test_a_stream_that_waits_ends_cleanly_when_the_hub_is_told_to_stop(hub: HubProcess):
+def test_a_waiting_stream_ends_cleanly_when_the_hub_stops(hub: HubProcess):
     follower = Follower(hub.url)
     follower.start()
     assert follower.is_connected.wait(SLOW_S)

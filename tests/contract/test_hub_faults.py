@@ -215,7 +215,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_is_told_and_all_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path):
+def test_a_full_disk_is_reported_and_the_hub_recovers_when_space_is_freed(tmp_path: Path, small_disk: Path):
     filler = small_disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
     hub = HubProcess(tmp_path, "--validation-workers", "1", database=small_disk / "hub.sqlite")

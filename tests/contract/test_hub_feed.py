@@ -96,7 +96,7 @@ def test_a_trainer_that_is_merely_stopped_holds_nothing_against_its_batch(tmp_pa
         assert client.get("/v1/status").json()["dead_groups"] == 0
 
 
-def test_a_trainer_whose_batch_was_given_away_is_told_so(tmp_path):
+def test_a_trainer_that_lost_its_lease_gets_an_error(tmp_path):
     with hub(tmp_path) as client:
         first, second = feed_of(client), feed_of(client)
         first.register(registration())

@@ -150,7 +150,7 @@ def test_answers_are_not_held_back_by_the_network_stack(hub: HubProcess):
     assert min(seconds) < 0.03
 
 
-def test_a_port_in_use_is_told_by_number_with_exit_code_2(hub: HubProcess):
+def test_a_port_in_use_is_named_with_exit_code_2(hub: HubProcess):
     hub.start()
     command = [sys.executable, "-m", "treadle", "hub", "--port", str(hub.port), "--database", "other.sqlite"]
     second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=hub.database.parent)

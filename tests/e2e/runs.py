@@ -43,8 +43,8 @@ def resume(run: Path, *flags: str, timeout_s: float = 300) -> subprocess.Complet
 
 def ending(result: subprocess.CompletedProcess[str], run: Path) -> str:
     """What a failed test shows of a run: the launcher names the process that failed and shows the end of its log."""
-    said = last_lines(result.stdout + result.stderr)
-    return f"exit code {result.returncode}\n{said}\n--- the logs of all processes: {run / 'logs'}"
+    last_output = last_lines(result.stdout + result.stderr)
+    return f"exit code {result.returncode}\n{last_output}\n--- the logs of all processes: {run / 'logs'}"
 
 
 def newest_run(output: Path) -> Path:

@@ -150,8 +150,8 @@ def test_commands_are_answered_by_a_real_hub_and_a_real_engine(folder: Path) -> 
                 failed.append(f"{command.where}: {command.line}\n{done.stdout}{done.stderr}")
         assert not failed, "\n".join(failed)
         snippet = next(block for block in BLOCKS if block.language == "python" and "from openai" in block.text)
-        said = python(ours(snippet.text), folder)
-        assert re.search(r" \d+$", said), "the policy version"
+        printed = python(ours(snippet.text), folder)
+        assert re.search(r" \d+$", printed), "the policy version"
         check_agents(hub, engine, folder)
 
 

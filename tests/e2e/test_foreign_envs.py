@@ -74,8 +74,8 @@ def test_the_example_agent_calls_a_tool_and_every_token_of_it_is_exact(engine_ur
     assert [rollout.score.reward for rollout in rollouts] == [1.0, 1.0], [rollout.score for rollout in rollouts]
     for rollout in rollouts:
         (transcript,) = rollout.transcripts
-        said = [(message["role"], message["content"]) for message in transcript.messages]
-        assert said == [("user", QUESTION), ("assistant", CALL), ("tool", RESULT), ("assistant", ANSWER)]
+        replies = [(message["role"], message["content"]) for message in transcript.messages]
+        assert replies == [("user", QUESTION), ("assistant", CALL), ("tool", RESULT), ("assistant", ANSWER)]
         check_turns(transcript.tokens, transcript.masks, num_turns=2)
         num_sampled = check_exact(engine_url, transcript.tokens, transcript.masks, transcript.logprobs)
         assert num_sampled == len(CALL) + len(ANSWER) + 2  # a token a character, and one end for each turn
@@ -136,8 +136,8 @@ def test_an_environment_of_verifiers_delivers_exact_groups_to_the_hub(engine_url
             check_turns(tokens, masks, num_turns=2)
             check_exact(engine_url, tokens, masks, logprobs)
         for messages, score in zip(group["messages"], group["scores"], strict=True):
-            said = "".join(message["content"] for message in messages if message["role"] == "assistant")
-            assert score == pytest.approx(sum(map(str.isdigit, said)) / max(1, len(said)))
+            replies = "".join(message["content"] for message in messages if message["role"] == "assistant")
+            assert score == pytest.approx(sum(map(str.isdigit, replies)) / max(1, len(replies)))
 
 
 @pytest.mark.full  # the words of an error; the runs above load tasks

@@ -68,25 +68,25 @@ def log_of(run: Path, name: str) -> str:
 
 @pytest.mark.full  # the test of an environment below shows the same of another process
 def test_an_engine_that_hangs_between_two_tokens(model, tmp_path):
-    said, code, folder = run(
+    printed, code, folder = run(
         tmp_path, model, "--engine.patience-s", "3", "--stall-timeout-s", "12", fault="engine:step:6:sleep"
     )
-    print(said)
+    print(printed)
     alarm = r"watchdog: engine has waited \d+ s for the model to get on with a completion \(it holds \d+ running and"
-    assert re.search(alarm, said)
+    assert re.search(alarm, printed)
     assert code == 1
-    assert "nothing has moved for" in said
+    assert "nothing has moved for" in printed
     assert "in reach" in log_of(folder, "engine"), "the stack shows the place"
 
 
 @pytest.mark.full  # tests/unit/sync/test_verify.py: a publish to an engine that is frozen
 def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
-    said, code, folder = run(tmp_path, model, "--train.publish-timeout-s", "8", fault="engine:release:3:sleep")
-    print(said)
+    printed, code, folder = run(tmp_path, model, "--train.publish-timeout-s", "8", fault="engine:release:3:sleep")
+    print(printed)
     alarm = r"watchdog: trainer has waited \d+ s for the engine to adopt version 2 \(it holds step 2\); stacks are in "
-    assert re.search(alarm + r"\S+trainer\.log and \S+engine\.log", said)
+    assert re.search(alarm + r"\S+trainer\.log and \S+engine\.log", printed)
     assert code == 1
-    assert "did not answer POST /bridge/adopt within 8 s" in said
+    assert "did not answer POST /bridge/adopt within 8 s" in printed
     engine = log_of(folder, "engine")
     assert 'stacks why="trainer has waited' in engine, "asked for by the hub's answer to its report"
     assert "in reach" in engine
@@ -95,13 +95,13 @@ def test_an_engine_that_hangs_in_the_middle_of_a_publish(model, tmp_path):
 def test_an_environment_whose_rollout_never_ends(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="", rollout=HANGING_ROLLOUT))
-    said, code, folder = run(
+    printed, code, folder = run(
         tmp_path, model, "--env.name", str(task), "--env.task", "", "--train.patience-s", "3",
         "--stall-timeout-s", "12",
     )  # fmt: skip
-    print(said)
+    print(printed)
     alarm = r"watchdog: trainer has waited \d+ s for the batch of step \d+ \(\d+ of 10 groups wait"
-    assert re.search(alarm, said)
+    assert re.search(alarm, printed)
     assert code == 1
     assert re.search(r"tasks at .*Stuck\.rollout \(\S+stuck\.py:\d+\)", log_of(folder, "env")), "the coroutine is named"
 
@@ -110,12 +110,12 @@ def test_an_environment_whose_rollout_never_ends(model, tmp_path):
 def test_a_reward_that_never_ends_costs_its_rollout_and_not_the_run(model, tmp_path):
     task = tmp_path / "stuck.py"
     task.write_text(TASK.format(rewards="rewards = (says_it,)", rollout=""))
-    said, code, folder = run(
+    printed, code, folder = run(
         tmp_path, model, "--steps", "4", "--env.name", str(task), "--env.task", "", "--env.reward-timeout-s", "0.5",
         "--env.group-size", "2", "--train.batch-size", "4",
     )  # fmt: skip
-    print(said)
-    assert code == 0, said
+    print(printed)
+    assert code == 0, printed
     log = log_of(folder, "env")
     assert 'score_failed problem="timed_out: says_it: took longer than 0.5 s" prompt="Say 5"' in log, log[-2000:]
 

@@ -42,7 +42,7 @@ def undisturbed(model, tmp_path_factory):
     return run
 
 
-class Life:
+class LaunchedRun:
     """One process of `treadle run`, with the processes that it started."""
 
     def __init__(self, words: list[str], output: Path) -> None:
@@ -133,26 +133,26 @@ def final_weights(run: Path) -> bytes:
 def test_a_run_that_lost_each_process_equals_an_undisturbed_one(model, undisturbed, tmp_path, ends):
     words = command(tmp_path, "--model", str(model), "--steps", str(STEPS), *TINY_RUN)
     for step, end in zip(range(3, STEPS, 3), ends, strict=False):
-        life = Life(words, tmp_path)
+        launched = LaunchedRun(words, tmp_path)
         try:
-            life.wait_for_step(step)
-            children = life.children()
+            launched.wait_for_step(step)
+            children = launched.children()
             assert set(children) == {"hub", "engine", "env", "train"}
             print(f"step {step}: {' and '.join(end)}")
             if end == CTRL_C:
-                life.interrupt()
+                launched.interrupt()
             elif LAUNCHER in end:
-                life.lose_launcher(end)
+                launched.lose_launcher(end)
             else:
-                life.lose(end)
+                launched.lose(end)
             assert_all_gone(children, 12 if LAUNCHER in end else 1)
         finally:
-            life.end()
-        words = [*words[:4], "--resume", str(life.run), "--plain"]
+            launched.end()
+        words = [*words[:4], "--resume", str(launched.run), "--plain"]
     last = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=200, check=False)
-    assert last.returncode == 0, ending(last, life.run)
-    assert essence(life.run) == essence(undisturbed)
-    assert final_weights(life.run) == final_weights(undisturbed)
+    assert last.returncode == 0, ending(last, launched.run)
+    assert essence(launched.run) == essence(undisturbed)
+    assert final_weights(launched.run) == final_weights(undisturbed)
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_finished_by_resume(undisturbed):

@@ -47,14 +47,14 @@ def test_a_random_model_learns_to_echo_and_a_finished_run_can_go_on(model, tmp_p
     check_tokens_are_kept_secret(run, files, result.stdout + result.stderr + more.stdout + more.stderr)
 
 
-def check_tokens_are_kept_secret(run, files, said):
+def check_tokens_are_kept_secret(run, files, printed):
     """Every process had its token from its environment: it is in no file of the run and in no log."""
     secrets = [file.read_text().strip() for file in files]
     secrets += [role_token(secret, role) for secret in secrets for role in CLIENT_ROLES]
     written = [path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert len(written) > 10
     for secret in secrets:
-        assert secret not in said
+        assert secret not in printed
         assert not any(secret.encode() in content for content in written)
     for name in ("hub", "engine", "env", "trainer"):
         log = (run / "logs" / f"{name}.log").read_text()

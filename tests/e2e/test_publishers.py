@@ -151,7 +151,7 @@ def test_a_trainer_that_is_killed_leaves_no_mixture_and_the_next_repairs(engine,
 
 
 @pytest.mark.parametrize(
-    ("mode", "run", "said"),
+    ("mode", "run", "message"),
     [
         ("one_copy", "second", "serves versions of"),
         ("lora_only", "second", "serves versions of"),
@@ -162,14 +162,14 @@ def test_a_trainer_that_is_killed_leaves_no_mixture_and_the_next_repairs(engine,
         pytest.param("none", "second", "the engine serves", marks=pytest.mark.full),  # what the first has saved
     ],
 )
-def test_a_second_trainer_is_refused_and_the_first_goes_on(engine, mode, run, said, tmp_path):
+def test_a_second_trainer_is_refused_and_the_first_goes_on(engine, mode, run, message, tmp_path):
     engine.restart()
     trainer = PublishingTrainer(engine.folder, tmp_path / "first", engine.url, mode, engine.device, steps=2)
     with sampling(engine) as answers:
         trainer.publish(0)
         trainer.publish(1)
         with trainer_process(engine, tmp_path / run, mode, [1]) as (_, pipe):
-            assert said in str(pipe.recv())
+            assert message in str(pipe.recv())
         trainer.publish(2)
         with httpx.Client() as client:
             answers.append(engine.generate(client))

@@ -67,9 +67,9 @@ def test_two_trainers_train_publish_wait_and_stop_as_one(tmp_path):
         finally:
             trainers.kill()
             trainers.wait()
-        said = log.read_text()
-        assert said.count("trainer stopped") == 1  # rank 0 says it for all
-        assert said.count("trainer step step=1") == 1
+        log_text = log.read_text()
+        assert log_text.count("trainer stopped") == 1  # rank 0 says it for all
+        assert log_text.count("trainer step step=1") == 1
         manifest = json.loads((tmp_path / "out" / "step_2" / "trainer.json").read_text())
         assert (manifest["step"], manifest["num_ranks"]) == (2, 2)
         assert {"state-0-000.tensors", "state-1-000.tensors"} < manifest["sha256"].keys()

@@ -111,7 +111,7 @@ def test_loss_gradient_and_metrics_equal_the_reference(objective, variant, epoch
 
 
 def one_token(times: float, advantage: float, **settings: object) -> tuple[float, float, dict[str, float]]:
-    """Loss, gradient and metrics of one token of weight 1 whose probability became so many times what it was."""
+    """Loss, gradient and metrics of one token of weight 1 whose probability has changed by the factor `times`."""
     logprobs_L = torch.tensor([times]).log().requires_grad_()
     tokens = LossTokens(
         rollout_logprobs_L=torch.zeros(1),

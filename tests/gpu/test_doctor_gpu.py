@@ -19,9 +19,7 @@ def test_two_real_processes_share_the_memory_of_a_gpu(tmp_path: Path) -> None:
     assert check_cuda_sharing(trials, HostFacts({})).verdict == "ok"
 
 
-def test_expandable_segments_are_told_as_the_cause_where_they_break_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expandable_segments_are_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", env["PYTORCH_ALLOC_CONF"])
     check = check_cuda_sharing(try_sharing(tmp_path), HostFacts(env))

@@ -53,7 +53,7 @@ class Queues:
         return made, taken
 
     def share(self, env_id: int, batch_size: int, num_batches: int) -> float:
-        """The part of the sequences of so many batches that was this environment's."""
+        """This environment's share of the sequences of the next `num_batches` batches."""
         of_env: Counter[int | None] = Counter()
         for _ in range(num_batches):
             made, taken = self.next(batch_size)

@@ -397,8 +397,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert (run.current_step, run.trainer is None) == (model.step, model.batch_size is None)
         counts = self.store.counts()
         num = Counter(states.values())
-        told = {state: getattr(counts, state).groups for state in ("queued", "leased", "trained", "dropped", "dead")}
-        assert told == {state: num[state] for state in told}
+        counted = {state: getattr(counts, state).groups for state in ("queued", "leased", "trained", "dropped", "dead")}
+        assert counted == {state: num[state] for state in counted}
         assert counts.accepted_groups == len(model.groups)
         assert [env.groups_accepted for env in self.store.envs()] == [
             model.accepted_of_env.get(env_id, 0) for env_id in range(len(model.envs))

@@ -140,7 +140,7 @@ def test_a_reward_file_is_found_on_resume_from_another_folder(started: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"learning_rat": 1}, "unknown key 'learning_rat' in treadle.train()"),
         ({"host": "::1"}, "did you mean 'hub.host' or 'engine.host'?"),
@@ -155,10 +155,10 @@ def test_a_reward_file_is_found_on_resume_from_another_folder(started: Path, tmp
         ({"env": "arithmetics"}, "did you mean 'arithmetic'?"),
     ],
 )
-def test_mistakes_are_refused_before_a_run_folder_exists(started: Path, arguments, said: str) -> None:
+def test_mistakes_are_refused_before_a_run_folder_exists(started: Path, arguments, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         treadle.train(started, **arguments)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert not list(Path("runs").glob("2*"))
 
 
@@ -176,17 +176,17 @@ def test_what_is_for_one_environment_is_refused_with_several(started: Path, argu
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("before", "message"),
     [("pass", "WARNING env row_skipped place=rows.jsonl:1"), ("logging.basicConfig()", "WARNING:treadle")],
 )
-def test_warnings_are_shown_in_full_unless_logging_is_set_up(before: str, said: str) -> None:
+def test_warnings_are_shown_in_full_unless_logging_is_set_up(before: str, message: str) -> None:
     code = (
         f"import logging; {before}\nfrom treadle.log import get_logger, show_warnings\n"
         "show_warnings(); show_warnings(); get_logger('env').warning('row_skipped', place='rows.jsonl:1')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("row_skipped") == 1
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 def test_a_process_of_a_run_that_imports_the_script_starts_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

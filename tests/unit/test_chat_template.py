@@ -41,7 +41,7 @@ async def worker():
 def test_it_renders_what_transformers_renders():
     options = {"add_generation_prompt": True, "bos_token": "<s>", "thinking": True}
 
-    async def story():
+    async def scenario():
         async with worker() as made:
             for tools in (TOOLS, None):
                 values = {"messages": MESSAGES, "tools": tools, "documents": None, **options}
@@ -50,11 +50,11 @@ def test_it_renders_what_transformers_renders():
                 )
                 assert await made.render_async(LIKE_REAL_ONES, values) == expected
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "of processor time"),
         ("{{ 'x' * 5000000000 }}", "of memory"),
@@ -67,18 +67,18 @@ def test_it_renders_what_transformers_renders():
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages"),
     ],
 )
-def test_a_template_that_hits_a_limit_or_refuses_is_a_sentence(source, told):
-    async def story():
+def test_a_template_that_hits_a_limit_or_refuses_is_a_sentence(source, message):
+    async def scenario():
         async with worker() as made:
-            with pytest.raises(RequestError, match=told):
+            with pytest.raises(RequestError, match=message):
                 await made.render_async(source, {"messages": MESSAGES})
             assert await made.render_async("{{ messages[1].content }}", {"messages": MESSAGES}) == "7"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_conversations_at_once_get_their_own_answers_from_one_process():
-    async def story():
+    async def scenario():
         async with worker() as made:
             await made.render_async("", {})
             process = made._process
@@ -86,22 +86,22 @@ def test_conversations_at_once_get_their_own_answers_from_one_process():
             assert await asyncio.gather(*asked) == [str(number) for number in range(50)]
             assert made._process is process
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_caller_that_leaves_gets_nobody_elses_answer():
-    async def story():
+    async def scenario():
         async with worker() as made:
             left = asyncio.ensure_future(made.render_async("{% for a in range(99999) %}{{ a }}{% endfor %}", {}))
             await asyncio.sleep(0)
             left.cancel()
             assert await made.render_async("{{ 1 + 1 }}", {}) == "2"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_process_that_was_killed_is_started_again():
-    async def story():
+    async def scenario():
         async with worker() as made:
             assert await made.render_async("a", {}) == "a"
             os.kill(made._process.pid, 9)
@@ -109,7 +109,7 @@ def test_a_process_that_was_killed_is_started_again():
                 await made.render_async("a", {})
             assert await made.render_async("a", {}) == "a"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_its_process_ends_with_its_server():

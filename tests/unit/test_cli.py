@@ -70,18 +70,18 @@ def test_the_help_starts_with_usage_and_fits_on_two_screens(verb: str, capsys: p
     assert len(lines) < 80
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.endswith(("...", "…"))], "a help text is cut off"
-    told = re.fullmatch(rf"treadle {verb} --help-all lists all (\d+) flags\.", lines[-1])
-    assert told is not None
+    last_line = re.fullmatch(rf"treadle {verb} --help-all lists all (\d+) flags\.", lines[-1])
+    assert last_line is not None
     everything = help_of(verb, capsys, "--help-all")
     listed = re.findall(r"^  (?:-h, )?(--[a-z][\w.-]*)", everything, flags=re.MULTILINE)
-    assert len(listed) == int(told[1])
+    assert len(listed) == int(last_line[1])
     assert everything.startswith(f"usage: treadle {verb} {GUIDES[verb].usage}\n\n")
 
 
 def test_the_help_names_no_default_that_a_task_replaces(capsys: pytest.CaptureFixture[str]) -> None:
     """`treadle run` takes the task's own: 16 tokens for arithmetic, 2048 for gsm8k."""
-    said = " ".join(help_of("run", capsys).split())
-    assert "longest completion, in tokens (default: the task's own, else 512)" in said
+    help_text = " ".join(help_of("run", capsys).split())
+    assert "longest completion, in tokens (default: the task's own, else 512)" in help_text
     for module in (*catalogue._BUILT_IN.values(), *catalogue._OF_OTHERS.values()):
         importlib.import_module(module)
     replaced = {name for kind in catalogue._REGISTRY.values() for name in kind.defaults}
@@ -161,7 +161,7 @@ def test_a_value_that_cannot_be_right_names_its_flag() -> None:
     assert "--steps" in done.stderr
 
 
-def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

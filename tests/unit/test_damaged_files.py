@@ -73,19 +73,19 @@ def test_a_configuration_that_cannot_be_read_is_an_error(damage, suffix, tmp_pat
     file = tmp_path / f"run.{suffix}"
     file.write_text(json.dumps({"env": {"group_size": 8}}) if suffix != "toml" else "[env]\ngroup_size = 8")
     DAMAGES[damage](file)
-    code, said = ended_with(capsys, "env", "no-such-environment", "validate", "--config", str(file))
+    code, error_text = ended_with(capsys, "env", "no-such-environment", "validate", "--config", str(file))
     assert code == 2
     is_readable = damage == "empty" and suffix != "json"
-    assert ("unknown environment" if is_readable else str(file)) in said
+    assert ("unknown environment" if is_readable else str(file)) in error_text
 
 
 @pytest.mark.parametrize("section", ["env = 3", "train = [1]"])
 def test_a_section_that_holds_no_settings_is_an_error(section, tmp_path, capsys) -> None:
     (tmp_path / "run.toml").write_text(section)
     flags = ("--config", str(tmp_path / "run.toml"), "--env.task", "x", "--train.objective", "dapo")
-    code, said = ended_with(capsys, "run", *flags)
+    code, error_text = ended_with(capsys, "run", *flags)
     assert code == 2
-    assert "run.toml" in said
+    assert "run.toml" in error_text
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -94,8 +94,8 @@ def test_a_damaged_file_of_a_run_is_named_or_left_out_of_the_report(damage, run,
     for name, verbs in READ_BY.items():
         DAMAGES[damage](run / name)
         for verb in verbs:
-            code, said = ended_with(capsys, verb, str(run), *(["--once"] if verb == "top" else []))
-            assert code in ((2,) if name == "config.json" else (0, 2)), f"{verb}, {name}: {said}"
+            code, error_text = ended_with(capsys, verb, str(run), *(["--once"] if verb == "top" else []))
+            assert code in ((2,) if name == "config.json" else (0, 2)), f"{verb}, {name}: {error_text}"
         shutil.rmtree(run)
         shutil.copytree(whole, run)
 
@@ -108,8 +108,8 @@ def test_a_damaged_file_of_a_run_stops_resume_or_is_left_out(damage, name, run, 
 
     monkeypatch.setattr("treadle.launch.job.held_ports", stop_here)  # from here on nothing is read that a user names
     DAMAGES[damage](run / name)
-    code, said = ended_with(capsys, "run", "--resume", str(run), "--plain")
-    assert code in (2, 130), said
+    code, error_text = ended_with(capsys, "run", "--resume", str(run), "--plain")
+    assert code in (2, 130), error_text
 
 
 @pytest.mark.parametrize("verb", ["report", "top", "chat", "doctor", "run --resume"])
@@ -120,11 +120,11 @@ def test_every_verb_names_a_run_that_was_deleted(verb, path, run, tmp_path, caps
     (tmp_path / "a" / "file").write_text("")
     if verb == "chat" and not path.startswith("runs"):
         return  # it may be a model then, which a process of its own looks for
-    code, said = ended_with(capsys, *verb.split(), path)
+    code, error_text = ended_with(capsys, *verb.split(), path)
     assert code == 2
-    assert len(said.splitlines()) <= 2
-    assert said.startswith("treadle: ")
-    assert ("without ~" if path.startswith("~") else Path(path).name) in said
+    assert len(error_text.splitlines()) <= 2
+    assert error_text.startswith("treadle: ")
+    assert ("without ~" if path.startswith("~") else Path(path).name) in error_text
 
 
 def test_lines_of_metrics_that_are_not_utf8_are_left_out(run) -> None:

@@ -172,9 +172,9 @@ def test_nothing_is_merged_without_a_token_that_the_hub_takes(
         monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(export, "_write", lambda *_: pytest.fail("merged"))
     assert push(tmp_path, name) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert "  -> " in said
+    error_text = capsys.readouterr().err
+    assert says in error_text
+    assert "  -> " in error_text
     assert not hub.repos
 
 

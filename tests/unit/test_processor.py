@@ -35,6 +35,6 @@ def test_bf16_is_for_processors_that_multiply_it(cpuinfo, text, dtype):
     assert processor.fast_dtype("cuda:0") == "bfloat16"
 
 
-def test_a_processor_of_which_nothing_is_told_computes_in_float32(cpuinfo):
+def test_an_unknown_processor_computes_in_float32(cpuinfo):
     assert processor.fast_dtype("cpu") == "float32"
     assert processor.fast_dtype("mps") == "bfloat16"

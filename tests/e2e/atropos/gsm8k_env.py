@@ -78,17 +78,17 @@ class GSM8kEnv(BaseEnv):
                 temperature=1.0,
             )
             nodes = managed.get_state()["nodes"]
-        said = [choice.message.content for choice in answer.choices]
-        return self.score(item, list(zip(said, nodes, strict=True))), []
+        reply = [choice.message.content for choice in answer.choices]
+        return self.score(item, list(zip(reply, nodes, strict=True))), []
 
     def score(self, item: dict[str, str], answered: list[tuple[str, Any]]) -> ScoredDataGroup | None:
         random.shuffle(answered)
         kept = [
-            (said, node)
-            for said, node in answered
+            (reply, node)
+            for reply, node in answered
             if sum(token != -100 for token in node.masked_tokens) >= FEWEST_TRAINED_TOKENS
         ]
-        scores = [1.0 if is_right(said, item) else -1.0 for said, _ in kept]
+        scores = [1.0 if is_right(reply, item) else -1.0 for reply, _ in kept]
         if scores and all(score == 1.0 for score in scores):
             scores = [self.shortness(len(node.tokens)) for _, node in kept]
         if len(set(scores)) < 2:
@@ -134,9 +134,9 @@ def conversation(item: dict[str, str]) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item["question"]}]
 
 
-def is_right(said: str, item: dict[str, str]) -> bool:
+def is_right(reply: str, item: dict[str, str]) -> bool:
     gold = item["answer"].split("#")[-1].strip().replace(",", "")
-    _, _, final = said.rpartition("</think>")
+    _, _, final = reply.rpartition("</think>")
     answer = parse(final, extraction_config=[BOXED_LATEX], extraction_mode="first_match")
     return verify(answer, parse(f"\\boxed{{{gold}}}", extraction_mode="first_match"))
 

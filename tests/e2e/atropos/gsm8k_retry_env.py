@@ -22,12 +22,12 @@ class GSM8kRetryEnv(GSM8kEnv):
     async def talk(self, item: dict[str, str]) -> tuple[str, Any]:
         messages = conversation(item)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            said = await self.ask(managed, messages)
-            if not is_right(said, item):
-                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": CORRECTION}]
-                said = await self.ask(managed, messages)
+            reply = await self.ask(managed, messages)
+            if not is_right(reply, item):
+                messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": CORRECTION}]
+                reply = await self.ask(managed, messages)
             (node,) = managed.get_state()["nodes"]
-        return said, node
+        return reply, node
 
     async def ask(self, managed: Any, messages: list[dict[str, str]]) -> str:
         answer = await managed.chat_completion(

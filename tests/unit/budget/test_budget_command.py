@@ -211,8 +211,8 @@ def test_every_command_that_plan_prints_is_taken(question: str, tmp_path: Path, 
         words = [word for word in shlex.split(command) if not word.startswith("CUDA_VISIBLE_DEVICES=")]
         parsed = doc_commands.treadle_words(words)
         assert parsed is not None, command
-        code, said = doc_commands.parse(parsed, monkeypatch, capsys)
-        assert not code, (command, said)
+        code, output = doc_commands.parse(parsed, monkeypatch, capsys)
+        assert not code, (command, output)
         assert "--world-size" not in command  # torchrun says how many there are
     for offer in answer["suggestions"]:
         code, printed, complained = plan(capsys, *asked, *shlex.split(offer["flags"]), "--json")

@@ -1,4 +1,4 @@
-"""TOML and flags become one frozen value; what is wrong is told in words."""
+"""Load TOML files and flags into one frozen value; errors name the problem and the fix."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_a_file_takes_every_spelling_that_flags_take(name: str, tmp_path: Path, 
     run = load_run(tmp_path / name, {"train.lr": "2e-3"})
     assert (run.model, run.steps, run.train.lr, run.train.batch_size) == ("m", 3, 2e-3, 16)
     assert (run.train.hub_url, run.train.metrics_file, run.env.max_age) == ("h", None, 2)
-    told = capsys.readouterr().err
-    assert f"{name}: 'train.benchmark' has no effect: every step is timed" in told
-    assert f"{name}: 'env.tokenizer_name' has no effect: " in told
+    warnings = capsys.readouterr().err
+    assert f"{name}: 'train.benchmark' has no effect: every step is timed" in warnings
+    assert f"{name}: 'env.tokenizer_name' has no effect: " in warnings
 
 
 def test_two_spellings_of_one_setting_are_refused_in_every_file(tmp_path: Path) -> None:

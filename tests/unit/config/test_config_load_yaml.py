@@ -1,4 +1,4 @@
-"""YAML as Atropos' environments take it: their spellings are understood, what has no effect is told, no key is lost."""
+"""YAML files of Atropos' environments: spellings are accepted, keys without effect are reported, none is ignored."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_has_no_effect_is_named_and_passed_over(tmp_path: Path, capsys: pyt
         "openai:\n  num_requests_for_eval: 256\nslurm: false\ntesting: true\n",
     )
     assert run == RunConfig(env=EnvConfig(group_size=4))
-    told = capsys.readouterr().err
+    warnings = capsys.readouterr().err
     for key in (
         "env.tokenizer_name",
         "env.include_messages",
@@ -97,8 +97,8 @@ def test_what_has_no_effect_is_named_and_passed_over(tmp_path: Path, capsys: pyt
         "openai.num_requests_for_eval",
         "slurm",
     ):
-        assert f"env.yaml: '{key}' has no effect: " in told
-    assert len(told.splitlines()) == 6
+        assert f"env.yaml: '{key}' has no effect: " in warnings
+    assert len(warnings.splitlines()) == 6
 
 
 @pytest.mark.parametrize("word", ["None", '"None"', "null", "~", ""])

@@ -157,7 +157,7 @@ def test_evaluations_are_read_and_a_file_that_is_none_is_left_out(tmp_path: Path
     assert [(one.step, one.low, one.high) for one in RunFolder(tmp_path).held_out()] == [(10, 0.4, 0.6)]
 
 
-def test_what_the_trainer_found_unhealthy_is_told_until_it_is_long_ago(tmp_path: Path):
+def test_health_warnings_of_recent_steps_are_shown(tmp_path: Path):
     for step in (12, 40):
         HealthFile(tmp_path / HEALTH_FILE).write(step, "mean_kl 0.61")
     assert RunFolder(tmp_path).health(since_step=30) == ["step 40: mean_kl 0.61"]

@@ -48,6 +48,8 @@ def test_fewer_messages_or_advantages_than_rollouts_are_taken_as_they_are():
 
 
 def test_messages_are_sent_only_where_tokens_cannot_be_read(decoder: TokenDecoder):
-    told = [[{"role": "user", "content": "?"}]]
-    assert view_rollouts(group([[2, 2]], messages=told), decoder)[0].messages is None
-    assert view_rollouts(group([[2, 2]], messages=told), TokenDecoder(None))[0].messages == told[0]
+    messages_of_all = [[{"role": "user", "content": "?"}]]
+    assert view_rollouts(group([[2, 2]], messages=messages_of_all), decoder)[0].messages is None
+    assert (
+        view_rollouts(group([[2, 2]], messages=messages_of_all), TokenDecoder(None))[0].messages == messages_of_all[0]
+    )

@@ -134,8 +134,8 @@ def test_only_a_trained_group_has_the_trainers_token_values(client: TestClient):
         trained = [place for place, is_trained in enumerate(rollout["is_trained"]) if is_trained]
         expected = {round(2 * rollout["advantage"], 3)} if rollout["advantage"] else {0.0}
         assert {round(rollout["trained_advantages"][place], 3) for place in trained} == expected
-        told = [rollout["differences"][place] for place in trained]
-        assert all(isinstance(one, float) for one in told) == (rollout["advantage"] != 0)
+        differences = [rollout["differences"][place] for place in trained]
+        assert all(isinstance(one, float) for one in differences) == (rollout["advantage"] != 0)
         assert rollout["differences"][0] is None
     waiting = groups_of(client, state="queued")[0]
     view = client.get(f"/dash/api/groups/{waiting['id']}").json()
@@ -152,7 +152,7 @@ def test_a_search_finds_the_text_says_how_far_it_came_and_goes_on_there(client: 
     assert (rest["hits"], rest["num_searched"], rest["go_on_before"]) == ([], 100, None)
 
 
-def test_now_is_told_in_words_and_the_processes_are_listed(client: TestClient):
+def test_the_state_is_a_sentence_and_the_processes_are_listed(client: TestClient):
     now = client.get("/dash/api/now").json()
     result = "held-out accuracy 0.0 % → 80.0 % (75.0 to 85.0, 95 % interval)"
     assert (now["standing"], now["words"]) == ("complete", [f"all {NUM_STEPS} steps are trained", result])

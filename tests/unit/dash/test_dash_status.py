@@ -35,13 +35,13 @@ def test_a_missing_batch_is_explained_with_the_engines_activity():
     ]
 
 
-def test_a_step_in_training_is_told_with_its_time():
+def test_a_step_in_training_is_shown_with_its_time():
     assert in_words(with_(leased_step=17, leased_s=75.0)) == ["step 17 has been in training for 1 min 15 s"]
 
 
 def test_before_the_first_batch_nothing_is_said_of_a_time():
-    told = in_words(with_(step=0, leased_step=None, leased_s=None, trained_s=None))
-    assert told == ["no batch yet: waiting for 2 more groups of gsm8k"]
+    sentences = in_words(with_(step=0, leased_step=None, leased_s=None, trained_s=None))
+    assert sentences == ["no batch yet: waiting for 2 more groups of gsm8k"]
 
 
 def test_a_hub_without_a_trainer_says_so():

@@ -55,11 +55,11 @@ def rows() -> list[object]:
 def test_a_line_of_the_guides_is_taken_as_the_page_says(line, here, tmp_path, monkeypatch, capsys):
     places(tmp_path, monkeypatch)
     words = [*swap(line), *(["--engine", "vllm"] if here.startswith("works with vLLM") else [])]
-    code, said = parse(words, monkeypatch, capsys)
+    code, output = parse(words, monkeypatch, capsys)
     if here.startswith("says: "):
         assert code == 2
-        assert re.findall(r"`([^`]+)`", here)[0] in said
+        assert re.findall(r"`([^`]+)`", here)[0] in output
     else:
-        assert code in (0, None), said
-        notes = {note.partition(": ")[2] for note in said.splitlines()}
+        assert code in (0, None), output
+        notes = {note.partition(": ")[2] for note in output.splitlines()}
         assert notes == {text for text in re.findall(r"`([^`]+)`", here) if "has no effect" in text}

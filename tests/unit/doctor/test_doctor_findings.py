@@ -383,13 +383,13 @@ def test_no_word_is_broken_on_a_terminal_of_80_columns() -> None:
     assert set(words.split()) <= set(out.getvalue().split())
 
 
-TOLD_BY_OTHERS = frozenset({
+MESSAGES_OF_OTHERS = frozenset({
     "Cannot re-initialize CUDA in forked subprocess", "CUDA out of memory", "Too many open files", "pidfd_getfd",
     "operator torchvision::nms does not exist",
 })  # fmt: skip
 
 
-def test_every_message_that_the_docs_quote_is_one_of_ours() -> None:
+def test_every_message_that_the_docs_quote_is_in_the_source() -> None:
     """What stands between backquotes after "You see", and in the table of /v1/explain; `...` stands for anything."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     seen = re.findall(r"\*\*You see\*\*(.*?)\n- \*\*", page, re.DOTALL) + re.findall(r"(?m)^\| (`.*?`) \|", page)
@@ -398,7 +398,7 @@ def test_every_message_that_the_docs_quote_is_one_of_ours() -> None:
     files = [file for file in (ROOT / "src" / "treadle").rglob("*.py") if file.parent.name != "doctor"]
     sources = " ".join(file.read_text() for file in files)
     sources = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # a message that goes on in the next line
-    known = {*TOLD_BY_OTHERS, describe_exit(-9), f"{ALIGNMENT}: MISMATCH!", "POST /generate"}
+    known = {*MESSAGES_OF_OTHERS, describe_exit(-9), f"{ALIGNMENT}: MISMATCH!", "POST /generate"}
     for text in quoted:
         for part in re.split(r"\.\.\.|\d+|s for ", text):
             assert text in known or part.strip(" ;:,()") in sources, f"nothing says {text!r}"

@@ -87,11 +87,11 @@ def test_a_terminal_shows_what_is_being_tried_and_nothing_else_does(words: tuple
     finally:
         os.close(theirs)
     with os.fdopen(ours, "rb", buffering=0) as terminal:
-        said = b""
+        received = b""
         with contextlib.suppress(OSError):  # how a terminal tells that nobody is at its other end
             while part := terminal.read(4096):
-                said += part
-    assert (b"asking the hub at http://127.0.0.1:1" in said) == is_reported
+                received += part
+    assert (b"asking the hub at http://127.0.0.1:1" in received) == is_reported
     assert "asking the hub" not in done.stdout
     assert doctor("--hub", "http://127.0.0.1:1", *words).stderr == ""
 

@@ -172,8 +172,8 @@ def test_a_capture_out_of_memory_is_retried(folder, caplog, is_direct):
     records.cache = engine._cache
     assert [t for t, _ in generate(engine)] == [t for t, _ in generate(engine_that(None, folder))]
     assert sum(records.replays) > 20
-    said = [r.treadle_fields["reason"] for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
-    assert said == ["out of memory"] * 2
+    logged = [r.treadle_fields["reason"] for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
+    assert logged == ["out of memory"] * 2
 
 
 def cannot(work):
@@ -181,8 +181,8 @@ def cannot(work):
 
 
 def logged_reason(caplog):
-    (said,) = [r for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
-    return said.treadle_fields["reason"]
+    (logged,) = [r for r in caplog.records if r.getMessage() == "cuda_graph_not_captured"]
+    return logged.treadle_fields["reason"]
 
 
 def test_what_cannot_be_captured_is_decoded_step_by_step(folder, caplog):

@@ -67,17 +67,17 @@ def byte_fallback_text(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said", "expected"),
+    ("prompt", "completion", "expected"),
     [
         ("字", [1], " word"),
         ("汉字", [1], " word"),  # the last four tokens begin in the middle of a character
         ("字", [2 + 0xE6, 1], "\ufffd word"),
     ],
 )
-def test_bytes_of_a_prompt_are_not_repeated(byte_fallback_text, prompt, said, expected):
+def test_bytes_of_a_prompt_are_not_repeated(byte_fallback_text, prompt, completion, expected):
     before = [0, *(2 + byte for byte in prompt.encode())]
-    assert byte_fallback_text.decode_after(before, said) == expected
-    assert "".join(streamed_pieces(byte_fallback_text, said, before=before)[0]) == expected
+    assert byte_fallback_text.decode_after(before, completion) == expected
+    assert "".join(streamed_pieces(byte_fallback_text, completion, before=before)[0]) == expected
 
 
 def streamed_pieces(text, token_ids, stop=(), before=()):

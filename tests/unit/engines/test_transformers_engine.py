@@ -83,7 +83,7 @@ def test_a_restart_loads_saved_weights_and_an_adapter(server, folder, tmp_path):
         (trained / file).unlink()  # a trainer need not save them again
     adapter = write_adapter(trained, tmp_path / "step_4", 1)
 
-    async def story():
+    async def scenario():
         running = asyncio.ensure_future(server.generate(ask(max_tokens=200)))
         await asyncio.sleep(0.05)
         await server.restart(trained, adapter, 4)
@@ -96,7 +96,7 @@ def test_a_restart_loads_saved_weights_and_an_adapter(server, folder, tmp_path):
         await server.unload_adapter("step_4")
         check(await server.generate(ask()), trained)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert server.facts.folder == trained
 
 
@@ -111,7 +111,7 @@ def write_liar(folder, path):
 def test_a_wrong_rank_is_refused_and_the_serving_adapter_stays(server, folder, tmp_path):
     good, liar = write_adapter(folder, tmp_path / "good", 1), write_liar(folder, tmp_path / "liar")
 
-    async def story():
+    async def scenario():
         await server.load_adapter("good", good, 1)
         with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.load_adapter("liar", liar, 2)
@@ -120,7 +120,7 @@ def test_a_wrong_rank_is_refused_and_the_serving_adapter_stays(server, folder, t
         assert [adapter.name for adapter in server.adapters()] == ["good"]
         check(await server.generate(ask()), folder, good)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("read", [read_adapter_header, read_adapter])
@@ -150,18 +150,18 @@ def test_a_restart_with_an_adapter_that_does_not_fit_changes_nothing(server, fol
     trained = write_tiny_model(tmp_path / "trained", seed=9)
     liar = write_liar(folder, tmp_path / "liar")
 
-    async def story():
+    async def scenario():
         with pytest.raises(RequestError, match="liar does not fit its own settings"):
             await server.restart(trained, liar, 3)
         assert (await server.status()).policy_version == 0
         assert server.facts.folder == folder
         check(await server.generate(ask()), folder)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_single_token_request_does_not_wait_for_a_full_batch(server):
-    async def story():
+    async def scenario():
         many = [asyncio.ensure_future(server.generate(ask(seed, max_tokens=200))) for seed in range(16)]
         while (await server.status()).num_running < 8:
             await asyncio.sleep(0.01)
@@ -169,7 +169,7 @@ def test_a_single_token_request_does_not_wait_for_a_full_batch(server):
         assert not any(task.done() for task in many)
         await asyncio.gather(*many)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_an_engine_that_stays_failed_ends_its_process(server):
@@ -182,7 +182,7 @@ def test_an_engine_that_stays_failed_ends_its_process(server):
         on_death=lambda: ended.append("process"),
     )
 
-    async def story():
+    async def scenario():
         async with life():
             await asyncio.sleep(2.5 * POLL_S)
             assert ended == []
@@ -192,7 +192,7 @@ def test_an_engine_that_stays_failed_ends_its_process(server):
             await asyncio.sleep(2.5 * POLL_S)
         assert ended == ["process"]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_model_that_is_an_adapter_serves_from_the_start(folder, tmp_path):
@@ -204,12 +204,12 @@ def test_a_model_that_is_an_adapter_serves_from_the_start(folder, tmp_path):
     server, waits = TransformersEngine(config, folder), Waits()
     life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
-    async def story():
+    async def scenario():
         async with life():
             check(await server.generate(ask()), folder, adapter)
             assert (await server.status()).policy_version == 1, "no run begins on it"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert split_adapter(config) == (config, None)
 
 
@@ -220,12 +220,12 @@ def test_an_adapter_of_another_model_ends_the_engine_with_the_reason(folder, tmp
     server, waits = TransformersEngine(config, folder), Waits()
     life = EngineLifespan(server, EngineWatcher(waits, 300.0), Watchdog("engine", "engine", waits), found)
 
-    async def story():
+    async def scenario():
         async with life():
             pytest.fail("it serves")
 
     with pytest.raises(RequestError):
-        asyncio.run(story())
+        asyncio.run(scenario())
     assert "was made for" in str(life.adapter_error)
 
 
@@ -234,7 +234,7 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
     shutil.copytree(folder, broken)
     (broken / "model.safetensors").write_bytes(b"torn")
 
-    async def story():
+    async def scenario():
         before = await server.fingerprints(0)
         with pytest.raises(RequestError, match=r"model\.safetensors is damaged"):
             await server.restart(broken, None, 3)
@@ -242,7 +242,7 @@ def test_a_restart_from_a_broken_model_changes_nothing(server, folder, tmp_path)
         check(await server.generate(ask()), folder)
         assert (await server.status()).policy_version == 0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_failed_reload_holds_the_engine_until_a_complete_one(server, folder, monkeypatch):
@@ -251,7 +251,7 @@ def test_a_failed_reload_holds_the_engine_until_a_complete_one(server, folder, m
         weights[name].data.copy_(value + 1)
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    async def story():
+    async def scenario():
         with monkeypatch.context() as patched:
             patched.setattr(transformers_engine, "write_weights", write_some)
             with pytest.raises(EngineError, match="taken over in part: CUDA error"):
@@ -266,13 +266,13 @@ def test_a_failed_reload_holds_the_engine_until_a_complete_one(server, folder, m
         assert (await waiting).completions[0].policy_versions == [1]
         check(await waiting, folder)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_requests_for_different_adapters_run_in_order(server, folder, tmp_path):
     adapters = {name: write_adapter(folder, tmp_path / name, i) for i, name in enumerate(("a", "b"))}
 
-    async def story():
+    async def scenario():
         for name, path in adapters.items():
             assert (await server.load_adapter(name, path, None)).rank == 4
         names = ["a", None, "b", "a", "b", None]
@@ -280,13 +280,13 @@ def test_requests_for_different_adapters_run_in_order(server, folder, tmp_path):
         for name, generation in zip(names, await asyncio.gather(*asked), strict=True):
             check(generation, folder, adapters.get(name))
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_many_swaps_of_the_policys_adapter_under_load(server, folder, tmp_path):
     paths = [write_adapter(folder, tmp_path / f"v{i}", i) for i in range(3)]
 
-    async def story():
+    async def scenario():
         answers, is_over = [], asyncio.Event()
 
         async def client(seed):
@@ -304,7 +304,7 @@ def test_many_swaps_of_the_policys_adapter_under_load(server, folder, tmp_path):
         assert [a.name for a in server.adapters()] == ["v19", "v20"]
         return answers
 
-    answers = asyncio.run(story())
+    answers = asyncio.run(scenario())
     versions = {generation.completions[0].policy_versions[0] for generation in answers}
     assert len(versions) > 5
     for generation in answers[:: max(1, len(answers) // 25)]:
@@ -315,7 +315,7 @@ def test_many_swaps_of_the_policys_adapter_under_load(server, folder, tmp_path):
 def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, folder, tmp_path):
     path = write_adapter(folder, tmp_path / "a", 1)
 
-    async def story():
+    async def scenario():
         before = await server.fingerprints(0)
         await server.load_adapter("a", path, 1)
         await server.generate(ask())
@@ -326,19 +326,19 @@ def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, fol
         assert await server.fingerprints(0) == {n: fingerprint(p, 0) for n, p in own.named_parameters()}
         check(await server.generate(ask()), other, path)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_without_the_flag_no_adapter_is_taken(config, folder, tmp_path):
     server = TransformersEngine(config.model_copy(update={"enable_lora": False}), folder)
 
-    async def story():
+    async def scenario():
         with pytest.raises(EngineError, match="takes no adapters") as error:
             await server.load_adapter("a", tmp_path, 1)
         assert error.value.fix == "start it with --enable-lora"
         await server.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_dead_engine_is_not_healthy(server, config):
@@ -362,7 +362,7 @@ def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_pa
     attention = write_adapter(folder, tmp_path / "attention", 1)
     wide = write_adapter(folder, tmp_path / "wide", 2, targets=["o_proj", "gate_proj", "q_proj"])
 
-    async def story():
+    async def scenario():
         await server.load_adapter("attention", attention, None)
         await server.load_adapter("wide", wide, None)
         check(await server.generate(ask()), folder)
@@ -374,7 +374,7 @@ def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_pa
         check(await server.generate(ask()), folder)
         check(await server.generate(ask(adapter="again")), folder, wide)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_requests_may_use_the_served_model_name(config, folder, server):
@@ -408,7 +408,7 @@ def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, fol
         adapters._model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
         raise RequestError("refused, and too late")
 
-    async def story():
+    async def scenario():
         with monkeypatch.context() as patched:
             patched.setattr(lora.LoraAdapters, "_inject", inject)
             with pytest.raises(EngineError, match=r"changed the model's own weights, model\.layers\.1\.mlp\.up_proj"):
@@ -419,7 +419,7 @@ def test_a_load_that_changes_the_models_own_weights_stops_the_engine(server, fol
         await server.restart(folder, None, 2)
         check(await server.generate(ask()), folder)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_no_pattern_of_an_adapter_is_run_over_the_models_names(server, folder, tmp_path):
@@ -429,12 +429,12 @@ def test_no_pattern_of_an_adapter_is_run_over_the_models_names(server, folder, t
     plain, slow = file.read_text(), "(([a-z0-9._]+)+)+!"
     file.write_text(json.dumps(json.loads(plain) | {"target_modules": slow, "exclude_modules": slow}))
 
-    async def story():
+    async def scenario():
         await server.load_adapter("a", adapter, 1)
         file.write_text(plain)  # for PEFT, which runs them
         check(await server.generate(ask()), folder, adapter)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("is_missing", ["lora_A", "lora_B", "lora_"])

@@ -102,15 +102,15 @@ def test_a_stop_during_the_start_ends_the_wait_at_once(tmp_path, capfd):
     scratch.mkdir()
     place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
     server = ServerProcess(ServerCommand((sys.executable, "-c", DEAF_SERVER), os.environ), place)
-    said = ""
+    output = ""
 
     def has_said_its_pid():
-        nonlocal said
-        said += capfd.readouterr().err
-        return "vllm | pid " in said and said.endswith("\n")
+        nonlocal output
+        output += capfd.readouterr().err
+        return "vllm | pid " in output and output.endswith("\n")
 
     wait_until(has_said_its_pid)
-    pid = int(said.rsplit(maxsplit=1)[-1])
+    pid = int(output.rsplit(maxsplit=1)[-1])
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(server.wait_until_ready, 600)
         stopping = pool.submit(server.stop)
@@ -175,12 +175,12 @@ def test_start_progress_is_reported_and_logged_once_per_bar(tmp_path, capfd):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     place = ServerResources(port=free_port(), api_key="k", scratch=scratch, cache=tmp_path)
-    progress, said = [], ""
+    progress, output = [], ""
 
     def is_ready():
-        nonlocal said
-        said += capfd.readouterr().err
-        return "vllm | ready" in said
+        nonlocal output
+        output += capfd.readouterr().err
+        return "vllm | ready" in output
 
     server = ServerProcess(
         ServerCommand((sys.executable, "-c", SERVER_WITH_BARS), os.environ), place, lambda *bar: progress.append(bar)
@@ -191,7 +191,7 @@ def test_start_progress_is_reported_and_logged_once_per_bar(tmp_path, capfd):
         server.stop()
     shards, graphs = "loading safetensors checkpoint shards", "capturing CUDA graphs (FULL)"
     assert progress == [(what, done, 2) for what in (shards, graphs) for done in range(3)]
-    assert [line.count("100%") for line in said.splitlines() if "%" in line] == [1, 1]
+    assert [line.count("100%") for line in output.splitlines() if "%" in line] == [1, 1]
 
 
 def request(**changes):
@@ -212,15 +212,15 @@ def no_text(_prompt, _token_ids):
 
 
 def test_every_sampling_field_is_set():
-    said = ordered(
+    output = ordered(
         request(sampling=SamplingParams(0.5, 0.9, 7, 0.1), stop=("x",), stop_ids=frozenset({9}), seed=2**64 - 1)
     )
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.0, "n": 2}
-    assert said.sampling.items() >= expected.items()
-    assert said.sampling["stop"] == ["x"]
-    assert said.sampling["stop_token_ids"] == [1, 9]
-    assert 0 <= said.sampling["seed"] < 2**63
-    assert (said.prompt_ids, said.cache_salt) == ([5, 6], "v3")
+    assert output.sampling.items() >= expected.items()
+    assert output.sampling["stop"] == ["x"]
+    assert output.sampling["stop_token_ids"] == [1, 9]
+    assert 0 <= output.sampling["seed"] < 2**63
+    assert (output.prompt_ids, output.cache_salt) == ([5, 6], "v3")
     assert sampling(request(ignore_eos=True, stop_ids=frozenset({9})))["stop_token_ids"] == [9]
 
 
@@ -320,7 +320,7 @@ def test_unloading_the_serving_adapter_restores_the_base_model():
 
 
 def test_a_change_that_fails_after_its_client_left_is_logged(caplog):
-    async def story():
+    async def scenario():
         may_fail = asyncio.Event()
 
         async def change():
@@ -338,5 +338,5 @@ def test_a_change_that_fails_after_its_client_left_is_logged(caplog):
         gc.collect()
         return strays
 
-    assert asyncio.run(story()) == []
+    assert asyncio.run(scenario()) == []
     assert [record.message for record in caplog.records] == ["change_failed"]

@@ -94,8 +94,8 @@ def rolled(tmp_path, program, *, num_rollouts=1, **more):
 
 def test_each_rollout_is_a_run_of_the_program_with_the_score_that_it_posts(tmp_path):
     program = """
-said = ask(*item["messages"])
-post(os.environ["TREADLE_SCORE_URL"], score=float(said == item["answer"]), parts={"hinted": len(item["metadata"])})
+reply = ask(*item["messages"])
+post(os.environ["TREADLE_SCORE_URL"], score=float(reply == item["answer"]), parts={"hinted": len(item["metadata"])})
 """
     rollouts = rolled(tmp_path, program, num_rollouts=2)
     assert [(rollout.score.reward, rollout.score.is_right) for rollout in rollouts] == [(1.0, True)] * 2
@@ -109,7 +109,7 @@ def test_without_a_score_the_rewards_judge_the_last_reply(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
         ('ask(*item["messages"])', "without posting a score"),
         ('ask(*item["messages"]); print("I am lost"); sys.exit(3)', "exited 3; it last printed: I am lost"),
@@ -117,10 +117,10 @@ def test_without_a_score_the_rewards_judge_the_last_reply(tmp_path):
         ("post(os.environ['OPENAI_BASE_URL'] + '/nowhere')", "HTTP Error 404"),
     ],
 )
-def test_an_agent_that_fails_marks_its_own_rollout_and_says_why(tmp_path, program, said):
+def test_an_agent_that_fails_marks_its_own_rollout_and_says_why(tmp_path, program, message):
     (rollout,) = rolled(tmp_path, program)
     assert rollout.score.reward is None
-    assert said in rollout.score.error
+    assert message in rollout.score.error
 
 
 def test_an_agent_that_takes_too_long_marks_its_own_rollout(tmp_path):
@@ -299,20 +299,20 @@ def test_a_session_that_never_gets_its_score_is_marked_and_not_its_group(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [({"comand": "x"}, "comand"), ({"port": "high"}, "port"), ({"rewards": ["exact_mach"]}, "exact_m")],
 )
-def test_settings_that_cannot_be_right_are_refused(args, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_cannot_be_right_are_refused(args, message):
+    with pytest.raises(ConfigError, match=message):
         load_environment(EnvConfig(name="agent", data="rows.jsonl", args=args))
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [("python 'x", "No closing quotation"), ("   ", "names no program"), ([""], "names no program"), ("a\0b", "zero")],
 )
-def test_a_command_that_is_none_is_refused(command, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_command_that_is_none_is_refused(command, message):
+    with pytest.raises(ConfigError, match=message):
         load_environment(EnvConfig(name="agent", data="rows.jsonl", args={"command": command}))
 
 

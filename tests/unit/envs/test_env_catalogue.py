@@ -72,16 +72,16 @@ def test_a_module_beside_the_file_is_not_to_be_installed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "line"),
+    ("text", "cause", "line"),
     [
         ("import json\n\nROWS = json.loads('oops')\n", "JSONDecodeError: Expecting value", 3),
         ("def f():\n    return 1 / 0\n\n\nf()\n", "ZeroDivisionError: division by zero", 2),
         ("import sys\n\nsys.exit(3)\n", "SystemExit: 3", 3),
     ],
 )
-def test_whatever_else_fails_is_reported_with_the_users_own_line(tmp_path, text, said, line):
+def test_whatever_else_fails_is_reported_with_the_users_own_line(tmp_path, text, cause, line):
     error = refusal(tmp_path / "bad.py", text)
-    assert error.message.startswith(f"{tmp_path}/bad.py cannot be loaded: {said}")
+    assert error.message.startswith(f"{tmp_path}/bad.py cannot be loaded: {cause}")
     assert error.fix == f"correct {tmp_path}/bad.py:{line}"
 
 

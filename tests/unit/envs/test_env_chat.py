@@ -43,7 +43,7 @@ class Script:
         return EngineResult([Completion(ids, [-0.25] * len(ids), text, reason, len(self.prompts))], 0.5)
 
 
-def scene(tmp_path, *says, template=CHAT_TEMPLATE, cut_off=False, **sampling):
+def engine_and_model(tmp_path, *says, template=CHAT_TEMPLATE, cut_off=False, **sampling):
     tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path / "model", template))
     engine = Script(tokenizer, list(says), cut_off)
     return engine, Model(
@@ -62,7 +62,7 @@ def trained_text(model, transcript):
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, FORGETFUL])
 def test_every_turn_is_kept_as_it_was_sampled(tmp_path, template):
     first = "<think>hm</think>call"
-    engine, model = scene(tmp_path, first, "four", template=template)
+    engine, model = engine_and_model(tmp_path, first, "four", template=template)
 
     async def talk():
         chat = model.chat([USER])
@@ -85,7 +85,7 @@ def test_every_turn_is_kept_as_it_was_sampled(tmp_path, template):
 
 
 def test_a_turn_that_was_cut_off_is_ended_for_the_model_untrained(tmp_path):
-    _, model = scene(tmp_path, "one two", "three", cut_off=True)
+    _, model = engine_and_model(tmp_path, "one two", "three", cut_off=True)
 
     async def talk():
         chat = model.chat([USER])
@@ -101,7 +101,7 @@ def test_a_turn_that_was_cut_off_is_ended_for_the_model_untrained(tmp_path):
 
 
 def test_turns_draw_different_numbers_and_replies_fit_into_the_sequence(tmp_path):
-    engine, model = scene(tmp_path, "a", "b", longest_sequence=150, max_tokens=100)
+    engine, model = engine_and_model(tmp_path, "a", "b", longest_sequence=150, max_tokens=100)
 
     async def talk():
         chat = model.chat([USER])
@@ -120,7 +120,7 @@ def test_turns_draw_different_numbers_and_replies_fit_into_the_sequence(tmp_path
 
 
 def test_every_chat_that_sampled_something_is_a_sequence(tmp_path):
-    _, model = scene(tmp_path, "a", "b")
+    _, model = engine_and_model(tmp_path, "a", "b")
 
     async def talk():
         for _ in range(2):
@@ -133,7 +133,7 @@ def test_every_chat_that_sampled_something_is_a_sequence(tmp_path):
 
 
 def test_the_model_does_not_speak_twice(tmp_path):
-    _, model = scene(tmp_path, "a", "b")
+    _, model = engine_and_model(tmp_path, "a", "b")
 
     async def talk():
         chat = model.chat([USER])
@@ -146,7 +146,7 @@ def test_the_model_does_not_speak_twice(tmp_path):
 
 def test_a_template_that_drops_earlier_turns_is_refused(tmp_path):
     only_last = "{{ messages[-1].content }}{% if add_generation_prompt %}:{% endif %}"
-    _, model = scene(tmp_path, "a", "b", template=only_last)
+    _, model = engine_and_model(tmp_path, "a", "b", template=only_last)
 
     async def talk():
         chat = model.chat([USER])
@@ -159,7 +159,7 @@ def test_a_template_that_drops_earlier_turns_is_refused(tmp_path):
 
 
 def test_without_a_template_turns_are_lines(tmp_path):
-    _, model = scene(tmp_path, "a", "b", template=None, cut_off=True)
+    _, model = engine_and_model(tmp_path, "a", "b", template=None, cut_off=True)
 
     async def talk():
         chat = model.chat([USER])
@@ -173,6 +173,6 @@ def test_without_a_template_turns_are_lines(tmp_path):
 
 def test_tools_are_described_by_the_template(tmp_path):
     template = "{% if tools %}Tools: {{ tools[0].name }}\n{% endif %}" + CHAT_TEMPLATE
-    engine, model = scene(tmp_path, "a", template=template)
+    engine, model = engine_and_model(tmp_path, "a", template=template)
     asyncio.run(model.chat([USER], tools=[{"name": "add"}]).ask())
     assert model.tokenizer.decode(engine.prompts[0], skip_special_tokens=False).startswith("Tools: add\n")

@@ -47,8 +47,8 @@ def test_templates_get_the_special_tokens_and_functions_of_transformers(tmp_path
     {%- endfor %}
     {{- strftime_now("%Y") | length }}"""
     tokenizer = ChatTokenizer.load(save_tokenizer(tmp_path, template))
-    said = {"role": "user", "content": "<é>"}
-    assert tokenizer.render([said, said]) == '<|im_start|>{"role": "user", "content": "<é>"}<|im_end|>4'
+    message = {"role": "user", "content": "<é>"}
+    assert tokenizer.render([message, message]) == '<|im_start|>{"role": "user", "content": "<é>"}<|im_end|>4'
     with pytest.raises(ModelError, match="no tools here"):
         tokenizer.render([{"role": "tool", "content": "x"}])
 

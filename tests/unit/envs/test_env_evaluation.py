@@ -54,7 +54,7 @@ def right_in_half(prompt, request):
     return [digit if digit in "01" or i % 2 == 0 else "?" for i in range(request.n)]
 
 
-class Scene:
+class Harness:
     def __init__(self, tmp_path, kind, write=right_in_half, **settings):
         self.environment = kind(EnvConfig(name="digits", task="", max_token_length=8, **settings))
         self.engine = EngineDouble(save_tokenizer(tmp_path / "model"), write)
@@ -77,8 +77,8 @@ class Scene:
 
 
 def test_several_answers_give_pass_at_k(tmp_path):
-    scene = Scene(tmp_path, Digits, eval_samples=4, seed=5)
-    result = scene.evaluate()
+    harness = Harness(tmp_path, Digits, eval_samples=4, seed=5)
+    result = harness.evaluate()
     # 0 and 1: 4 of 4 right; 2 to 8: 2 of 4; 9: none can be scored.
     assert (result.num_prompts, result.num_answers, result.num_right) == (10, 40, 22)
     assert result.pass_at_k == pytest.approx({"1": 0.55, "2": (2 + 7 * 5 / 6) / 10, "4": 0.9})
@@ -88,13 +88,13 @@ def test_several_answers_give_pass_at_k(tmp_path):
         assert low < result.pass_at_k[k] < high
     assert result.generation_params == {"n": 4, "temperature": 1.0, "max_tokens": 8}
     assert len(result.samples) == 40
-    assert scene.reported[-1] == (10, "55.0% right, mean score 0.611 so far")
+    assert harness.reported[-1] == (10, "55.0% right, mean score 0.611 so far")
 
 
 def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
-    scene = Scene(tmp_path, Digits, eval_samples=16, seed=5, eval_temperature=0.7)
-    scene.evaluate()
-    asked = sorted((r.wave.id, r.wave.index, r.wave.size, r.n, r.temperature, r.seed) for r in scene.engine.requests)
+    harness = Harness(tmp_path, Digits, eval_samples=16, seed=5, eval_temperature=0.7)
+    harness.evaluate()
+    asked = sorted((r.wave.id, r.wave.index, r.wave.size, r.n, r.temperature, r.seed) for r in harness.engine.requests)
     assert asked == [
         *[("digits-eval-3-0", i, 8, 16, 0.7, stable_seed(5, "eval", i)) for i in range(8)],
         *[("digits-eval-3-1", i, 2, 16, 0.7, stable_seed(5, "eval", 8 + i)) for i in range(2)],
@@ -102,7 +102,7 @@ def test_single_turns_go_in_waves_of_128_rollouts_with_a_seed_each(tmp_path):
 
 
 def test_what_could_not_be_scored_is_counted_named_and_wrong(tmp_path):
-    result = Scene(tmp_path, Digits).evaluate()
+    result = Harness(tmp_path, Digits).evaluate()
     assert (result.num_right, result.num_prompts, result.num_unscored, result.unscored) == (9, 10, 1, {"raised": 1})
     assert (result.samples[9].is_right, result.samples[9].reward) == (False, None)
     assert "no idea" in result.samples[9].error
@@ -122,7 +122,7 @@ class Shaped(Digits):
 
 @pytest.mark.parametrize(("right", "num_right"), [(1.0, 1), (0.4, 10), (1.5, 0)])
 def test_a_number_counts_as_right_from_the_threshold_on(tmp_path, right, num_right):
-    result = Scene(tmp_path, Shaped, right=right).evaluate()
+    result = Harness(tmp_path, Shaped, right=right).evaluate()
     assert result.num_right == num_right
     assert result.mean_score == pytest.approx(0.46)
     assert "mean score 0.460" in format_result(result)
@@ -141,11 +141,11 @@ class AlwaysRaisesInTurns(AlwaysRaises):
 
 @pytest.mark.parametrize("kind", [AlwaysRaises, AlwaysRaisesInTurns])
 def test_a_reward_that_always_raises_ends_the_evaluation_after_a_group(tmp_path, kind):
-    scene = Scene(tmp_path, kind, eval_samples=16, group_size=8)
+    harness = Harness(tmp_path, kind, eval_samples=16, group_size=8)
     words = r"none of \d+ answers could be scored: KeyError: 'level', at \S*test_env_evaluation.py:\d+"
     with pytest.raises(ScoringError, match=words):
-        scene.evaluate()
-    assert not scene.reported, "not even one wave is counted"
+        harness.evaluate()
+    assert not harness.reported, "not even one wave is counted"
 
 
 def test_an_evaluation_without_a_single_score_is_not_zero_percent(tmp_path):
@@ -154,15 +154,15 @@ def test_an_evaluation_without_a_single_score_is_not_zero_percent(tmp_path):
             return Score(None, is_right=False, outcome="timed_out", error="took longer than 10 s")
 
     with pytest.raises(ScoringError, match="none of 10 answers could be scored: took longer than 10 s"):
-        Scene(tmp_path, TimesOut).evaluate()
+        Harness(tmp_path, TimesOut).evaluate()
 
 
 def test_what_every_prompt_begins_with_is_not_shown_with_every_example(tmp_path):
-    class Told(Digits):
+    class WithSystemPrompt(Digits):
         def eval_items(self):
             return [Item.ask("Say 1", answer="1", system="You have one task in life.")]
 
-    result = Scene(tmp_path, Told).evaluate()
+    result = Harness(tmp_path, WithSystemPrompt).evaluate()
     words = format_result(result)
     assert "  'Say 1' -> '1' (right)" in words
     assert "task in life" not in words
@@ -170,19 +170,21 @@ def test_what_every_prompt_begins_with_is_not_shown_with_every_example(tmp_path)
 
 
 def test_environments_with_turns_are_evaluated_too(tmp_path):
-    scene = Scene(tmp_path, DigitsInTurns, lambda prompt, request: [re.search(r"Say (\d)", prompt)[1]], eval_samples=3)
-    result = scene.evaluate()
+    harness = Harness(
+        tmp_path, DigitsInTurns, lambda prompt, request: [re.search(r"Say (\d)", prompt)[1]], eval_samples=3
+    )
+    result = harness.evaluate()
     assert (result.num_prompts, result.num_answers, result.num_right, result.num_unscored) == (10, 30, 30, 0)
     assert result.pass_at_k == {"1": 1.0, "2": 1.0, "3": 1.0}
-    assert len(scene.engine.requests) == 10 * 3 * 2
-    assert len({request.seed for request in scene.engine.requests}) == 60, "no two turns draw the same numbers"
-    assert scene.reported[-1][0] == 10
+    assert len(harness.engine.requests) == 10 * 3 * 2
+    assert len({request.seed for request in harness.engine.requests}) == 60, "no two turns draw the same numbers"
+    assert harness.reported[-1][0] == 10
 
 
 def test_one_answer_in_turns_is_greedy(tmp_path):
-    scene = Scene(tmp_path, DigitsInTurns, lambda prompt, request: ["0"], num_eval=4)
-    assert scene.evaluate().num_right == 1
-    assert {(request.temperature, request.seed) for request in scene.engine.requests} == {(0.0, None)}
+    harness = Harness(tmp_path, DigitsInTurns, lambda prompt, request: ["0"], num_eval=4)
+    assert harness.evaluate().num_right == 1
+    assert {(request.temperature, request.seed) for request in harness.engine.requests} == {(0.0, None)}
 
 
 @pytest.mark.parametrize(
@@ -206,13 +208,13 @@ def test_several_greedy_answers_are_refused():
 
 
 def test_the_launcher_reads_a_result_of_several_answers(tmp_path):
-    result = Scene(tmp_path, Digits, eval_samples=4).evaluate()
+    result = Harness(tmp_path, Digits, eval_samples=4).evaluate()
     read = read_evaluation(save_result(result, tmp_path))
     assert (read.step, read.accuracy, read.low, read.high) == (3, result.accuracy, *result.interval_95)
 
 
 def test_the_files_that_atropos_leaves(tmp_path):
-    result = Scene(tmp_path, Digits, eval_samples=2).evaluate()
+    result = Harness(tmp_path, Digits, eval_samples=2).evaluate()
     save_for_atropos(result, tmp_path / "evals", model_name="tiny")
     metrics = json.loads((tmp_path / "evals" / "metrics.json").read_text())
     general = metrics["config_general"]

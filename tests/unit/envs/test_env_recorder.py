@@ -88,8 +88,8 @@ def client_of(url):
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, assigns_items=False):
-    """Run `play(stage)` against a recorder whose engine says `lines`."""
+def run_scenario(tmp_path, lines, scenario, *, temperature=1.0, longest_sequence=0, assigns_items=False):
+    """Run `scenario(stage)` against a recorder whose engine says `lines`."""
     folder = save_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
@@ -106,15 +106,15 @@ def played(tmp_path, lines, play, *, temperature=1.0, longest_sequence=0, assign
                 async with client_of(f"{url}/{session.key}/v1") as client:
                     yield Stage(url, session, engine, sessions, client)
 
-    async def scenario():
+    async def run_on_stage():
         async with asyncio.timeout(60), stage() as on:
-            await play(on)
+            await scenario(on)
 
-    asyncio.run(scenario())
+    asyncio.run(run_on_stage())
 
 
 def test_a_chat_with_a_tool_call_is_one_sequence_with_only_replies_trained(tmp_path):
-    async def play(on):
+    async def scenario(on):
         first = await on.chat(QUESTION, tools=TOOLS)
         message = first.choices[0].message
         assert first.choices[0].finish_reason == "tool_calls"
@@ -137,7 +137,7 @@ def test_a_chat_with_a_tool_call_is_one_sequence_with_only_replies_trained(tmp_p
         assert [logprob == 1.0 for logprob in transcript.logprobs] == [mask < 0 for mask in transcript.masks]
         assert on.engine.calls[0]["seed"] != on.engine.calls[1]["seed"]
 
-    played(tmp_path, [CALL, "It is 5."], play)
+    run_scenario(tmp_path, [CALL, "It is 5."], scenario)
 
 
 @pytest.mark.parametrize(
@@ -155,44 +155,48 @@ def test_a_chat_with_a_tool_call_is_one_sequence_with_only_replies_trained(tmp_p
     ],
 )
 def test_a_tool_call_is_known_again_however_the_agent_writes_it(tmp_path, sent_back):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION, tools=TOOLS)
         await on.chat(QUESTION, sent_back, {"role": "tool", "tool_call_id": "x", "content": "5"}, tools=TOOLS)
         assert len(on.session.model.transcripts) == 1
 
-    played(tmp_path, [CALL, "It is 5."], play)
+    run_scenario(tmp_path, [CALL, "It is 5."], scenario)
 
 
-@pytest.mark.parametrize("said", ["<tool_call>{oops}</tool_call>", f"{CALL}<tool_call>?</tool_call>"])
-def test_a_call_that_cannot_be_read_stays_text(tmp_path, said):
-    async def play(on):
+@pytest.mark.parametrize("expected_text", ["<tool_call>{oops}</tool_call>", f"{CALL}<tool_call>?</tool_call>"])
+def test_a_call_that_cannot_be_read_stays_text(tmp_path, expected_text):
+    async def scenario(on):
         choice = (await on.chat(QUESTION, tools=TOOLS)).choices[0]
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (said, None, "stop")
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+            expected_text,
+            None,
+            "stop",
+        )
 
-    played(tmp_path, [said], play)
+    run_scenario(tmp_path, [expected_text], scenario)
 
 
 def test_without_tools_a_reply_is_only_text(tmp_path):
-    async def play(on):
+    async def scenario(on):
         assert (await on.chat(QUESTION)).choices[0].message.content == CALL
         assert (await on.chat(QUESTION, tools=TOOLS, tool_choice="none")).choices[0].message.content == CALL
 
-    played(tmp_path, [CALL, CALL], play)
+    run_scenario(tmp_path, [CALL, CALL], scenario)
 
 
 def test_an_earlier_turn_that_was_changed_begins_a_sequence_of_its_own(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         await on.chat(QUESTION, {"role": "assistant", "content": "Six."}, {"role": "user", "content": "Sure?"})
         await on.chat(QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"})
         assert [on.trained(i) for i in range(2)] == [[f"Five.{END}", f"Yes.{END}"], [f"No.{END}"]]
         assert "Six." in on.text(1)
 
-    played(tmp_path, ["Five.", "No.", "Yes."], play)
+    run_scenario(tmp_path, ["Five.", "No.", "Yes."], scenario)
 
 
 def test_several_choices_are_branches_and_what_they_share_is_trained_once(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         sure = {"role": "user", "content": "Sure?"}
         known = [QUESTION, {"role": "assistant", "content": "Five."}, sure]
@@ -203,11 +207,11 @@ def test_several_choices_are_branches_and_what_they_share_is_trained_once(tmp_pa
         assert on.trained(1) == [f"No.{END}", f"Because.{END}"]
         assert on.text(1).startswith(on.text(0).removesuffix(f"Yes.{END}"))
 
-    played(tmp_path, ["Five.", "Yes.", "No.", "Because."], play)
+    run_scenario(tmp_path, ["Five.", "Yes.", "No.", "Because."], scenario)
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(tmp_path):
-    async def play(on):
+    async def scenario(on):
         stream = await on.chat(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -220,11 +224,11 @@ def test_a_stream_says_the_same_as_a_whole_answer(tmp_path):
         text = [chunk async for chunk in await on.client.completions.create(model="m", prompt="Once", stream=True)]
         assert text[0].choices[0].text == " upon"
 
-    played(tmp_path, [CALL, " upon"], play)
+    run_scenario(tmp_path, [CALL, " upon"], scenario)
 
 
 def test_logprobs_and_token_ids_are_those_that_are_recorded(tmp_path):
-    async def play(on):
+    async def scenario(on):
         answer = await on.chat(QUESTION, logprobs=True, extra_body={"return_token_ids": True})
         transcript = on.session.model.transcripts[0]
         choice = answer.choices[0]
@@ -232,11 +236,11 @@ def test_logprobs_and_token_ids_are_those_that_are_recorded(tmp_path):
         assert choice.model_extra["token_ids"] == transcript.tokens[-3:]
         assert answer.model_extra["prompt_token_ids"] == transcript.tokens[:-3]
 
-    played(tmp_path, ["ab"], play)
+    run_scenario(tmp_path, ["ab"], scenario)
 
 
 def test_an_agents_own_temperature_is_used_and_sent_with_its_sequence(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION, temperature=1.0)
         known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
         await on.chat(*known, temperature=0.5)
@@ -245,11 +249,11 @@ def test_an_agents_own_temperature_is_used_and_sent_with_its_sequence(tmp_path):
         assert build_group([rollout], temperature=1.0).overrides == [{}, {"temperature": 0.5}]
         assert on.trained(1) == [f"Yes.{END}"]
 
-    played(tmp_path, ["Five.", "Yes."], play)
+    run_scenario(tmp_path, ["Five.", "Yes."], scenario)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("wishes", "expected_text"),
     [
         ({"temperature": 0}, "leave it out"),
         ({"temperature": 1e-30}, "must be 0.05 to 2"),
@@ -267,19 +271,19 @@ def test_an_agents_own_temperature_is_used_and_sent_with_its_sequence(tmp_path):
         ({"extra_headers": {"X-Session-ID": "x" * 256}}, "X-Session-ID has more than 255 characters"),
     ],
 )
-def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishes, said):
-    async def play(on):
+def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishes, expected_text):
+    async def scenario(on):
         with pytest.raises(openai.BadRequestError) as refused:
             await on.chat(QUESTION, **wishes)
-        assert said in refused.value.body["message"]
+        assert expected_text in refused.value.body["message"]
         assert refused.value.body["type"] == "invalid_request_error"
         assert on.session.model.transcripts == []
 
-    played(tmp_path, [], play)
+    run_scenario(tmp_path, [], scenario)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected_text"),
     [
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
         (b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 20_000 + b"]" * 20_000), "nested too deeply"),
@@ -299,19 +303,19 @@ def test_what_training_cannot_follow_is_refused_in_openais_shape(tmp_path, wishe
     ids=["no UTF-8", "deep", "calls", "name", "deep arguments", "parts", "messages", "long name", "long role",
          "long id", "long function", "long model"],
 )  # fmt: skip
-def test_a_body_that_cannot_be_read_is_the_senders_mistake(tmp_path, body, said):
-    async def play(on):
+def test_a_body_that_cannot_be_read_is_the_senders_mistake(tmp_path, body, expected_text):
+    async def scenario(on):
         async with httpx.AsyncClient() as http:
             answer = await http.post(f"{on.url}/{on.session.key}/v1/chat/completions", content=body)
         assert answer.status_code == 400, answer.text
-        assert said in answer.json()["error"]["message"]
+        assert expected_text in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
-    played(tmp_path, ["Five."], play)
+    run_scenario(tmp_path, ["Five."], scenario)
 
 
 def test_a_session_keeps_a_bounded_number_of_replies_tokens_and_characters(tmp_path, monkeypatch):
-    async def play(on):
+    async def scenario(on):
         async def refused(**more):
             with pytest.raises(openai.APIStatusError) as full:
                 await on.chat({"role": "user", "content": "Another question"}, **more)
@@ -331,11 +335,11 @@ def test_a_session_keeps_a_bounded_number_of_replies_tokens_and_characters(tmp_p
         await on.chat(*known)  # what it continues is counted once
         assert on.trained() == [f"Five.{END}", f"Yes.{END}"]
 
-    played(tmp_path, ["Five.", "Yes."], play)
+    run_scenario(tmp_path, ["Five.", "Yes."], scenario)
 
 
 def test_calls_that_fail_leave_nothing_in_their_session(tmp_path):
-    async def play(on):
+    async def scenario(on):
         for number in range(3):
             with pytest.raises(openai.BadRequestError):
                 await on.chat({"role": "user", "content": f"{number}" * 1000}, n=2)
@@ -345,19 +349,19 @@ def test_calls_that_fail_leave_nothing_in_their_session(tmp_path):
         await on.chat({"role": "user", "content": "?"})
         assert len(on.session._conversations) == len(on.session.model.chats) == 1
 
-    played(tmp_path, ["Yes."], play, longest_sequence=100)
+    run_scenario(tmp_path, ["Yes."], scenario, longest_sequence=100)
 
 
 def test_evaluations_are_greedy_when_agents_ask_for_it(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION, temperature=0)
         assert on.engine.calls[0]["temperature"] == 0
 
-    played(tmp_path, ["Five."], play, temperature=0.0)
+    run_scenario(tmp_path, ["Five."], scenario, temperature=0.0)
 
 
 def test_completions_go_on_from_text_and_from_token_ids(tmp_path):
-    async def play(on):
+    async def scenario(on):
         create = on.client.completions.create
         first = await create(model="m", prompt="Once", logprobs=0, max_tokens=5)
         assert first.choices[0].text == " upon"
@@ -372,11 +376,11 @@ def test_completions_go_on_from_text_and_from_token_ids(tmp_path):
         await create(model="m", prompt="Another")
         assert len(on.session.model.transcripts) == 2
 
-    played(tmp_path, [" upon", " the", " End.", " one"], play)
+    run_scenario(tmp_path, [" upon", " the", " End.", " one"], scenario)
 
 
 def test_after_an_end_that_the_agent_does_not_see_a_new_sequence_starts(tmp_path):
-    async def play(on):
+    async def scenario(on):
         create = on.client.completions.create
         await create(model="m", prompt="Once")
         await create(model="m", prompt="Once upon a time")
@@ -387,11 +391,11 @@ def test_after_an_end_that_the_agent_does_not_see_a_new_sequence_starts(tmp_path
         await create(model="m", prompt=[*tokens, *on.engine.tokenizer.encode("!").ids])
         assert on.text(0) == f"Once upon{END}! End.{END}"
 
-    played(tmp_path, [" upon", " the", " End."], play)
+    run_scenario(tmp_path, [" upon", " the", " End."], scenario)
 
 
 def test_a_conversation_without_room_gets_the_error_of_openai(tmp_path):
-    async def play(on):
+    async def scenario(on):
         first = await on.chat(QUESTION)
         assert first.choices[0].finish_reason == "length"
         cut = first.choices[0].message.model_dump()
@@ -400,7 +404,7 @@ def test_a_conversation_without_room_gets_the_error_of_openai(tmp_path):
         assert refused.value.code == "context_length_exceeded"
         assert on.session.model.transcripts[0].finish_reason == "length"
 
-    played(tmp_path, ["Five."], play, longest_sequence=len("?user\nWhat is 2 + 3??\n?assistant\n") + 4)
+    run_scenario(tmp_path, ["Five."], scenario, longest_sequence=len("?user\nWhat is 2 + 3??\n?assistant\n") + 4)
 
 
 async def give_up(on, call, num_calls):
@@ -414,7 +418,7 @@ async def give_up(on, call, num_calls):
 
 
 def test_a_cancelled_call_leaves_nothing_and_can_be_repeated(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
         on.engine.go.clear()
@@ -424,11 +428,11 @@ def test_a_cancelled_call_leaves_nothing_and_can_be_repeated(tmp_path):
         assert on.trained() == [f"Five.{END}", f"Yes.{END}"]
         assert on.text().count("Sure?") == 1
 
-    played(tmp_path, ["Five.", "Yes."], play)
+    run_scenario(tmp_path, ["Five.", "Yes."], scenario)
 
 
 def test_several_choices_are_kept_only_when_all_of_them_are_there(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         known = [QUESTION, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
         on.engine.hangs_at = 3
@@ -441,29 +445,29 @@ def test_several_choices_are_kept_only_when_all_of_them_are_there(tmp_path):
         assert [choice.message.content for choice in both.choices] == ["Yes.", "No."]
         assert [on.trained(i) for i in range(2)] == [[f"Five.{END}", f"Yes.{END}"], [f"No.{END}"]]
 
-    played(tmp_path, ["Five.", "Given up.", "Yes.", "No."], play)
+    run_scenario(tmp_path, ["Five.", "Given up.", "Yes.", "No."], scenario)
 
 
 def test_calls_side_by_side_are_sequences_of_their_own(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await asyncio.gather(on.chat(QUESTION), on.chat(QUESTION))
         assert sorted(on.trained(0) + on.trained(1)) == [f"Five.{END}", f"Six.{END}"]
 
-    played(tmp_path, ["Five.", "Six."], play)
+    run_scenario(tmp_path, ["Five.", "Six."], scenario)
 
 
 def test_an_engine_that_is_gone_fails_the_rollout_and_not_the_agent(tmp_path):
-    async def play(on):
+    async def scenario(on):
         with pytest.raises(openai.InternalServerError, match="the engine is away"):
             await on.chat(QUESTION)
         with pytest.raises(EngineError, match="the engine is away"):
             on.session.score.result()
 
-    played(tmp_path, [EngineError("the engine is away")], play)
+    run_scenario(tmp_path, [EngineError("the engine is away")], scenario)
 
 
 def test_a_score_ends_a_session(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         async with httpx.AsyncClient(base_url=f"{on.url}/{on.session.score_key}") as http:
             assert (await http.post("/score", json={"score": "much"})).status_code == 400
@@ -475,11 +479,11 @@ def test_a_score_ends_a_session(tmp_path):
         with pytest.raises(openai.APIStatusError, match="this session has ended"):
             await on.chat(QUESTION)
 
-    played(tmp_path, ["Five."], play)
+    run_scenario(tmp_path, ["Five."], scenario)
 
 
 def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
-    async def play(on):
+    async def scenario(on):
         async with httpx.AsyncClient(base_url=on.url) as http:
             listed = (await http.get("/sessions")).text
             assert on.session.key not in listed
@@ -492,11 +496,11 @@ def test_who_may_speak_to_the_model_may_not_judge_what_it_says(tmp_path):
             assert (await http.get(f"/{on.session.score_key}/v1/models")).status_code == 404
         assert not on.session.score.done()
 
-    played(tmp_path, [], play)
+    run_scenario(tmp_path, [], scenario)
 
 
 def test_samples_that_run_when_the_score_arrives_are_not_in_the_rollout(tmp_path):
-    async def play(on):
+    async def scenario(on):
         await on.chat(QUESTION)
         on.engine.go.clear()
         late = asyncio.ensure_future(on.chat({"role": "user", "content": "By the way"}))
@@ -508,11 +512,11 @@ def test_samples_that_run_when_the_score_arrives_are_not_in_the_rollout(tmp_path
             await late
         assert len(on.session.model.transcripts) == 1
 
-    played(tmp_path, ["Five.", "Late."], play)
+    run_scenario(tmp_path, ["Five.", "Late."], scenario)
 
 
 def test_external_agents_use_the_routes_of_atropos_proxy(tmp_path):
-    async def play(on):
+    async def scenario(on):
         on.sessions.offer(on.session)
         async with httpx.AsyncClient(base_url=on.url) as http:
             assert (await http.get("/health")).json() == {"status": "ok", "sessions": 1}
@@ -535,11 +539,11 @@ def test_external_agents_use_the_routes_of_atropos_proxy(tmp_path):
         with pytest.raises(SessionAbandoned):
             on.session.score.result()
 
-    played(tmp_path, ["Five."], play, assigns_items=True)
+    run_scenario(tmp_path, ["Five."], scenario, assigns_items=True)
 
 
 def test_agents_that_share_a_url_are_distinguished_and_can_be_discarded(tmp_path):
-    async def play(on):
+    async def scenario(on):
         async def ask(speaker):
             headers = {"X-Session-ID": speaker}
             async with client_of(f"{on.url}/shared/v1") as client:
@@ -556,11 +560,11 @@ def test_agents_that_share_a_url_are_distinguished_and_can_be_discarded(tmp_path
         assert on.session.model.last_completion.text == "Five."
         assert [on.trained(i) for i in range(len(on.session.model.transcripts))] == [[f"Five.{END}"]]
 
-    played(tmp_path, ["Five.", "Good."], play)
+    run_scenario(tmp_path, ["Five.", "Good."], scenario)
 
 
 def test_a_session_that_never_was_is_not_found(tmp_path):
-    async def play(on):
+    async def scenario(on):
         async with client_of(f"{on.url}/nonsense/v1") as client:
             with pytest.raises(openai.NotFoundError):
                 await client.models.list()
@@ -570,7 +574,7 @@ def test_a_session_that_never_was_is_not_found(tmp_path):
             page = await http.get(f"{on.url}/sessions", headers={"Origin": "http://evil.example"})
             assert page.status_code == 403
 
-    played(tmp_path, [], play)
+    run_scenario(tmp_path, [], scenario)
 
 
 def test_no_foreign_page_reaches_the_recorder_and_its_url_can_be_called(monkeypatch):

@@ -28,7 +28,7 @@ def add(prompt, request):
     return [str(a + b) if i % 2 == 0 else "I do not know" for i in range(request.n)]
 
 
-class Scene:
+class Harness:
     """A hub, an engine and one environment process between them."""
 
     def __init__(self, tmp_path, **settings):
@@ -74,40 +74,40 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_waves_are_delivered_in_order_between_two_evaluations(tmp_path):
-    scene = Scene(tmp_path)
-    scene.serve_to_the_end()
-    assert scene.waves == [
+    harness = Harness(tmp_path)
+    harness.serve_to_the_end()
+    assert harness.waves == [
         "arithmetic-eval-0-0",
         *[f"arithmetic-train-{wave}" for wave in ("1-item-0", "2-item-2", "3-item-4")],
         "arithmetic-eval-3-0",
     ]
-    assert [key for key, _ in scene.hub.deliveries] == [
+    assert [key for key, _ in harness.hub.deliveries] == [
         f"arithmetic-5-wave-{wave}" for wave in ("1-item-0", "2-item-2", "3-item-4")
     ]
-    assert [[group.item for group in groups] for _, groups in scene.hub.deliveries] == [
+    assert [[group.item for group in groups] for _, groups in harness.hub.deliveries] == [
         [0, 1],
         [2, 3],
         [4, 5],
     ]
-    assert scene.hub.disconnected == [7]
-    body, resume = scene.hub.registrations[0]
+    assert harness.hub.disconnected == [7]
+    body, resume = harness.hub.registrations[0]
     assert (body["desired_name"], body["group_size"], resume) == ("arithmetic", 4, "1")
 
 
 def test_sampling_starts_when_all_environments_are_registered(tmp_path):
-    scene = Scene(tmp_path, num_environments=2, num_eval=0, pace="stream", state_dir=tmp_path / "state")
+    harness = Harness(tmp_path, num_environments=2, num_eval=0, pace="stream", state_dir=tmp_path / "state")
 
     async def join_late():
-        serving = asyncio.create_task(scene.serve())
-        while not scene.hub.registrations:
+        serving = asyncio.create_task(harness.serve())
+        while not harness.hub.registrations:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
-        assert not scene.engine.requests
-        scene.hub.num_present = 2
+        assert not harness.engine.requests
+        harness.hub.num_present = 2
         await serving
 
     asyncio.run(join_late())
-    assert scene.engine.requests
+    assert harness.engine.requests
 
 
 def timeless(deliveries):
@@ -119,9 +119,9 @@ def timeless(deliveries):
 
 
 def test_a_training_request_carries_its_place_and_a_seed_of_its_own(tmp_path):
-    scene = Scene(tmp_path)
-    scene.serve_to_the_end()
-    second = [request for request in scene.engine.requests if request.wave.id == "arithmetic-train-2-item-2"]
+    harness = Harness(tmp_path)
+    harness.serve_to_the_end()
+    second = [request for request in harness.engine.requests if request.wave.id == "arithmetic-train-2-item-2"]
     assert sorted((request.wave.index, request.wave.size, request.seed) for request in second) == [
         (0, 2, stable_seed(5, "train", 2, 0)),
         (1, 2, stable_seed(5, "train", 2, 1)),
@@ -132,16 +132,16 @@ def test_a_training_request_carries_its_place_and_a_seed_of_its_own(tmp_path):
 
 
 def test_a_group_holds_what_the_trainer_needs(tmp_path):
-    scene = Scene(tmp_path)
-    scene.serve_to_the_end()
-    environment = load_environment(scene.config)
-    tokenizer = ChatTokenizer.load(scene.engine.folder)
+    harness = Harness(tmp_path)
+    harness.serve_to_the_end()
+    environment = load_environment(harness.config)
+    tokenizer = ChatTokenizer.load(harness.engine.folder)
     item = environment.train_item(3)
     prompt = tokenizer.encode_chat(item.messages)
-    group = scene.hub.deliveries[1][1][1]
+    group = harness.hub.deliveries[1][1][1]
     right, wrong = (
-        scene.engine.tokenizer.encode(item.answer).ids,
-        scene.engine.tokenizer.encode("I do not know").ids,
+        harness.engine.tokenizer.encode(item.answer).ids,
+        harness.engine.tokenizer.encode("I do not know").ids,
     )
     assert group.tokens == [prompt + right, prompt + wrong] * 2
     assert group.masks == [[-100] * len(prompt) + right, [-100] * len(prompt) + wrong] * 2
@@ -162,15 +162,15 @@ def test_a_group_holds_what_the_trainer_needs(tmp_path):
 
 
 def test_an_evaluation_is_greedy_and_its_file_complete(tmp_path):
-    scene = Scene(tmp_path)
-    scene.engine.write = lambda prompt, request: add(prompt, request) if request.wave.index % 2 else ["?"] * request.n
-    scene.serve_to_the_end()
-    asked = [request for request in scene.engine.requests if "eval-3" in request.wave.id]
+    harness = Harness(tmp_path)
+    harness.engine.write = lambda prompt, request: add(prompt, request) if request.wave.index % 2 else ["?"] * request.n
+    harness.serve_to_the_end()
+    asked = [request for request in harness.engine.requests if "eval-3" in request.wave.id]
     assert {(request.n, request.temperature) for request in asked} == {(1, 0.0)}
     assert sorted((r.wave.id, r.wave.index, r.wave.size) for r in asked) == [
         ("arithmetic-eval-3-0", i, 70) for i in range(70)
     ]
-    result = scene.result(3)
+    result = harness.result(3)
     assert (result["env"], result["task"]) == ("arithmetic", "addition")
     assert (result["step"], result["policy_version"], result["num_prompts"], result["num_right"]) == (
         3,
@@ -184,7 +184,7 @@ def test_an_evaluation_is_greedy_and_its_file_complete(tmp_path):
     assert len(result["samples"]) == 70
     assert result["samples"][0] | {"completion": "?", "is_right": False} == result["samples"][0]
     assert result["samples"][1]["completion"] == result["samples"][1]["gold"]
-    assert sorted(path.name for path in scene.evals.iterdir()) == [
+    assert sorted(path.name for path in harness.evals.iterdir()) == [
         "eval_step_000000.json",
         "eval_step_000003.json",
     ]
@@ -192,52 +192,52 @@ def test_an_evaluation_is_greedy_and_its_file_complete(tmp_path):
 
 @pytest.mark.parametrize("max_age", [0, 1, 2])
 def test_sampling_runs_at_most_max_age_ahead_of_training(tmp_path, max_age):
-    scene = Scene(tmp_path, max_age=max_age, num_eval=0)
-    scene.hub.num_steps, scene.hub.steps_at_once = 4, False
+    harness = Harness(tmp_path, max_age=max_age, num_eval=0)
+    harness.hub.num_steps, harness.hub.steps_at_once = 4, False
 
     async def scenario():
-        serving = asyncio.create_task(scene.serve())
+        serving = asyncio.create_task(harness.serve())
         for step in range(4):
-            scene.hub.current_step = step
+            harness.hub.current_step = step
             allowed = min(step + 1 + max_age, 4)
-            await until(lambda allowed=allowed: len(scene.hub.deliveries) >= allowed)
+            await until(lambda allowed=allowed: len(harness.hub.deliveries) >= allowed)
             await asyncio.sleep(0.15)  # three polls: time enough to run ahead
-            assert len(scene.hub.deliveries) == allowed
-        scene.hub.current_step = 4
+            assert len(harness.hub.deliveries) == allowed
+        harness.hub.current_step = 4
         await serving
 
     asyncio.run(scenario())
 
 
 def test_the_last_evaluation_waits_for_the_last_step(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.steps_at_once = False
+    harness = Harness(tmp_path)
+    harness.hub.steps_at_once = False
 
     async def scenario():
-        serving = asyncio.create_task(scene.serve())
+        serving = asyncio.create_task(harness.serve())
         for step in (1, 2):
-            await until(lambda step=step: len(scene.hub.deliveries) > step)
-            scene.hub.current_step = step
+            await until(lambda step=step: len(harness.hub.deliveries) > step)
+            harness.hub.current_step = step
         await asyncio.sleep(0.15)
-        assert not (scene.evals / "eval_step_000003.json").exists()
-        scene.hub.current_step = 3
+        assert not (harness.evals / "eval_step_000003.json").exists()
+        harness.hub.current_step = 3
         await serving
 
     asyncio.run(scenario())
-    assert scene.result(3)["policy_version"] == 3
+    assert harness.result(3)["policy_version"] == 3
 
 
 def test_evaluations_between_are_of_exactly_their_step(tmp_path):
-    scene = Scene(tmp_path, steps_per_eval=2, max_age=1, num_eval=4)
-    scene.hub.num_steps = 5
-    scene.hub.max_age = 1
-    scene.serve_to_the_end()
+    harness = Harness(tmp_path, steps_per_eval=2, max_age=1, num_eval=4)
+    harness.hub.num_steps = 5
+    harness.hub.max_age = 1
+    harness.serve_to_the_end()
     steps = [0, 2, 5]  # not 4: within max_age of the last one nothing holds the version still
-    assert [(r["step"], r["policy_version"]) for r in map(scene.result, steps)] == [(s, s) for s in steps]
+    assert [(r["step"], r["policy_version"]) for r in map(harness.result, steps)] == [(s, s) for s in steps]
 
 
 def test_a_restarted_environment_goes_on_where_the_hub_stands(tmp_path):
-    whole, resumed = Scene(tmp_path / "whole"), Scene(tmp_path / "resumed")
+    whole, resumed = Harness(tmp_path / "whole"), Harness(tmp_path / "resumed")
     whole.serve_to_the_end()
     resumed.hub.groups_accepted, resumed.hub.current_step = 4, 2
     resumed.serve_to_the_end()
@@ -247,16 +247,16 @@ def test_a_restarted_environment_goes_on_where_the_hub_stands(tmp_path):
 
 
 def test_an_evaluation_that_exists_is_not_made_again(tmp_path):
-    scene = Scene(tmp_path)
-    scene.evals.mkdir()
-    (scene.evals / "eval_step_000000.json").write_text("{}")
-    scene.serve_to_the_end()
-    assert scene.waves[0] == "arithmetic-train-1-item-0"
-    assert scene.result(0) == {}
+    harness = Harness(tmp_path)
+    harness.evals.mkdir()
+    (harness.evals / "eval_step_000000.json").write_text("{}")
+    harness.serve_to_the_end()
+    assert harness.waves[0] == "arithmetic-train-1-item-0"
+    assert harness.result(0) == {}
 
 
 def test_a_run_survives_lost_connections_and_a_full_queue(tmp_path):
-    calm, stormy = Scene(tmp_path / "calm"), Scene(tmp_path / "stormy")
+    calm, stormy = Harness(tmp_path / "calm"), Harness(tmp_path / "stormy")
     stormy.hub_losses = {"/register-env": 1, "/info": 1, "/status": 2, "/v1/groups": 2}
     stormy.engine_losses = {"/generate": 3}
     stormy.hub.failures = [Response(status_code=503, headers={"Retry-After": "0.05"})]
@@ -266,61 +266,61 @@ def test_a_run_survives_lost_connections_and_a_full_queue(tmp_path):
 
 
 def test_a_wave_the_hub_has_with_other_content_counts_as_delivered(tmp_path):
-    scene = Scene(tmp_path, max_age=3)
-    scene.hub.failures = [JSONResponse({"detail": "key used with other content"}, 409)]
+    harness = Harness(tmp_path, max_age=3)
+    harness.hub.failures = [JSONResponse({"detail": "key used with other content"}, 409)]
 
     async def scenario():
-        serving = asyncio.create_task(scene.serve())
-        await until(lambda: not scene.hub.failures)
-        scene.hub.current_step += 1  # it had that wave
+        serving = asyncio.create_task(harness.serve())
+        await until(lambda: not harness.hub.failures)
+        harness.hub.current_step += 1  # it had that wave
         await serving
 
     asyncio.run(scenario())
-    assert [key for key, _ in scene.hub.deliveries] == ["arithmetic-5-wave-2-item-2", "arithmetic-5-wave-3-item-4"]
+    assert [key for key, _ in harness.hub.deliveries] == ["arithmetic-5-wave-2-item-2", "arithmetic-5-wave-3-item-4"]
 
 
 def test_a_refused_wave_ends_the_process_and_disconnects(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
+    harness = Harness(tmp_path)
+    harness.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
     with pytest.raises(HubError, match="mask has the wrong length"):
-        scene.serve_to_the_end()
-    assert scene.hub.disconnected == [7]
+        harness.serve_to_the_end()
+    assert harness.hub.disconnected == [7]
 
 
 def test_a_group_is_no_larger_than_the_trainers_batch(tmp_path):
-    scene = Scene(tmp_path, group_size=8, num_eval=2)
-    scene.hub.info["batch_size"] = 4
-    scene.serve_to_the_end()
-    assert scene.hub.registrations[-1][0]["group_size"] == 4
-    assert {len(group.tokens) for _, groups in scene.hub.deliveries for group in groups} == {4}
+    harness = Harness(tmp_path, group_size=8, num_eval=2)
+    harness.hub.info["batch_size"] = 4
+    harness.serve_to_the_end()
+    assert harness.hub.registrations[-1][0]["group_size"] == 4
+    assert {len(group.tokens) for _, groups in harness.hub.deliveries for group in groups} == {4}
 
 
 def test_a_batch_of_one_sequence_is_refused_because_it_teaches_nothing(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.info["batch_size"] = 1
+    harness = Harness(tmp_path)
+    harness.hub.info["batch_size"] = 1
     with pytest.raises(ConfigError, match="a group of one teaches nothing") as refused:
-        scene.serve_to_the_end()
+        harness.serve_to_the_end()
     assert "--batch-size 4" in refused.value.fix
 
 
 def test_a_batch_of_no_whole_groups_is_refused(tmp_path):
-    scene = Scene(tmp_path, group_size=3)
+    harness = Harness(tmp_path, group_size=3)
     with pytest.raises(ConfigError, match="no multiple of group_size 3"):
-        scene.serve_to_the_end()
+        harness.serve_to_the_end()
 
 
 def test_sequences_too_long_for_the_trainer_are_refused_before_sampling(tmp_path):
-    scene = Scene(tmp_path, num_eval=0)
-    scene.hub.info["max_token_len"] = 40
+    harness = Harness(tmp_path, num_eval=0)
+    harness.hub.info["max_token_len"] = 40
     with pytest.raises(ConfigError, match="sequences of 40 tokens"):
-        scene.serve_to_the_end()
-    assert scene.engine.requests == []
+        harness.serve_to_the_end()
+    assert harness.engine.requests == []
 
 
 def test_scoring_errors_are_counted_in_the_group(tmp_path):
-    scene = Scene(tmp_path, num_eval=0)
+    harness = Harness(tmp_path, num_eval=0)
 
-    class Fragile(type(load_environment(scene.config))):
+    class Fragile(type(load_environment(harness.config))):
         def score(self, item, completion_text, completion):
             if completion_text == "I do not know":
                 raise RuntimeError("nothing to score")
@@ -328,14 +328,14 @@ def test_scoring_errors_are_counted_in_the_group(tmp_path):
 
     async def scenario():
         async with (
-            EngineClient(ServerConfig(), transport=FlakyNetwork(scene.engine.app)) as engine,
-            HubClient("http://hub", transport=FlakyNetwork(scene.hub.app)) as hub,
+            EngineClient(ServerConfig(), transport=FlakyNetwork(harness.engine.app)) as engine,
+            HubClient("http://hub", transport=FlakyNetwork(harness.hub.app)) as hub,
         ):
-            fragile = Fragile(load_environment(scene.config).config)
-            async with open_context(fragile, engine, ChatTokenizer.load(scene.engine.folder)) as context:
+            fragile = Fragile(load_environment(harness.config).config)
+            async with open_context(fragile, engine, ChatTokenizer.load(harness.engine.folder)) as context:
                 await run(context, hub)
 
     asyncio.run(scenario())
-    group = scene.hub.deliveries[0][1][0]
+    group = harness.hub.deliveries[0][1][0]
     assert (group.scores, group.metrics["score_errors"]) == ([1.0, 1.0, 1.0, 1.0], 2.0)
     assert [o.get("set_advantage_to_zero", False) for o in group.overrides] == [False, True, False, True]

@@ -97,11 +97,11 @@ class TrainingHub(HubDouble):
 
 def write(prompt, request):
     """The first of two seeds is loud: scores differ within a group."""
-    said = re.findall(r"\d+", prompt)[-1] if "Again" not in prompt else "again"
-    return [said + ("!" if (request.seed >> 20) % 2 else "")] * request.n
+    reply = re.findall(r"\d+", prompt)[-1] if "Again" not in prompt else "again"
+    return [reply + ("!" if (request.seed >> 20) % 2 else "")] * request.n
 
 
-class Scene:
+class Harness:
     def __init__(self, tmp_path, hub=None, **settings):
         self.config = EnvConfig(
             **{"name": "test-two-turns", "group_size": 4, "state_dir": tmp_path / "state", **settings}
@@ -129,80 +129,80 @@ class Scene:
 
 
 def test_a_run_is_served_to_its_end_and_dropped_groups_are_counted(tmp_path):
-    scene = Scene(tmp_path)
-    asyncio.run(scene.serve())
-    assert scene.hub.current_step == 5
-    assert all(group.item % 3 for group in scene.hub.groups)
-    dropped = sum(group.metrics.get("dropped_equal_scores", 0) for group in scene.hub.groups)
+    harness = Harness(tmp_path)
+    asyncio.run(harness.serve())
+    assert harness.hub.current_step == 5
+    assert all(group.item % 3 for group in harness.hub.groups)
+    dropped = sum(group.metrics.get("dropped_equal_scores", 0) for group in harness.hub.groups)
     assert dropped >= 1
-    group = scene.hub.groups[0]
+    group = harness.hub.groups[0]
     assert len(group.tokens) == 4
     assert all(
         len(t) == len(m) == len(lp)
         for t, m, lp in zip(group.tokens, group.masks, group.inference_logprobs, strict=True)
     )
     sampled = [token for token in group.masks[0] if token != -100]
-    text = scene.engine.tokenizer.decode(sampled)
+    text = harness.engine.tokenizer.decode(sampled)
     assert text.replace("!", "") == f"{group.item}again"  # both turns, and only they, are trained
-    assert scene.hub.disconnected == [7]
+    assert harness.hub.disconnected == [7]
 
 
 def test_no_more_is_begun_than_the_age_allows(tmp_path):
-    scene = Scene(tmp_path, max_age=0)
-    asyncio.run(scene.serve())
-    assert scene.hub.most_untrained <= 8  # one step's worth
-    assert [group.policy_version for group in scene.hub.groups][:4] == [0, 0, 1, 1]
+    harness = Harness(tmp_path, max_age=0)
+    asyncio.run(harness.serve())
+    assert harness.hub.most_untrained <= 8  # one step's worth
+    assert [group.policy_version for group in harness.hub.groups][:4] == [0, 0, 1, 1]
 
 
 def test_groups_scored_while_the_hub_is_away_are_sent_after_a_restart(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.is_away = True
+    harness = Harness(tmp_path)
+    harness.hub.is_away = True
 
     async def killed_life():
-        task = asyncio.create_task(scene.serve())
-        while len(list(scene.folder.glob("spool/*.groups"))) < 2:
+        task = asyncio.create_task(harness.serve())
+        while len(list(harness.folder.glob("spool/*.groups"))) < 2:
             await asyncio.sleep(0.01)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
     asyncio.run(killed_life())
-    kept = sorted(path.name for path in scene.folder.glob("spool/*.groups"))
+    kept = sorted(path.name for path in harness.folder.glob("spool/*.groups"))
     assert len(kept) >= 2
-    assert scene.hub.deliveries == []
-    scene.hub.is_away = False
-    asyncio.run(scene.serve())
-    items = [group.item for group in scene.hub.groups]
+    assert harness.hub.deliveries == []
+    harness.hub.is_away = False
+    asyncio.run(harness.serve())
+    items = [group.item for group in harness.hub.groups]
     assert len(items) == len(set(items)), "an item was delivered twice"
-    delivered = {key for key, _ in scene.hub.deliveries}
+    delivered = {key for key, _ in harness.hub.deliveries}
     assert {name.partition("-")[2].removesuffix(".groups") for name in kept} <= delivered
-    assert list(scene.folder.glob("spool/*.groups")) == []
-    assert scene.hub.current_step == 5
+    assert list(harness.folder.glob("spool/*.groups")) == []
+    assert harness.hub.current_step == 5
 
 
 def test_the_items_of_a_new_run_begin_with_the_first(tmp_path):
-    scene = Scene(tmp_path)
-    asyncio.run(scene.serve())
-    later = Scene(tmp_path)
+    harness = Harness(tmp_path)
+    asyncio.run(harness.serve())
+    later = Harness(tmp_path)
     later.hub.run_id = "another"
     asyncio.run(later.serve())
     assert min(group.item for group in later.hub.groups) == 1  # item 0 teaches nothing
 
 
 def test_groups_left_by_an_earlier_run_are_set_aside_and_not_delivered(tmp_path):
-    scene = Scene(tmp_path)
+    harness = Harness(tmp_path)
     for name in ("spool", "refused"):
-        (scene.folder / name).mkdir(parents=True)
-        (scene.folder / name / "000001-test-two-turns-0-item-1.groups").write_bytes(b"of another run")
-    (scene.folder / "spool" / "000002-test-two-turns-0-item-2.partial").write_bytes(b"half")
-    (scene.folder / "run").write_text("4f1c")
-    asyncio.run(scene.serve())
-    aside = scene.folder / "of-run-4f1c"
+        (harness.folder / name).mkdir(parents=True)
+        (harness.folder / name / "000001-test-two-turns-0-item-1.groups").write_bytes(b"of another run")
+    (harness.folder / "spool" / "000002-test-two-turns-0-item-2.partial").write_bytes(b"half")
+    (harness.folder / "run").write_text("4f1c")
+    asyncio.run(harness.serve())
+    aside = harness.folder / "of-run-4f1c"
     kept = sorted(str(path.relative_to(aside)) for path in aside.rglob("*.groups"))
     assert kept == [f"{name}/000001-test-two-turns-0-item-1.groups" for name in ("refused", "spool")]
-    assert list(scene.folder.glob("spool/*")) == []
-    assert list(scene.folder.glob("refused/*")) == []
-    assert scene.hub.current_step == 5
+    assert list(harness.folder.glob("spool/*")) == []
+    assert list(harness.folder.glob("refused/*")) == []
+    assert harness.hub.current_step == 5
 
 
 async def until(condition, serving):
@@ -226,59 +226,59 @@ class OneTurn(TwoTurns):
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_stream_follows_a_trainer_that_restarts_with_another_batch_size(tmp_path, caplog, size):
-    scene = Scene(tmp_path, hub=TrainingHub(batch_size=8, num_steps=30))
+    harness = Harness(tmp_path, hub=TrainingHub(batch_size=8, num_steps=30))
 
     async def scenario():
-        serving = asyncio.create_task(scene.serve())
-        await until(lambda: scene.hub.current_step >= 2, serving)
-        scene.hub.info["batch_size"] = size
-        scene.hub.train()
+        serving = asyncio.create_task(harness.serve())
+        await until(lambda: harness.hub.current_step >= 2, serving)
+        harness.hub.info["batch_size"] = size
+        harness.hub.train()
         await serving
 
     asyncio.run(scenario())
-    assert scene.hub.current_step == 30
+    assert harness.hub.current_step == 30
     (reported,) = [r.treadle_fields for r in caplog.records if r.getMessage() == "trainer_changed"]
     assert reported == {"batch_size": size, "batch_size_before": 8}
 
 
 def test_a_stream_ends_when_its_groups_can_no_longer_fill_a_batch(tmp_path):
-    scene = Scene(tmp_path, name="test-one-turn")
-    scene.engine.write = lambda _, request: ["1", "2"] * (request.n // 2)
+    harness = Harness(tmp_path, name="test-one-turn")
+    harness.engine.write = lambda _, request: ["1", "2"] * (request.n // 2)
 
     async def scenario():
-        serving = asyncio.create_task(scene.serve())
-        await until(lambda: scene.hub.current_step >= 2, serving)
-        scene.hub.info["batch_size"] = 10
+        serving = asyncio.create_task(harness.serve())
+        await until(lambda: harness.hub.current_step >= 2, serving)
+        harness.hub.info["batch_size"] = 10
         await serving
 
-    scene.hub.num_steps = 10**6
+    harness.hub.num_steps = 10**6
     with pytest.raises(ConfigError, match="the batch of 10 sequences is no multiple of group_size 4"):
         asyncio.run(scenario())
 
 
 def test_a_group_that_the_hub_refuses_is_kept_and_the_run_goes_on(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
-    asyncio.run(scene.serve())
-    assert scene.hub.current_step == 5
-    assert len(list(scene.folder.glob("refused/*.groups"))) == 1
+    harness = Harness(tmp_path)
+    harness.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)]
+    asyncio.run(harness.serve())
+    assert harness.hub.current_step == 5
+    assert len(list(harness.folder.glob("refused/*.groups"))) == 1
 
 
 def test_a_hub_that_refuses_everything_is_reported(tmp_path):
-    scene = Scene(tmp_path)
-    scene.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)] * 9
+    harness = Harness(tmp_path)
+    harness.hub.failures = [JSONResponse({"detail": "mask has the wrong length"}, 422)] * 9
     with pytest.raises(HubError, match=r"mask has the wrong length.*kept in .*refused"):
-        asyncio.run(scene.serve())
-    assert len(list(scene.folder.glob("refused/*.groups"))) == 3
+        asyncio.run(harness.serve())
+    assert len(list(harness.folder.glob("refused/*.groups"))) == 3
 
 
 def test_two_processes_do_not_share_a_cursor(tmp_path):
-    scene = Scene(tmp_path)
-    scene.folder.mkdir(parents=True)
-    with (scene.folder / "lock").open("w") as file:
+    harness = Harness(tmp_path)
+    harness.folder.mkdir(parents=True)
+    with (harness.folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another environment process"):
-            asyncio.run(scene.serve())
+            asyncio.run(harness.serve())
 
 
 @environment("test-odd-code")
@@ -310,55 +310,55 @@ def cancel_yourself():
 )
 def test_odd_code_of_a_user_costs_its_rollouts_and_not_the_run(tmp_path, odd):
     OddCode.odd = staticmethod(odd)
-    scene = Scene(tmp_path, name="test-odd-code")
-    asyncio.run(scene.serve())
-    assert scene.hub.current_step == 5
-    assert 1 not in [group.item for group in scene.hub.groups]
+    harness = Harness(tmp_path, name="test-odd-code")
+    asyncio.run(harness.serve())
+    assert harness.hub.current_step == 5
+    assert 1 not in [group.item for group in harness.hub.groups]
 
 
 def test_a_task_that_always_raises_ends_after_the_first_group(tmp_path):
     OddCode.odd = staticmethod(lambda: 0.0)
-    scene = Scene(tmp_path, name="test-odd-code")
-    scene.engine.write = lambda prompt, request: ["no number here"]
+    harness = Harness(tmp_path, name="test-odd-code")
+    harness.engine.write = lambda prompt, request: ["no number here"]
 
     class Broken(OddCode):
         async def rollout(self, item, model):
             await model.chat(item.messages).ask()
             raise KeyError("forgotten")
 
-    scene.environment = Broken
+    harness.environment = Broken
     with pytest.raises(ScoringError, match=r"none of 4 answers .* KeyError: 'forgotten', at \S*test_env_stream.py:\d+"):
-        asyncio.run(scene.serve())
+        asyncio.run(harness.serve())
 
 
 def test_a_task_that_never_has_a_score_ends_and_says_why(tmp_path):
     OddCode.odd = staticmethod(lambda: 0.0)
-    scene = Scene(tmp_path, name="test-odd-code", num_eval=0)
+    harness = Harness(tmp_path, name="test-odd-code", num_eval=0)
 
     class Slow(OddCode):
         async def rollout(self, item, model):
             await model.chat(item.messages).ask()
             return Score(None, is_right=False, outcome="timed_out", error="took longer than 10 s")
 
-    scene.environment = Slow
+    harness.environment = Slow
     with pytest.raises(ProcessDied, match="none was fit to be trained on: took longer than 10 s"):
-        asyncio.run(scene.serve())
+        asyncio.run(harness.serve())
 
 
 def test_an_engine_that_answers_garbage_is_tried_again_and_then_named(tmp_path):
-    scene = Scene(tmp_path)
-    scene.engine.write = lambda prompt, request: ["too", "many", "answers"]
+    harness = Harness(tmp_path)
+    harness.engine.write = lambda prompt, request: ["too", "many", "answers"]
     with pytest.raises(EngineError, match="asked for 1 completions"):
-        asyncio.run(scene.serve())
-    assert len(scene.engine.requests) >= 12
+        asyncio.run(harness.serve())
+    assert len(harness.engine.requests) >= 12
 
 
 def test_an_item_that_always_fails_is_left_out_and_the_run_goes_on(tmp_path):
-    scene = Scene(tmp_path)
-    scene.engine.write = lambda prompt, request: write(prompt, request) * (2 if "Say 4<" in prompt else 1)
-    asyncio.run(scene.serve())
-    assert scene.hub.current_step == 5
-    assert 4 not in [group.item for group in scene.hub.groups]
+    harness = Harness(tmp_path)
+    harness.engine.write = lambda prompt, request: write(prompt, request) * (2 if "Say 4<" in prompt else 1)
+    asyncio.run(harness.serve())
+    assert harness.hub.current_step == 5
+    assert 4 not in [group.item for group in harness.hub.groups]
 
 
 def standing(**values):
@@ -615,9 +615,9 @@ def test_items_that_are_sometimes_right_come_more_often(tmp_path):
 
 
 def test_waves_are_refused_where_they_cannot_be(tmp_path):
-    scene = Scene(tmp_path, pace="waves")
+    harness = Harness(tmp_path, pace="waves")
     with pytest.raises(ConfigError, match="several turns"):
-        choose_pace(scene.config, load_environment(scene.config))
+        choose_pace(harness.config, load_environment(harness.config))
     plain = EnvConfig()
     assert choose_pace(plain, load_environment(plain)) == "waves"
     dropping = EnvConfig(ensure_scores_are_not_same=True)

@@ -47,7 +47,7 @@ def tools(**settings):
     return load_environment(EnvConfig(name="tools", **settings))
 
 
-def play(texts, folder: Path, *, template=CHAT_TEMPLATE, **settings):
+def scenario(texts, folder: Path, *, template=CHAT_TEMPLATE, **settings):
     return play_with(ChatTokenizer.load(save_tokenizer(folder, template)), texts, **settings)
 
 
@@ -69,7 +69,7 @@ def test_looking_up_calculating_and_answering_is_right(tmp_path):
         f"I look it up. {call('search', query='Tarmouth')}{call('calculator', expression='3 * (14 + 8)')}",
         f"So it is \\boxed{{{item.answer}}}.",
     ]
-    score, prompts, messages = play(texts, tmp_path, item=item)
+    score, prompts, messages = scenario(texts, tmp_path, item=item)
     assert (score.reward, score.is_right) == (1.0, True)
     assert score.parts == {"right": 1.0, "calls": 2.0, "invalid_calls": 0.0}
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool", "assistant"]
@@ -78,7 +78,7 @@ def test_looking_up_calculating_and_answering_is_right(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "reported"),
+    ("reply", "reported"),
     [
         ("<tool_call>{'name': 'search'}</tool_call>", "error: not JSON"),
         (call("serach", query="x"), "error: there is no tool 'serach'; there are: search, calculator"),
@@ -87,9 +87,9 @@ def test_looking_up_calculating_and_answering_is_right(tmp_path):
         (call("calculator", expression="9**9**9"), "error: an exponent is at most 64"),
     ],
 )
-def test_an_invalid_call_is_answered_with_the_reason_and_penalized(said, reported, tmp_path):
+def test_an_invalid_call_is_answered_with_the_reason_and_penalized(reply, reported, tmp_path):
     item = tools().train_item(0)
-    score, _, messages = play([said, f"\\boxed{{{item.answer}}}"], tmp_path, item=item)
+    score, _, messages = scenario([reply, f"\\boxed{{{item.answer}}}"], tmp_path, item=item)
     assert messages[3]["content"].startswith(reported)
     assert score.reward == pytest.approx(0.95)
     assert score.parts["invalid_calls"] == 1
@@ -98,20 +98,20 @@ def test_an_invalid_call_is_answered_with_the_reason_and_penalized(said, reporte
 def test_the_penalty_can_be_chosen_and_has_an_end(tmp_path):
     broken = "<tool_call>x</tool_call>" * 20
     args = {"invalid_call_penalty": 0.1}
-    score, _, _ = play([broken, "I give up: 7"], tmp_path, args=args)
+    score, _, _ = scenario([broken, "I give up: 7"], tmp_path, args=args)
     assert (score.reward, score.is_right, score.parts["invalid_calls"]) == (-0.5, False, 20)
 
 
 def test_turns_are_limited_and_a_call_in_the_last_one_is_no_answer(tmp_path):
     item = tools().train_item(0)
     texts = [f"{item.answer} {call('search', query='x')}"] * 9
-    score, prompts, _ = play(texts, tmp_path, item=item, args={"max_turns": 3})
+    score, prompts, _ = scenario(texts, tmp_path, item=item, args={"max_turns": 3})
     assert len(prompts) == 3
     assert (score.reward, score.is_right, score.parts["calls"]) == (0.0, False, 2)
 
 
 def test_what_was_cut_off_ends_the_conversation(tmp_path):
-    score, prompts, _ = play([f"{call('search', query='x')} and then"], tmp_path, finish_reason="length")
+    score, prompts, _ = scenario([f"{call('search', query='x')} and then"], tmp_path, finish_reason="length")
     assert (len(prompts), score.reward) == (1, 0.0)
 
 
@@ -129,19 +129,19 @@ def test_what_was_cut_off_ends_the_conversation(tmp_path):
 )  # fmt: skip
 def test_the_boxed_or_else_the_last_number_is_the_answer(text, is_right, tmp_path):
     item = tools().train_item(0)
-    assert play([text.replace("ANSWER", item.answer)], tmp_path, item=item)[0].is_right is is_right
+    assert scenario([text.replace("ANSWER", item.answer)], tmp_path, item=item)[0].is_right is is_right
 
 
 def test_a_comma_in_a_box_stands_between_thousands(tmp_path):
     item = Item.ask("?", answer="1240", facts=[])
     for text, is_right in (("\\boxed{1,240}", True), ("\\boxed{12,40}", False), ("\\boxed{1,2,4,0}", False)):
-        assert play([text], tmp_path, item=item)[0].is_right is is_right
+        assert scenario([text], tmp_path, item=item)[0].is_right is is_right
 
 
 @pytest.mark.parametrize("template", [WITHOUT_TOOL_ROLE, DROPS_TOOL_ROLE, None])
 def test_without_a_tool_role_results_come_as_one_message_of_the_user(template, tmp_path):
-    said = f"{call('calculator', expression='20 + 1')}{call('calculator', expression='30 + 2')}"
-    _, prompts, messages = play([said, "7"], tmp_path, template=template)
+    reply = f"{call('calculator', expression='20 + 1')}{call('calculator', expression='30 + 2')}"
+    _, prompts, messages = scenario([reply, "7"], tmp_path, template=template)
     is_plain = template is None  # without any template, every role is shown
     assert [message["role"] for message in messages[3:-1]] == (["tool", "tool"] if is_plain else ["user"])
     assert "21" in prompts[1]

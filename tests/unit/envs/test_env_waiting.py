@@ -28,7 +28,7 @@ OFTEN = RetryPolicy(give_up_after_s=5.0, first_pause_s=0.001, longest_pause_s=0.
 REGISTRATION = RegisterEnv(max_token_length=8, desired_name="arithmetic", weight=1.0, group_size=4)
 
 
-class Scene:
+class Harness:
     """A process whose watchdog looks at every call; each call takes half a second of its clock."""
 
     def __init__(self, caplog):
@@ -51,9 +51,9 @@ class Scene:
 
 
 class WatchedNetwork(FlakyNetwork):
-    def __init__(self, app, losses, scene):
+    def __init__(self, app, losses, harness):
         super().__init__(app, losses)
-        self._scene = scene
+        self._scene = harness
 
     async def request(self, *args, **named):
         self._scene.tick()
@@ -61,93 +61,93 @@ class WatchedNetwork(FlakyNetwork):
 
 
 @pytest.fixture
-def scene(caplog):
-    return Scene(caplog)
+def harness(caplog):
+    return Harness(caplog)
 
 
-def test_an_unreachable_hub_is_reported_once_with_address_and_command(scene):
-    network = scene.network(HubDouble().app, {"/register-env": 50})
+def test_an_unreachable_hub_is_reported_once_with_address_and_command(harness):
+    network = harness.network(HubDouble().app, {"/register-env": 50})
 
     async def scenario():
         async with HubClient(
-            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=scene.waits
+            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=harness.waits
         ) as client:
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
-    reported = scene.reported("waiting")
+    reported = harness.reported("waiting")
     assert reported[0]["for"] == "the hub at http://127.0.0.1:8000"
     assert reported[0]["fix"] == "start it with `treadle hub`, or name another with --env.hub-url"
     assert "connection refused" in reported[0]["problem"]
-    assert [said["seconds"] for said in reported] == [2.0, 6.0, 14.0]  # of 25, and fifty tries
-    (there,) = scene.reported("waited")
+    assert [fields["seconds"] for fields in reported] == [2.0, 6.0, 14.0]  # of 25, and fifty tries
+    (there,) = harness.reported("waited")
     assert there == {"for": reported[0]["for"], "seconds": 25.0}
 
 
-def test_an_engine_that_is_not_there_is_reported_once_for_all_who_ask_it(tmp_path, scene):
+def test_an_engine_that_is_not_there_is_reported_once_for_all_who_ask_it(tmp_path, harness):
     engine = EngineDouble(save_tokenizer(tmp_path), lambda _, request: ["1"] * request.n)
-    network = scene.network(engine.app, {"/generate": 4 * 16})
+    network = harness.network(engine.app, {"/generate": 4 * 16})
 
     async def scenario():
         config = ServerConfig(base_url="http://127.0.0.1:9001/v1")
-        async with EngineClient(config, retry_policy=OFTEN, transport=network, waits=scene.waits) as client:
+        async with EngineClient(config, retry_policy=OFTEN, transport=network, waits=harness.waits) as client:
             await asyncio.gather(*(client.generate([1], max_tokens=4, temperature=1.0) for _ in range(16)))
 
     asyncio.run(scenario())
-    reported = scene.reported("waiting")
-    assert {said["for"] for said in reported} == {"the engine at http://127.0.0.1:9001"}
+    reported = harness.reported("waiting")
+    assert {fields["for"] for fields in reported} == {"the engine at http://127.0.0.1:9001"}
     assert reported[0]["fix"] == "start it with `treadle engine`, or name another with --openai.base-url"
     assert len(reported) <= 4
-    assert len(scene.reported("waited")) == 1
+    assert len(harness.reported("waited")) == 1
 
 
-def test_a_trainer_that_has_not_registered_is_reported(scene):
+def test_a_trainer_that_has_not_registered_is_reported(harness):
     hub = HubDouble()
     hub.num_register_waits = 6
 
     async def scenario():
-        network = scene.network(hub.app)
+        network = harness.network(hub.app)
         async with HubClient(
-            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=scene.waits
+            "http://127.0.0.1:8000", retry_policy=OFTEN, transport=network, waits=harness.waits
         ) as client:
             await client.register_env(REGISTRATION)
 
     asyncio.run(scenario())
-    (said,) = scene.reported("waiting")
-    assert said["for"] == "a trainer to register at the hub (http://127.0.0.1:8000)"
-    assert said["fix"] == "start one with `treadle train`, or everything at once with `treadle run`"
-    assert len(scene.reported("waited")) == 1
+    (fields,) = harness.reported("waiting")
+    assert fields["for"] == "a trainer to register at the hub (http://127.0.0.1:8000)"
+    assert fields["fix"] == "start one with `treadle train`, or everything at once with `treadle run`"
+    assert len(harness.reported("waited")) == 1
 
 
-def test_a_hub_that_is_there_and_takes_nothing_is_not_to_be_started(scene):
+def test_a_hub_that_is_there_and_takes_nothing_is_not_to_be_started(harness):
     hub = HubDouble()
     hub.failures = [JSONResponse({"detail": "the queue is full"}, 503)] * 6
 
     async def scenario():
         async with HubClient(
-            "http://hub", retry_policy=OFTEN, transport=scene.network(hub.app), waits=scene.waits
+            "http://hub", retry_policy=OFTEN, transport=harness.network(hub.app), waits=harness.waits
         ) as client:
             await client.post_groups([ScoredGroup(tokens=[[5]], masks=[[5]], scores=[1.0])], "key")
 
     asyncio.run(scenario())
-    (said,) = scene.reported("waiting")
-    assert said["problem"] == "status 503: the queue is full"
-    assert said["fix"] == "the log of the hub says more"
+    (fields,) = harness.reported("waiting")
+    assert fields["problem"] == "status 503: the queue is full"
+    assert fields["fix"] == "the log of the hub says more"
 
 
-def test_the_token_in_an_address_is_not_said(scene):
-    network = scene.network(HubDouble().app, {"/info": 10**6})
+def test_the_token_in_an_address_is_not_said(harness):
+    network = harness.network(HubDouble().app, {"/info": 10**6})
 
     async def scenario():
         retry_policy = RetryPolicy(give_up_after_s=0.1, first_pause_s=0.001, longest_pause_s=0.001)
         url = "http://hub:8000/t/secret"
-        async with HubClient(url, retry_policy=retry_policy, transport=network, waits=scene.waits) as client:
+        async with HubClient(url, retry_policy=retry_policy, transport=network, waits=harness.waits) as client:
             await client.info()
 
     with pytest.raises(HubError, match="failed"):
         asyncio.run(scenario())
-    assert {said["for"] for said in scene.reported("waiting")} == {"the hub at http://hub:8000"}
-    assert scene.reported("waited") == [], "it was given up"
+    assert {fields["for"] for fields in harness.reported("waiting")} == {"the hub at http://hub:8000"}
+    assert harness.reported("waited") == [], "it was given up"
 
 
 class SlowTrainer(HubDouble):
@@ -180,7 +180,7 @@ class SlowTrainer(HubDouble):
         return JSONResponse({**standing, "untrained_sequences": self.untrained, "trainer_waits": False})
 
 
-def serve(tmp_path, scene, hub, **settings):
+def serve(tmp_path, harness, hub, **settings):
     def add(prompt, request):
         a, b = map(int, re.findall(r"\d+", prompt)[:2])
         return [str(a + b) if i % 2 == 0 else "?" for i in range(request.n)]
@@ -188,40 +188,44 @@ def serve(tmp_path, scene, hub, **settings):
     engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     config = EnvConfig(group_size=4, num_eval=0, max_age=0, state_dir=tmp_path / "state", **settings)
 
-    async def life():
+    async def scenario():
         async with (
             EngineClient(ServerConfig(), retry_policy=OFTEN, transport=FlakyNetwork(engine_double.app)) as engine,
-            HubClient("http://hub", retry_policy=OFTEN, transport=scene.network(hub.app), waits=scene.waits) as client,
+            HubClient(
+                "http://hub", retry_policy=OFTEN, transport=harness.network(hub.app), waits=harness.waits
+            ) as client,
             open_context(load_environment(config), engine, ChatTokenizer.load(engine_double.folder)) as context,
         ):
             await asyncio.wait_for(run(context, client), 60)
 
-    asyncio.run(life())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, scene, pace):
+def test_a_trainer_that_takes_no_step_is_reported_late_once_with_the_step(tmp_path, harness, pace):
     hub = SlowTrainer([1, 15, 1])
-    serve(tmp_path, scene, hub, pace=pace, patience_s=5.0)
-    (late,) = scene.reported("late")
+    serve(tmp_path, harness, hub, pace=pace, patience_s=5.0)
+    (late,) = harness.reported("late")
     assert late["for"] == "the trainer to take step 2"
     assert late["process"] == "trainer"
     assert hub.current_step == 3, "it is reported, and waited for all the same"
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, scene, pace):
-    serve(tmp_path, scene, SlowTrainer([7, 7, 7]), pace=pace, patience_s=8.0)  # four seconds each
-    assert scene.reported("late") == []
+def test_a_slow_trainer_that_takes_its_steps_is_never_late(tmp_path, harness, pace):
+    serve(tmp_path, harness, SlowTrainer([7, 7, 7]), pace=pace, patience_s=8.0)  # four seconds each
+    assert harness.reported("late") == []
 
 
 @pytest.mark.parametrize("pace", ["waves", "stream"])
-def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, scene, pace):
+def test_a_trainer_that_is_started_later_is_reported_and_never_late(tmp_path, harness, pace):
     hub = SlowTrainer([1, 1], looks_without_trainer=14)  # the hub was reset when the environment had registered
-    serve(tmp_path, scene, hub, pace=pace, patience_s=5.0)
+    serve(tmp_path, harness, hub, pace=pace, patience_s=5.0)
     assert hub.current_step == 2
-    assert {said["for"] for said in scene.reported("waiting")} == {"a trainer to register at the hub (http://hub)"}
-    assert scene.reported("late") == []
+    assert {fields["for"] for fields in harness.reported("waiting")} == {
+        "a trainer to register at the hub (http://hub)"
+    }
+    assert harness.reported("late") == []
 
 
 class PollingHub(HubDouble):
@@ -239,16 +243,18 @@ class PollingHub(HubDouble):
 
 
 @pytest.mark.parametrize(("looks_per_step", "late"), [(3, []), (8, [1, 2, 3])])  # half a second each
-def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(scene, looks_per_step, late):
-    network = scene.network(PollingHub(looks_per_step).app)
+def test_each_step_that_an_evaluation_waits_for_has_the_same_patience(harness, looks_per_step, late):
+    network = harness.network(PollingHub(looks_per_step).app)
 
     async def scenario():
-        async with HubClient("http://hub", retry_policy=OFTEN, transport=network, waits=scene.waits) as client:
+        async with HubClient("http://hub", retry_policy=OFTEN, transport=network, waits=harness.waits) as client:
             await wait_for_step(client, 3, patience_s=2.0)
 
     asyncio.run(scenario())
-    assert [said["for"] for said in scene.reported("late")] == [f"the trainer to take step {step}" for step in late]
-    assert scene.waits.now == []
+    assert [fields["for"] for fields in harness.reported("late")] == [
+        f"the trainer to take step {step}" for step in late
+    ]
+    assert harness.waits.now == []
 
 
 def test_serve_without_an_engine_says_so_soon():

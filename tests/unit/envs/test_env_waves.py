@@ -81,7 +81,7 @@ def serve(tmp_path, hub, **settings):
     engine_double = EngineDouble(save_tokenizer(tmp_path / "model"), add)
     config = EnvConfig(**{"group_size": 4, "num_eval": 0, "seed": 5, **settings})
 
-    async def life():
+    async def scenario():
         async with (
             EngineClient(ServerConfig(), retry_policy=QUICK, transport=FlakyNetwork(engine_double.app)) as engine,
             HubClient("http://hub", retry_policy=QUICK, transport=FlakyNetwork(hub.app)) as client,
@@ -89,7 +89,7 @@ def serve(tmp_path, hub, **settings):
         ):
             await asyncio.wait_for(run(context, client), 60)
 
-    asyncio.run(life())
+    asyncio.run(scenario())
 
 
 def items_of(hub):
@@ -205,13 +205,13 @@ def test_a_new_hub_with_an_old_checkpoint_gets_only_the_next_waves():
     assert count.next_wave() == PlannedWave(step=51, first_item=400, num_prompts=8)
 
 
-NUM_LIVES = 2000
+NUM_SIMULATIONS = 2000
 NUM_STEPS = 12
 MOST_ROUNDS = 400
 FAULTS = ("env dies", "env dies in a delivery", "trainer resumes", "trainer resumes at once", "size", "both", "drop")
 
 
-class Life:
+class SimulatedRun:
     """A run: the hub's queue and what it was trained on, the trainer, the environment; one thing wrong now and then."""
 
     def __init__(self, seed: int) -> None:
@@ -244,7 +244,7 @@ class Life:
     def start_env(self) -> WaveSchedule:
         return WaveSchedule.at_start(self.standing(), groups_accepted=len(self.delivered), group_size=self.group_size)
 
-    def live(self) -> None:
+    def run(self) -> None:
         for _ in range(MOST_ROUNDS):
             if self.step == NUM_STEPS:
                 return
@@ -309,13 +309,13 @@ def items_of_wave(wave: PlannedWave) -> list[int]:
     return list(range(wave.first_item, wave.first_item + wave.num_prompts))
 
 
-def test_no_life_is_stuck_repeats_an_item_or_uses_a_key_for_two_waves():
+def test_no_run_gets_stuck_repeats_an_item_or_reuses_a_key():
     num_faults = 0
-    for seed in range(NUM_LIVES):
-        life = Life(seed)
-        life.live()
-        reported = f"life {seed}: {life.happened}"
-        assert sorted(life.delivered) == list(range(len(life.delivered))), reported
-        assert life.conflicts == [], reported
-        num_faults += len(life.happened)
-    assert num_faults > NUM_LIVES, "too little went wrong to show anything"
+    for seed in range(NUM_SIMULATIONS):
+        scenario = SimulatedRun(seed)
+        scenario.run()
+        reported = f"run {seed}: {scenario.happened}"
+        assert sorted(scenario.delivered) == list(range(len(scenario.delivered))), reported
+        assert scenario.conflicts == [], reported
+        num_faults += len(scenario.happened)
+    assert num_faults > NUM_SIMULATIONS, "too little went wrong to show anything"

@@ -229,8 +229,8 @@ def test_an_answer_that_is_no_number_is_a_broken_row(tmp_path, answer):
     ],
 )
 def test_the_last_number_behind_the_thinking_decides_by_value(text, gold, is_right):
-    said = Completion([1], [-0.5], text, "stop", policy_version=0)
-    score = open_svamp(SVAMP).score(Item.ask("?", answer=gold), text, said)
+    reply = Completion([1], [-0.5], text, "stop", policy_version=0)
+    score = open_svamp(SVAMP).score(Item.ask("?", answer=gold), text, reply)
     assert (score.reward, score.is_right) == (float(is_right), is_right)
 
 

@@ -24,7 +24,7 @@ class HandClock:
         return self.now_s
 
 
-class Desk:
+class HubCalls:
     """The calls that most tests make, over a client of the real application."""
 
     def __init__(self, client: TestClient) -> None:
@@ -83,5 +83,5 @@ def client(store: Store, config: HubConfig, clock: HandClock) -> Iterator[TestCl
 
 
 @pytest.fixture
-def desk(client: TestClient) -> Desk:
-    return Desk(client)
+def calls(client: TestClient) -> HubCalls:
+    return HubCalls(client)

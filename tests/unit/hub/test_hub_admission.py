@@ -49,8 +49,8 @@ PACKED = JSON | {"Content-Encoding": "gzip"}
         ({"images": json.loads("[" * 40 + "]" * 40)}, ["images"]),
     ],
 )
-def test_a_bad_group_is_refused_with_the_field_named(client, desk, change, loc):
-    answer = client.post("/scored_data", content=json.dumps(desk.group() | change), headers=JSON)
+def test_a_bad_group_is_refused_with_the_field_named(client, calls, change, loc):
+    answer = client.post("/scored_data", content=json.dumps(calls.group() | change), headers=JSON)
     assert answer.status_code == 422, answer.text
     detail = answer.json()["detail"][0]
     assert set(detail) == {"type", "loc", "msg", "input"}
@@ -58,8 +58,8 @@ def test_a_bad_group_is_refused_with_the_field_named(client, desk, change, loc):
     assert client.get("/status").json()["queue_size"] == 0
 
 
-def test_a_missing_field_is_named(client, desk):
-    group = desk.group()
+def test_a_missing_field_is_named(client, calls):
+    group = calls.group()
     del group["scores"]
     detail = client.post("/scored_data", json=group).json()["detail"]
     assert detail == [{"type": "missing", "loc": ["body", "scores"], "msg": "Field required", "input": None}]
@@ -82,11 +82,11 @@ def test_a_missing_field_is_named(client, desk):
         {"images": [None, ["aGk="]]},
     ],
 )
-def test_what_real_clients_send_is_taken_and_comes_back(client, desk, change):
-    desk.register()
-    sent = desk.group() | change
+def test_what_real_clients_send_is_taken_and_comes_back(client, calls, change):
+    calls.register()
+    sent = calls.group() | change
     assert client.post("/scored_data", json=sent).json() == {"status": "received"}
-    desk.post(1)
+    calls.post(1)
     stored = client.get("/batch").json()["batch"][0]
     for key in change.keys() & stored.keys() - {"tokens", "scores"}:
         assert stored[key] == sent[key]
@@ -121,9 +121,9 @@ def test_no_group_is_too_odd_for_an_answer(client, fields, padding, route):
     assert answer.json()["detail"][0]["loc"][0] == "body"
 
 
-def test_a_bad_group_in_a_list_is_told_by_its_number(client, desk):
+def test_the_index_of_a_bad_group_in_a_list_is_in_the_error(client, calls):
     for bad in ({"scores": [1.0, float("nan")]}, {"scores": [1.0, None]}, {"scores": [1.0]}, {"tokens": 1}):
-        content = json.dumps([desk.group(), desk.group() | {"scores": [True, 0]}, desk.group() | bad])
+        content = json.dumps([calls.group(), calls.group() | {"scores": [True, 0]}, calls.group() | bad])
         answer = client.post("/scored_data_list", content=content, headers=JSON)
         assert answer.status_code == 422
         assert answer.json()["detail"][0]["loc"][:2] == ["body", 2]
@@ -132,7 +132,7 @@ def test_a_bad_group_in_a_list_is_told_by_its_number(client, desk):
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"nonsense", b'{"tokens": NaN', b"\xff\xfe", b"[]", b"null", b"3", b'"\\ud800"',
-     # By short names: pytest puts them into the environment, which has no room for so much.
+     # With short ids: pytest puts the id into an environment variable, whose size is limited.
      pytest.param(b'{"images":' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="deep"),
      pytest.param(b"[" * 100_000, id="deep and open")],
 )  # fmt: skip
@@ -143,14 +143,14 @@ def test_a_body_that_is_no_message_is_422(client, route, content):
     assert answer.json()["detail"][0]["loc"][0] == "body"
 
 
-def test_the_content_type_must_be_json(client, desk):
-    answer = client.post("/scored_data", content=json.dumps(desk.group()), headers={"Content-Type": "text/plain"})
+def test_the_content_type_must_be_json(client, calls):
+    answer = client.post("/scored_data", content=json.dumps(calls.group()), headers={"Content-Type": "text/plain"})
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["type"] == "model_attributes_type"
 
 
-def test_gzip_bodies_are_inflated_also_in_chunks_and_in_members(client, desk):
-    body = json.dumps(desk.group()).encode()
+def test_gzip_bodies_are_inflated_also_in_chunks_and_in_members(client, calls):
+    body = json.dumps(calls.group()).encode()
     packed = gzip.compress(body)
     chunks = iter([packed[:7], packed[7:30], packed[30:]])
     assert client.post("/scored_data", content=packed, headers=PACKED).status_code == 200
@@ -159,8 +159,8 @@ def test_gzip_bodies_are_inflated_also_in_chunks_and_in_members(client, desk):
     assert client.post("/scored_data", content=members, headers=PACKED).status_code == 200
 
 
-def test_a_key_stands_for_the_inflated_body(client, desk):
-    body = json.dumps(desk.group()).encode()
+def test_a_key_stands_for_the_inflated_body(client, calls):
+    body = json.dumps(calls.group()).encode()
     headers = PACKED | {"Idempotency-Key": "k"}
     answers = [
         client.post("/scored_data", content=gzip.compress(body, level), headers=headers).json()["status"]
@@ -170,8 +170,8 @@ def test_a_key_stands_for_the_inflated_body(client, desk):
 
 
 @pytest.mark.parametrize("harm", ["plain", "truncated", "flipped", "trailing", "deflate"])
-def test_broken_gzip_is_400(client, desk, harm):
-    packed = gzip.compress(json.dumps(desk.group()).encode())
+def test_broken_gzip_is_400(client, calls, harm):
+    packed = gzip.compress(json.dumps(calls.group()).encode())
     broken = {
         "plain": b"not gzip at all",
         "truncated": packed[:-12],
@@ -190,9 +190,9 @@ def test_a_million_empty_gzip_members_are_not_inflated_one_by_one(client):
     assert time.monotonic() - began < 20
 
 
-def test_another_compression_is_400(client, desk):
+def test_another_compression_is_400(client, calls):
     headers = JSON | {"Content-Encoding": "br"}
-    assert client.post("/scored_data", content=json.dumps(desk.group()), headers=headers).status_code == 400
+    assert client.post("/scored_data", content=json.dumps(calls.group()), headers=headers).status_code == 400
 
 
 def test_an_empty_gzip_body_is_an_empty_body(client):
@@ -215,8 +215,8 @@ def test_bodies_over_the_limit_are_413_announced_or_not(client, config):
     assert client.post("/scored_data", content=chunks, headers=JSON).status_code == 413
 
 
-def test_answers_are_compressed_when_asked_for_and_large_enough(client, desk):
-    client.post("/scored_data", json=desk.group(size=200))
+def test_answers_are_compressed_when_asked_for_and_large_enough(client, calls):
+    client.post("/scored_data", json=calls.group(size=200))
     asked = client.get("/latest_example", headers={"Accept-Encoding": "gzip"})
     assert asked.headers["content-encoding"] == "gzip"
     assert asked.headers["vary"] == "Accept-Encoding"
@@ -229,51 +229,53 @@ def test_answers_are_compressed_when_asked_for_and_large_enough(client, desk):
 
 
 @pytest.mark.parametrize("has_trainer", [False, True])
-def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, config, clock, desk, has_trainer):
+def test_groups_of_an_unknown_version_are_refused_where_that_is_wished(store, config, clock, calls, has_trainer):
     strict = config.model_copy(update={"unversioned": "refuse"})
     if has_trainer:
-        desk.register()
-    with TestClient(build_app(store, strict, clock), str(desk.client.base_url), client=("127.0.0.1", 50_000)) as client:
-        answer = client.post("/scored_data", json=desk.group())
+        calls.register()
+    with TestClient(
+        build_app(store, strict, clock), str(calls.client.base_url), client=("127.0.0.1", 50_000)
+    ) as client:
+        answer = client.post("/scored_data", json=calls.group())
         assert answer.status_code == 422
         (problem,) = answer.json()["detail"]
         assert (problem["type"], problem["loc"]) == ("unknown_version", ["body", "policy_version"])
         assert client.get("/status").json()["queue_size"] == 0
-        assert client.post("/scored_data", json=desk.group(policy_version=0)).status_code == 200
+        assert client.post("/scored_data", json=calls.group(policy_version=0)).status_code == 200
         assert client.get("/status").json()["queue_size"] == 1
 
 
-def test_headers_that_are_stored_have_at_most_255_characters(client, desk):
-    desk.register({"Treadle-Holder": "x" * 255})
+def test_headers_that_are_stored_have_at_most_255_characters(client, calls):
+    calls.register({"Treadle-Holder": "x" * 255})
     for call, name in (("/register", "Treadle-Holder"), ("/scored_data", "Idempotency-Key")):
-        body = desk.group() | {"wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128,
+        body = calls.group() | {"wandb_group": "g", "wandb_project": "p", "batch_size": 4, "max_token_len": 128,
             "checkpoint_dir": "c", "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 10}  # fmt: skip
         for value in ("x" * 256, ""):
             answer = client.post(call, json=body, headers={name: value})
             assert (answer.status_code, answer.json()) == (422, {"detail": f"{name} must have 1 to 255 characters"})
 
 
-def test_environments_are_taken_up_to_a_number(client, desk, monkeypatch):
+def test_environments_are_taken_up_to_a_number(client, calls, monkeypatch):
     monkeypatch.setattr("treadle.hub.atropos_routes.MAX_ENVS", 2)
-    desk.register()
+    calls.register()
     client.get("/batch")
-    assert [desk.register_env(desired_name=name)["env_id"] for name in ("a", "b")] == [0, 1]
+    assert [calls.register_env(desired_name=name)["env_id"] for name in ("a", "b")] == [0, 1]
     body = {"max_token_length": 512, "desired_name": "c", "weight": 1.0, "group_size": 2}
     answer = client.post("/register-env", json=body)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert answer.json() == {"detail": "2 environments have registered, and no more are taken: reset the hub"}
 
 
-def test_values_of_any_shape_are_looked_through_level_by_level(client, desk):
+def test_values_of_any_shape_are_looked_through_level_by_level(client, calls):
     """The first value that cannot be sent on refuses the field, wherever it stands."""
     nested = {"a": [{"b": [1, 2.5, None, True, "x", {}]}, []], "c": -(2**63)}
-    answer = client.post("/scored_data", json=desk.group(images=nested, generation_params=nested))
+    answer = client.post("/scored_data", json=calls.group(images=nested, generation_params=nested))
     assert answer.status_code == 200
     for bad in (2**63, -(2**63) - 1):
-        answer = client.post("/scored_data", json=desk.group(images=[nested, [[bad, 1.0]]]))
+        answer = client.post("/scored_data", json=calls.group(images=[nested, [[bad, 1.0]]]))
         assert answer.json()["detail"][0]["type"] == "int_out_of_range"
-    answer = client.post("/scored_data", content=json.dumps(desk.group(images=[[1.0, float("nan")]])), headers=JSON)
+    answer = client.post("/scored_data", content=json.dumps(calls.group(images=[[1.0, float("nan")]])), headers=JSON)
     assert answer.json()["detail"][0]["type"] == "finite_number"
     deepest = json.loads("[" * 33 + "]" * 33)
-    assert client.post("/scored_data", json=desk.group(images=deepest)).status_code == 200
-    assert client.post("/scored_data", json=desk.group(images=[deepest])).json()["detail"][0]["type"] == "too_deep"
+    assert client.post("/scored_data", json=calls.group(images=deepest)).status_code == 200
+    assert client.post("/scored_data", json=calls.group(images=[deepest])).json()["detail"][0]["type"] == "too_deep"

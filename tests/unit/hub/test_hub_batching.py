@@ -98,7 +98,7 @@ def test_a_batch_size_beyond_all_reason_costs_nothing():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "reason"),
     [
         ([8] * 3, "3 of 8 groups wait (24 of 64 sequences)"),
         ([], "no groups wait (0 of 64 sequences)"),
@@ -110,5 +110,5 @@ def test_a_batch_size_beyond_all_reason_costs_nothing():
         ),
     ],
 )
-def test_the_reason_is_told_in_words(sizes, told):
-    assert plan([Lane(None, line(*sizes))], 64).reason == told
+def test_the_reason_for_no_batch_is_a_sentence(sizes, reason):
+    assert plan([Lane(None, line(*sizes))], 64).reason == reason

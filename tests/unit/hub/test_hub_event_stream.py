@@ -65,9 +65,9 @@ def test_event_streams_start_at_the_end_or_after_the_given_id(store):
             assert await all_of_them.ids(3) == [1, 2, 3]
             await asyncio.sleep(0)
             happen(store)
-            kind, number, told = await first_new
+            kind, number, data = await first_new
             assert (kind, number) == ("env_registered", 4)
-            event = msgspec.convert(told, HubEvent)
+            event = msgspec.convert(data, HubEvent)
             assert (event.id, event.kind, event.data) == (4, "env_registered", {"env_id": 0, "name": "a_0"})
             assert abs(event.at - time.time()) < 60
             assert await old.ids(1) == [4]
@@ -93,16 +93,16 @@ def test_a_reader_is_woken_by_the_commit_itself(store):
 def test_a_commit_does_not_wake_those_who_wait_for_a_batch(store):
     async def read():
         async with event_stream_of(store) as (event_stream, signal):
-            rung = signal.listen()
+            was_signalled = signal.listen()
             reader = Reader(event_stream.stream(0))
             await asyncio.to_thread(happen, store, 3)
             await reader.ids(3)
-            assert not rung.is_set()
+            assert not was_signalled.is_set()
 
     asyncio.run(read())
 
 
-def test_events_that_are_no_longer_kept_are_told_of_first(store, monkeypatch):
+def test_a_gap_is_sent_first_for_events_that_are_no_longer_kept(store, monkeypatch):
     monkeypatch.setattr(runs, "EVENTS_KEPT", 5)
     monkeypatch.setattr(runs, "PRUNE_EVENTS_EVERY", 10)
     happen(store, 10)
@@ -117,7 +117,7 @@ def test_events_that_are_no_longer_kept_are_told_of_first(store, monkeypatch):
     asyncio.run(read())
 
 
-def test_a_reader_that_falls_too_far_behind_is_told_so(store, monkeypatch):
+def test_a_reader_that_falls_too_far_behind_gets_a_gap(store, monkeypatch):
     monkeypatch.setattr(runs, "EVENTS_KEPT", 5)
     monkeypatch.setattr(runs, "PRUNE_EVENTS_EVERY", 10)
     monkeypatch.setattr(events, "PAGE", 2)

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from tests.unit.hub.conftest import LOCAL, Desk
+from tests.unit.hub.conftest import LOCAL, HubCalls
 from treadle.hub import metrics
 from treadle.hub.process import build_app
 from treadle.net.exposition import CONTENT_TYPE, Histogram, Page
@@ -51,17 +51,17 @@ def figures(client):
 @contextlib.contextmanager
 def hub_of(store, config, clock):
     with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as client:
-        yield Desk(client)
+        yield HubCalls(client)
 
 
-def start(desk, **fields):
-    desk.register(**fields)
-    desk.lease(1)
-    return desk.register_env()["env_id"]
+def start(calls, **fields):
+    calls.register(**fields)
+    calls.lease(1)
+    return calls.register_env()["env_id"]
 
 
-def test_every_accepted_group_is_counted_in_exactly_one_state(client, desk, figures):
-    env_id = start(desk)
+def test_every_accepted_group_is_counted_in_exactly_one_state(client, calls, figures):
+    env_id = start(calls)
 
     def now(**expected):
         page = figures()
@@ -71,25 +71,25 @@ def test_every_accepted_group_is_counted_in_exactly_one_state(client, desk, figu
 
     now(accepted_groups_total=0, queue_groups=0, delivered_groups_total=0)
     for tag in range(6):
-        desk.post(tag, env_id=env_id)
+        calls.post(tag, env_id=env_id)
     page = now(accepted_groups_total=6, queue_groups=6, queue_sequences=12, leased_groups=0)
     assert page("queue_bytes", env="math_0") > 100
     assert 0 <= page("oldest_waiting_seconds") < 10
 
-    token = desk.lease(1)["batch"]["token"]
+    token = calls.lease(1)["batch"]["token"]
     now(queue_groups=4, leased_groups=2, delivered_groups_total=2, trained_groups_total=0)
     client.post("/v1/batches/1/ack", json={"token": token})
     now(leased_groups=0, delivered_groups_total=2, trained_groups_total=2)
 
     for _ in range(2):  # max_deliveries
-        token = desk.lease(2)["batch"]["token"]
+        token = calls.lease(2)["batch"]["token"]
         client.post("/v1/batches/2/nack", json={"token": token, "reason": 'it said "no"\n'})
     page = now(queue_groups=2, delivered_groups_total=4, dead_groups_total=2, trained_groups_total=2)
     assert page("batches_delivered_total", delivery="first") == 2
     assert page("batches_delivered_total", delivery="repeated") == 1
     assert page("step") == 1
 
-    desk.register(batch_size=1)  # what waits is larger than any batch now
+    calls.register(batch_size=1)  # what waits is larger than any batch now
     page = now(queue_groups=0, dropped_groups_total=2, accepted_groups_total=6)
     assert page("dropped_groups_total", env="math_0", reason="oversize") == 2
     assert page("batch_size") == 1
@@ -100,27 +100,27 @@ def test_every_accepted_group_is_counted_in_exactly_one_state(client, desk, figu
 
 
 def test_what_the_store_knows_survives_a_restart(config, clock):
-    with Store.open(config.database, clock=clock) as store, hub_of(store, config, clock) as desk:
-        env_id = start(desk)
-        desk.post(0, 1, 2, env_id=env_id)
-        desk.lease(1)
-        before = Figures(desk.client)
+    with Store.open(config.database, clock=clock) as store, hub_of(store, config, clock) as calls:
+        env_id = start(calls)
+        calls.post(0, 1, 2, env_id=env_id)
+        calls.lease(1)
+        before = Figures(calls.client)
     names = ("accepted_groups_total", "delivered_groups_total", "queue_groups", "leased_groups", "queue_bytes")
     with Store.open(config.database, clock=clock) as again, hub_of(again, config, clock) as other:
         after = Figures(other.client)
-    told = [before(name, env="math_0") for name in names]
-    assert told[:-1] == [3, 2, 1, 2]
-    assert [after(name, env="math_0") for name in names] == told
+    values = [before(name, env="math_0") for name in names]
+    assert values[:-1] == [3, 2, 1, 2]
+    assert [after(name, env="math_0") for name in names] == values
     assert after("batches_delivered_total") == 0  # since the start of this process
 
 
 def test_stale_groups_are_dropped_under_their_reason(store, config, clock):
-    with hub_of(store, config.model_copy(update={"max_age": 1}), clock) as desk:
-        desk.register(starting_step=9)
-        desk.post(1, 2, policy_version=3)
-        desk.post(3, 4, policy_version=9)
-        assert desk.tags(desk.lease(10)["batch"]["groups"]) == [3, 4]
-        page = Figures(desk.client)
+    with hub_of(store, config.model_copy(update={"max_age": 1}), clock) as calls:
+        calls.register(starting_step=9)
+        calls.post(1, 2, policy_version=3)
+        calls.post(3, 4, policy_version=9)
+        assert calls.tags(calls.lease(10)["batch"]["groups"]) == [3, 4]
+        page = Figures(calls.client)
     page.assert_every_group_is_in_one_place()
     assert page("dropped_groups_total", env="none", reason="stale") == 2
     assert page("delivered_age_versions_bucket", le="0") == 2
@@ -128,27 +128,27 @@ def test_stale_groups_are_dropped_under_their_reason(store, config, clock):
 
 def test_groups_that_count_less_are_counted(store, config, clock):
     config = config.model_copy(update={"max_age": 1, "stale": "downweight"})
-    with hub_of(store, config, clock) as desk:
-        desk.register(starting_step=9)
-        desk.post(1, policy_version=3)
-        desk.post(2, policy_version=9)
-        desk.lease(10)
-        page = Figures(desk.client)
+    with hub_of(store, config, clock) as calls:
+        calls.register(starting_step=9)
+        calls.post(1, policy_version=3)
+        calls.post(2, policy_version=9)
+        calls.lease(10)
+        page = Figures(calls.client)
     assert page("downweighted_groups_total") == 1
     assert page("delivered_age_versions_count") == 2
     assert page("delivered_age_versions_sum") == 6
 
 
-def test_refusals_are_counted_for_the_environment_that_was_refused(client, desk, figures):
-    env_id = start(desk)
-    bad = desk.group(env_id=env_id) | {"scores": [1.0]}
+def test_refusals_are_counted_for_the_environment_that_was_refused(client, calls, figures):
+    env_id = start(calls)
+    bad = calls.group(env_id=env_id) | {"scores": [1.0]}
     assert client.post("/scored_data", json=bad).status_code == 422
-    assert client.post("/scored_data_list", json=[desk.group(env_id=env_id), bad]).status_code == 422
-    packed = binary.join_groups([binary.pack_group(msgspec.convert(desk.group(env_id=env_id, tag=-1), ScoredGroup))])
+    assert client.post("/scored_data_list", json=[calls.group(env_id=env_id), bad]).status_code == 422
+    packed = binary.join_groups([binary.pack_group(msgspec.convert(calls.group(env_id=env_id, tag=-1), ScoredGroup))])
     assert client.post("/v1/groups", content=packed, headers={"content-type": binary.CONTENT_TYPE}).status_code == 422
     assert client.post("/scored_data", content=b"{", headers={"content-type": "application/json"}).status_code == 422
     for made_up in range(100, 120):
-        assert client.post("/scored_data", json=desk.group(env_id=made_up)).status_code == 422
+        assert client.post("/scored_data", json=calls.group(env_id=made_up)).status_code == 422
     text = b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN], "env_id": 77}'
     assert client.post("/scored_data", content=text, headers={"content-type": "application/json"}).status_code == 422
     page = figures()
@@ -161,36 +161,36 @@ def test_refusals_are_counted_for_the_environment_that_was_refused(client, desk,
     page.assert_every_group_is_in_one_place()
 
 
-def test_a_refusal_in_a_porter_process_is_counted_for_its_environment(client, desk, figures):
-    env_id = start(desk, max_token_len=100_000)
+def test_a_refusal_in_a_porter_process_is_counted_for_its_environment(client, calls, figures):
+    env_id = start(calls, max_token_len=100_000)
     long = {"tokens": [[1] * 20_000], "masks": [[1] * 20_000], "scores": [], "env_id": env_id}
     assert client.post("/scored_data", json=long).status_code == 422
     assert figures()("refused_posts_total", env="math_0", reason="length_mismatch") == 1
 
 
-def test_a_full_queue_is_counted_once_a_post_and_environment(client, desk, figures):
-    env_id = start(desk)
-    groups = [desk.group(env_id=env_id)] * 51
+def test_a_full_queue_is_counted_once_a_post_and_environment(client, calls, figures):
+    env_id = start(calls)
+    groups = [calls.group(env_id=env_id)] * 51
     assert client.post("/scored_data_list", json=groups).status_code == 503
     page = figures()
     assert page("refused_posts_total", env="math_0", reason="queue_full") == 1
     assert page("refused_requests_total", route="/scored_data_list", reason="queue_full") == 1
 
 
-def test_a_reused_key_is_a_refusal_too(client, desk, figures):
-    env_id = start(desk)
+def test_a_reused_key_is_a_refusal_too(client, calls, figures):
+    env_id = start(calls)
     key = {"Idempotency-Key": "k"}
-    assert client.post("/scored_data", json=desk.group(tag=1, env_id=env_id), headers=key).status_code == 200
-    assert client.post("/scored_data", json=desk.group(tag=2, env_id=env_id), headers=key).status_code == 409
+    assert client.post("/scored_data", json=calls.group(tag=1, env_id=env_id), headers=key).status_code == 200
+    assert client.post("/scored_data", json=calls.group(tag=2, env_id=env_id), headers=key).status_code == 409
     assert figures()("refused_posts_total", env="math_0", reason="key_reused") == 1
 
 
-def test_a_minimum_that_was_not_waited_for_is_counted_once(client, desk, figures, clock):
-    start(desk)
-    desk.register_env(desired_name="silent", min_batch_allocation=0.5)
+def test_a_minimum_that_was_not_waited_for_is_counted_once(client, calls, figures, clock):
+    start(calls)
+    calls.register_env(desired_name="silent", min_batch_allocation=0.5)
     clock.now_s += 60
-    desk.post(1, 2, env_id=0)
-    desk.lease(1)
+    calls.post(1, 2, env_id=0)
+    calls.lease(1)
     for _ in range(2):  # looking twice does not count twice
         page = figures()
         assert page("minimums_waived_total", env="silent_0") == 1
@@ -202,10 +202,10 @@ def test_a_minimum_that_was_not_waited_for_is_counted_once(client, desk, figures
     assert "silent_0" not in page.labels("env_idle_seconds", "env")
 
 
-def test_times_and_commits_are_told(client, desk, figures):
-    start(desk)
-    desk.post(1, 2)
-    desk.lease(1)
+def test_times_and_commits_are_in_the_metrics(client, calls, figures):
+    start(calls)
+    calls.post(1, 2)
+    calls.lease(1)
     client.get("/nowhere/of/a/client")
     client.post("/status")
     page = figures()
@@ -221,35 +221,35 @@ def test_times_and_commits_are_told(client, desk, figures):
     assert page("trainer_registered") == 1
 
 
-def test_names_are_escaped(desk, figures):
-    start(desk)
+def test_names_are_escaped(calls, figures):
+    start(calls)
     name = 'quote " back \\ line \n end'
-    desk.register_env(desired_name=name)
+    calls.register_env(desired_name=name)
     assert f"{name}_0" in figures().labels("accepted_groups_total", "env")
 
 
-def test_more_environments_than_are_named_are_counted_together(desk, figures, monkeypatch):
+def test_more_environments_than_are_named_are_counted_together(calls, figures, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_NAMED_ENVS", 2)
-    start(desk)
+    start(calls)
     for name in ("b", "c", "d"):
-        desk.register_env(desired_name=name)
+        calls.register_env(desired_name=name)
     for env_id in range(4):
-        desk.post(env_id, env_id=env_id)
+        calls.post(env_id, env_id=env_id)
     page = figures()
     assert page.labels("accepted_groups_total", "env") == {"math_0", "b_0", "further"}
     assert page("accepted_groups_total", env="further") == 2
     page.assert_every_group_is_in_one_place()
 
 
-def test_a_batch_that_is_dissolved_does_not_take_its_delivery_back(desk, figures):
-    start(desk)
-    desk.post(1, 2, 3, env_id=0)
-    desk.lease(1)
+def test_a_batch_that_is_dissolved_does_not_take_its_delivery_back(calls, figures):
+    start(calls)
+    calls.post(1, 2, 3, env_id=0)
+    calls.lease(1)
     assert figures()("delivered_groups_total", env="math_0") == 2
-    desk.register(batch_size=6)
+    calls.register(batch_size=6)
     page = figures()
     assert (page("delivered_groups_total", env="math_0"), page("queue_groups", env="math_0")) == (2, 3)
-    desk.lease(1)
+    calls.lease(1)
     page = figures()
     assert page("delivered_groups_total", env="math_0") == 5
     page.assert_every_group_is_in_one_place()

@@ -25,8 +25,8 @@ def operations(described):
 
 def test_every_route_is_described_and_every_described_route_is_there(client, described):
     served = {(route.path, method) for route in client.app._app.routes for method in route.methods}
-    told = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
-    assert served == told
+    listed = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
+    assert served == listed
     assert len(served) >= 26
     assert {"/register", "/v1/lease", "/v1/events", "/metrics", "/openapi.json"} <= set(described["paths"])
 
@@ -80,7 +80,7 @@ def test_refusals_are_those_of_the_route(described):
         assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Refusal"}, status
 
 
-def test_the_limits_of_numbers_and_texts_are_told(described):
+def test_the_limits_of_numbers_and_texts_are_described(described):
     schemas = described["components"]["schemas"]
     assert schemas["RegisteredTrainer"]["properties"]["uuid"]["maximum"] == 2**128 - 1
     trainer = schemas["RegisterTrainer"]["properties"]
@@ -90,7 +90,7 @@ def test_the_limits_of_numbers_and_texts_are_told(described):
     assert (lease["step"]["minimum"], lease["holder"]["minLength"]) == (0, 1)
 
 
-def test_parameters_are_told(described):
+def test_parameters_are_described(described):
     def names(path, method):
         return {(one["in"], one["name"]) for one in described["paths"][path][method].get("parameters", ())}
 
@@ -106,13 +106,13 @@ def test_a_token_is_needed_where_the_hub_needs_one(described, store, config, clo
     monkeypatch.setenv("TREADLE_HUB_TOKEN", TOKEN)
     with TestClient(build_app(store, config, clock), LOCAL, client=("127.0.0.1", 50_000)) as client:
         assert client.get("/openapi.json").status_code == 401
-        told = client.get(f"/t/{TOKEN}/openapi.json")
-    guarded = told.json()
+        answer = client.get(f"/t/{TOKEN}/openapi.json")
+    guarded = answer.json()
     assert guarded["paths"]["/info"]["get"]["security"] == [{"token": []}]
     assert "401" in guarded["paths"]["/info"]["get"]["responses"]
     assert guarded["paths"]["/healthz"]["get"]["security"] == []
     assert "401" not in guarded["paths"]["/healthz"]["get"]["responses"]
-    assert TOKEN not in told.text
+    assert TOKEN not in answer.text
 
 
 def test_the_large_integer_is_an_integer_of_json(client):

@@ -33,45 +33,45 @@ async def in_this_loop(store: Store, config: HubConfig) -> AsyncIterator[httpx.A
         await hub.validators.close()
 
 
-def test_a_lease_is_a_typed_answer_that_carries_our_fields(client, desk):
-    desk.register(starting_step=3)
+def test_a_lease_is_a_typed_answer_that_carries_our_fields(client, calls):
+    calls.register(starting_step=3)
     client.get("/batch")
-    desk.register_env()
-    desk.post(1, policy_version=3, item=9, metrics={"accuracy": 0.5}, env_id=0)
-    desk.post(2)
+    calls.register_env()
+    calls.post(1, policy_version=3, item=9, metrics={"accuracy": 0.5}, env_id=0)
+    calls.post(2)
     raw = client.post("/v1/lease", json={"step": 4, "holder": "a"}).content
     batch = msgspec.json.decode(raw, type=LeaseAnswer).batch
     assert batch is not None
     assert (batch.step, batch.lease_s) == (4, 60.0)
-    first = msgspec.convert(desk.group(tag=1), ScoredGroup)
+    first = msgspec.convert(calls.group(tag=1), ScoredGroup)
     first.policy_version, first.item, first.metrics, first.env_id = 3, 9, {"accuracy": 0.5}, 0
-    assert batch.groups == [first, msgspec.convert(desk.group(tag=2), ScoredGroup)]
+    assert batch.groups == [first, msgspec.convert(calls.group(tag=2), ScoredGroup)]
 
 
-def test_no_batch_is_answered_with_the_reason(client, desk):
-    assert desk.lease(1) == {
+def test_no_batch_is_answered_with_the_reason(client, calls):
+    assert calls.lease(1) == {
         "batch": None,
         "reason": "no trainer has registered, so the size of a batch is not known",
     }
-    desk.register(batch_size=64)
-    desk.post(1, 2, 3)
-    told = "3 of 32 groups wait (6 of 64 sequences); 0 environments registered"
-    assert desk.lease(1) == {"batch": None, "reason": told}
-    assert client.get("/v1/explain").json() == {"reason": told}
-    desk.register()
+    calls.register(batch_size=64)
+    calls.post(1, 2, 3)
+    reason = "3 of 32 groups wait (6 of 64 sequences); 0 environments registered"
+    assert calls.lease(1) == {"batch": None, "reason": reason}
+    assert client.get("/v1/explain").json() == {"reason": reason}
+    calls.register()
     assert "a batch is ready" in client.get("/v1/explain").json()["reason"]
 
 
-def test_the_first_lease_opens_the_registration_of_envs(desk):
-    desk.register()
-    desk.lease(1)
-    assert desk.register_env()["status"] == "success"
+def test_the_first_lease_opens_the_registration_of_envs(calls):
+    calls.register()
+    calls.lease(1)
+    assert calls.register_env()["status"] == "success"
 
 
-def test_the_life_of_a_batch_over_http(client, desk, clock):
-    desk.register()
-    desk.post(0, 1, 2, 3)
-    leased = desk.lease(1)["batch"]
+def test_the_life_of_a_batch_over_http(client, calls, clock):
+    calls.register()
+    calls.post(0, 1, 2, 3)
+    leased = calls.lease(1)["batch"]
     update = {"token": leased["token"]}
     assert client.post("/v1/lease", json={"step": 1, "holder": "b"}).status_code == 409
     assert client.post("/v1/batches/1/renew", json=update).json()["lease_s"] == 60.0
@@ -83,23 +83,23 @@ def test_the_life_of_a_batch_over_http(client, desk, clock):
     assert client.get("/status").json() == {"current_step": 1, "queue_size": 2}
     assert client.post("/v1/batches/1/renew", json=update).status_code == 409
 
-    again = desk.lease(1)["batch"]
+    again = calls.lease(1)["batch"]
     assert again["groups"] == leased["groups"]
     assert again["token"] != leased["token"]
     assert client.post("/v1/batches/1/ack", json=update).status_code == 409
 
     clock.now_s += 61
-    assert desk.lease(1, holder="b")["batch"]["groups"] == leased["groups"]
+    assert calls.lease(1, holder="b")["batch"]["groups"] == leased["groups"]
     assert client.post("/v1/batches/9/ack", json=update).status_code == 409
     assert client.post("/v1/batches/nine/ack", json=update).status_code == 404
 
 
-def test_a_batch_given_back_too_often_is_listed_with_its_reason(client, desk):
-    desk.register()
-    desk.post(0, 1, 2, 3)
+def test_a_batch_given_back_too_often_is_listed_with_its_reason(client, calls):
+    calls.register()
+    calls.post(0, 1, 2, 3)
     for status in ("returned", "dead-lettered"):
-        batch = desk.lease(1)["batch"]
-        assert desk.tags(batch["groups"]) == [0, 1]
+        batch = calls.lease(1)["batch"]
+        assert calls.tags(batch["groups"]) == [0, 1]
         body = {"token": batch["token"], "reason": "it raises"}
         assert client.post("/v1/batches/1/nack", json=body).json() == {"status": status}
     letters = client.get("/v1/dead-letters").json()["dead_letters"]
@@ -107,32 +107,32 @@ def test_a_batch_given_back_too_often_is_listed_with_its_reason(client, desk):
         (2, 1, "it raises"),
         (1, 1, "it raises"),
     ]
-    assert desk.tags(desk.lease(1)["batch"]["groups"]) == [2, 3]
+    assert calls.tags(calls.lease(1)["batch"]["groups"]) == [2, 3]
 
 
-def test_a_trainer_that_comes_back_repeats_its_steps_on_the_same_data(client, desk):
-    desk.register()
-    desk.post(*range(8))
-    first_life = {}
+def test_a_trainer_that_comes_back_repeats_its_steps_on_the_same_data(client, calls):
+    calls.register()
+    calls.post(*range(8))
+    before_restart = {}
     for step in (1, 2, 3):
-        batch = desk.lease(step)["batch"]
-        first_life[step] = batch["groups"]
+        batch = calls.lease(step)["batch"]
+        before_restart[step] = batch["groups"]
         if step < 3:
             client.post(f"/v1/batches/{step}/ack", json={"token": batch["token"]})
-    desk.register(starting_step=1, headers={"Treadle-Holder": "a"})
+    calls.register(starting_step=1, headers={"Treadle-Holder": "a"})
     assert client.get("/status").json()["current_step"] == 1
-    assert desk.lease(2, holder="b")["batch"]["groups"] == first_life[2]
-    assert desk.lease(3, holder="b")["batch"]["groups"] == first_life[3]
-    assert desk.tags(desk.lease(4, holder="b")["batch"]["groups"]) == [6, 7]
+    assert calls.lease(2, holder="b")["batch"]["groups"] == before_restart[2]
+    assert calls.lease(3, holder="b")["batch"]["groups"] == before_restart[3]
+    assert calls.tags(calls.lease(4, holder="b")["batch"]["groups"]) == [6, 7]
 
 
-def test_status_adds_up(client, desk, clock):
-    desk.register()
+def test_status_adds_up(client, calls, clock):
+    calls.register()
     client.get("/batch")
-    desk.register_env()
-    desk.post(*range(7), env_id=0)
-    client.post("/v1/batches/1/ack", json={"token": desk.lease(1)["batch"]["token"]})
-    desk.lease(2)
+    calls.register_env()
+    calls.post(*range(7), env_id=0)
+    client.post("/v1/batches/1/ack", json={"token": calls.lease(1)["batch"]["token"]})
+    calls.lease(2)
     clock.now_s += 2
     status = msgspec.json.decode(client.get("/v1/status").content, type=HubStatus)
     assert (status.step, status.started, status.batch_size) == (1, True, 4)
@@ -146,15 +146,15 @@ def standing_of(client, env_id):
     return msgspec.json.decode(client.get(f"/v1/envs/{env_id}").content, type=EnvStanding)
 
 
-def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, desk, clock):
-    desk.register()
+def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, calls, clock):
+    calls.register()
     client.get("/batch")
-    desk.register_env(weight=3.0)
-    desk.register_env(desired_name="code", weight=1.0)
-    desk.post(*range(7), env_id=0)
-    desk.post(7, env_id=1)
-    client.post("/v1/batches/1/ack", json={"token": desk.lease(1)["batch"]["token"]})
-    desk.lease(2)
+    calls.register_env(weight=3.0)
+    calls.register_env(desired_name="code", weight=1.0)
+    calls.post(*range(7), env_id=0)
+    calls.post(7, env_id=1)
+    client.post("/v1/batches/1/ack", json={"token": calls.lease(1)["batch"]["token"]})
+    calls.lease(2)
     clock.now_s += 2
     standing, others = standing_of(client, 0), standing_of(client, 1)
     assert (standing.step, standing.share, standing.batch_size) == (1, 0.75, 4)
@@ -164,52 +164,52 @@ def test_an_environment_learns_how_much_of_its_own_is_not_trained_yet(client, de
     assert client.get("/v1/envs/none").status_code == 404
 
 
-def test_shares_are_one_together_and_those_who_are_gone_have_none(client, desk, clock):
-    desk.register()
+def test_shares_are_one_together_and_those_who_are_gone_have_none(client, calls, clock):
+    calls.register()
     client.get("/batch")
-    desk.register_env(weight=1.0, min_batch_allocation=0.5)
-    desk.register_env(desired_name="code", weight=3.0)
+    calls.register_env(weight=1.0, min_batch_allocation=0.5)
+    calls.register_env(desired_name="code", weight=3.0)
     assert [standing_of(client, env_id).share for env_id in (0, 1)] == [0.625, 0.375]
     assert standing_of(client, 0).num_present == 2
     clock.now_s += 60
     assert (standing_of(client, 0).share, standing_of(client, 0).num_present) == (1.0, 1)
 
 
-def test_an_environment_learns_that_a_trainer_waits(client, desk):
-    desk.register()
+def test_an_environment_learns_that_a_trainer_waits(client, calls):
+    calls.register()
     client.get("/batch")
-    desk.register_env()
+    calls.register_env()
     assert standing_of(client, 0).trainer_waits
-    desk.post(0, 1, env_id=0)
+    calls.post(0, 1, env_id=0)
     assert len(client.get("/batch").json()["batch"]) == 2
     assert not standing_of(client, 0).trainer_waits
-    assert desk.lease(2)["batch"] is None
+    assert calls.lease(2)["batch"] is None
     assert standing_of(client, 0).trainer_waits
 
 
-def test_what_a_resumed_trainer_has_in_its_checkpoint_is_trained(client, desk):
+def test_what_a_resumed_trainer_has_in_its_checkpoint_is_trained(client, calls):
     """It was killed between the checkpoint of step 2 and its acknowledgement."""
-    desk.register()
+    calls.register()
     client.get("/batch")
-    desk.register_env()
-    desk.post(*range(6), env_id=0)
+    calls.register_env()
+    calls.post(*range(6), env_id=0)
     for step in (1, 2, 3):
-        desk.lease(step)
-    desk.register(starting_step=2, headers={"Treadle-Holder": "a"})
+        calls.lease(step)
+    calls.register(starting_step=2, headers={"Treadle-Holder": "a"})
     status = client.get("/v1/status").json()
     assert (status["trained_groups"], status["leased_groups"]) == (4, 2)
-    assert desk.tags(desk.lease(3)["batch"]["groups"]) == [4, 5]
+    assert calls.tags(calls.lease(3)["batch"]["groups"]) == [4, 5]
 
 
-def test_a_run_has_a_name_that_a_reset_changes(client, desk):
-    desk.register()
+def test_a_run_has_a_name_that_a_reset_changes(client, calls):
+    calls.register()
     client.get("/batch")
-    first = desk.register_env()["run_id"]
-    assert desk.register_env(headers={"Treadle-Resume": "1"})["run_id"] == first
+    first = calls.register_env()["run_id"]
+    assert calls.register_env(headers={"Treadle-Resume": "1"})["run_id"] == first
     client.get("/reset_data")
-    desk.register()
+    calls.register()
     client.get("/batch")
-    assert desk.register_env()["run_id"] not in ("", first)
+    assert calls.register_env()["run_id"] not in ("", first)
 
 
 @pytest.mark.parametrize(
@@ -221,63 +221,63 @@ def test_a_nonsensical_lease_is_422(client, body):
     assert client.post("/v1/lease", json=body).status_code == 422
 
 
-def test_a_waiting_lease_is_answered_when_the_batch_is_complete(store, config, desk):
+def test_a_waiting_lease_is_answered_when_the_batch_is_complete(store, config, calls):
     """In one event loop: the call waits, two groups arrive, it is answered at once."""
-    desk.register()
+    calls.register()
 
-    async def scene() -> tuple[httpx.Response, float]:
+    async def scenario() -> tuple[httpx.Response, float]:
         async with in_this_loop(store, config) as client:
             body = {"step": 1, "holder": "a", "wait_s": 30}
             waiting = asyncio.create_task(client.post("/v1/lease", json=body))
             for _ in range(2):
                 await asyncio.sleep(0.05)
                 assert not waiting.done()
-                await client.post("/scored_data", json=desk.group())
+                await client.post("/scored_data", json=calls.group())
             began = asyncio.get_running_loop().time()
             return await waiting, asyncio.get_running_loop().time() - began
 
-    answer, seconds = asyncio.run(scene())
+    answer, seconds = asyncio.run(scenario())
     assert len(answer.json()["batch"]["groups"]) == 2
     assert seconds < 10  # long before its wait is over
 
 
-def test_a_waiting_lease_gives_up_in_time(store, config, desk):
-    desk.register()
+def test_a_waiting_lease_gives_up_in_time(store, config, calls):
+    calls.register()
 
-    async def scene() -> tuple[httpx.Response, float]:
+    async def scenario() -> tuple[httpx.Response, float]:
         async with in_this_loop(store, config) as client:
             began = asyncio.get_running_loop().time()
             answer = await client.post("/v1/lease", json={"step": 1, "holder": "a", "wait_s": 0.2})
             return answer, asyncio.get_running_loop().time() - began
 
-    answer, seconds = asyncio.run(scene())
+    answer, seconds = asyncio.run(scenario())
     assert answer.json()["batch"] is None
     assert 0.2 <= seconds < 10
 
 
-def test_concurrent_posts_share_commits_and_keys_hold(store, config, desk):
+def test_concurrent_posts_share_commits_and_keys_hold(store, config, calls):
     """200 posts while a commit is under way, each key twice: 100 groups stored, in a few commits."""
     config = config.model_copy(update={"queue_limit_groups": 1000})
     commit_ends = threading.Event()
 
-    async def scene() -> list[str]:
+    async def scenario() -> list[str]:
         async with in_this_loop(store, config) as client:
-            calls = [
+            posts = [
                 asyncio.create_task(
-                    client.post("/scored_data", json=desk.group(tag=i), headers={"Idempotency-Key": f"k{i}"})
+                    client.post("/scored_data", json=calls.group(tag=i), headers={"Idempotency-Key": f"k{i}"})
                 )
                 for i in [*range(100), *range(100)]
             ]
             async with asyncio.timeout(20):
-                while store._writer._jobs.qsize() < len(calls):
+                while store._writer._jobs.qsize() < len(posts):
                     await asyncio.sleep(0.01)
-            assert not any(call.done() for call in calls)
+            assert not any(call.done() for call in posts)
             commit_ends.set()
-            return [answer.json()["status"] for answer in await asyncio.gather(*calls)]
+            return [answer.json()["status"] for answer in await asyncio.gather(*posts)]
 
     store._writer.submit(lambda _: commit_ends.wait(20))
     before = store.num_commits
-    statuses = asyncio.run(scene())
+    statuses = asyncio.run(scenario())
     assert statuses == ["received"] * 100 + ["duplicate"] * 100
     assert store.counts().accepted_groups == 100
     assert store.num_commits - before <= 6

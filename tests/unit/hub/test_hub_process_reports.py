@@ -1,4 +1,4 @@
-"""Processes report themselves; a wait that is late makes whose turn it is write its stacks; all of it is explained."""
+"""Reports of processes: overdue waits make the responsible process dump its stacks, and /v1/explain shows them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_process_that_ended_is_forgotten_at_once_and_a_silent_one_later() -> N
     assert process_reports.standings() == []
 
 
-def test_what_is_wrong_is_told_and_what_is_in_order_is_not() -> None:
+def test_problems_are_described_and_normal_waits_are_not() -> None:
     process_reports = ProcessReports(FakeClock())
     in_order = WaitReport(what="the trainer's next step", seconds=90, of="trainer")
     own = WaitReport(what="item 17 to be sampled and scored", seconds=31)
@@ -109,32 +109,32 @@ def test_reports_cannot_fill_the_memory() -> None:
     assert len(process_reports.standings()) == 1000
 
 
-def test_the_hub_takes_reports_and_explains_by_them(client, desk, clock) -> None:
-    told = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 5, "problem": "dropped 40 of its last 40 groups"}
+def test_the_hub_takes_reports_and_explains_by_them(client, calls, clock) -> None:
+    sent = {"kind": "env", "name": "env gsm8k", "machine": "m", "pid": 5, "problem": "dropped 40 of its last 40 groups"}
     registration = {
         "wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
         "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 2,
     }  # fmt: skip
     assert client.post("/register", json=registration).status_code == 200
-    assert client.post("/v1/reports", json=told).json() == {"dump": ""}
+    assert client.post("/v1/reports", json=sent).json() == {"dump": ""}
     assert client.get("/v1/explain").json()["reason"].endswith("env gsm8k dropped 40 of its last 40 groups")
     own, standing = client.get("/v1/processes").json()["processes"]
     assert (own["report"]["name"], standing["report"]["name"]) == ("hub", "env gsm8k")
     assert own["report"]["memory_bytes"] > 0
     assert client.post("/v1/reports", json={"kind": "cat"}).status_code == 422
     client.get("/batch")
-    assert desk.register_env()["env_id"] == 0
+    assert calls.register_env()["env_id"] == 0
     assert "never fit" not in client.get("/v1/explain").json()["reason"]
     clock.now_s += 60
     assert "silent for a while" in client.get("/v1/explain").json()["reason"]
-    client.post("/v1/reports", json={**told, "env_id": 0})
+    client.post("/v1/reports", json={**sent, "env_id": 0})
     assert "silent for a while" not in client.get("/v1/explain").json()["reason"], "busy, and not gone"
     assert client.post("/v1/reset").status_code == 200
     assert len(client.get("/v1/processes").json()["processes"]) == 1
 
 
-def test_a_trainer_hears_of_groups_that_are_larger_than_its_batch(client, desk) -> None:
-    desk.register(batch_size=4)
+def test_a_trainer_hears_of_groups_that_are_larger_than_its_batch(client, calls) -> None:
+    calls.register(batch_size=4)
     client.get("/batch")
-    desk.register_env(group_size=8)
-    assert "the groups of math_0 (8) never fit into a batch of 4: lower --env.group-size" in desk.lease(1)["reason"]
+    calls.register_env(group_size=8)
+    assert "the groups of math_0 (8) never fit into a batch of 4: lower --env.group-size" in calls.lease(1)["reason"]

@@ -25,7 +25,7 @@ def body(tag: int, num_tokens: int = 6000) -> bytes:
     return packed
 
 
-def at_work(num_workers: int, play: Callable[[ValidationWorkers], Awaitable[None]]) -> None:
+def at_work(num_workers: int, scenario: Callable[[ValidationWorkers], Awaitable[None]]) -> None:
     async def run() -> None:
         validators = ValidationWorkers(num_workers)
         await validators.start()
@@ -33,7 +33,7 @@ def at_work(num_workers: int, play: Callable[[ValidationWorkers], Awaitable[None
             async with asyncio.timeout(60):
                 while len(validators.running) < num_workers:
                     await asyncio.sleep(0.01)
-                await play(validators)
+                await scenario(validators)
         finally:
             await validators.close()
 
@@ -46,24 +46,24 @@ def kill(worker: _Worker) -> None:
 
 
 def test_answers_go_to_those_who_asked():
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         admitted = await asyncio.gather(*(validators.admit(body(tag), ORDER) for tag in range(40)))
         assert [msgspec.json.decode(each.groups[0].payload)["tokens"][0][0] for each in admitted] == list(range(40))
 
-    at_work(2, play)
+    at_work(2, scenario)
 
 
 def test_a_refusal_comes_back_as_one():
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         with pytest.raises(Refused) as refused:
             await validators.admit(body(-1), ORDER)
         assert (refused.value.status, refused.value.reason) == (422, "negative_id")
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_a_client_that_goes_away_leaves_the_others_their_answers():
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         leaving = [asyncio.create_task(validators.admit(body(tag, 50_000), ORDER)) for tag in range(4)]
         await asyncio.sleep(0.01)
         for task in leaving:
@@ -71,12 +71,12 @@ def test_a_client_that_goes_away_leaves_the_others_their_answers():
         admitted = await asyncio.gather(*(validators.admit(body(tag), ORDER) for tag in range(10, 30)))
         assert [msgspec.json.decode(each.groups[0].payload)["tokens"][0][0] for each in admitted] == list(range(10, 30))
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_killed_porter_is_replaced_and_its_orders_are_done_by_another(num_workers):
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         under_way = [asyncio.create_task(validators.admit(body(tag, 20_000), ORDER)) for tag in range(16)]
         await asyncio.sleep(0.02)
         (victim, *_) = validators.running
@@ -85,25 +85,25 @@ def test_a_killed_porter_is_replaced_and_its_orders_are_done_by_another(num_work
         while victim in validators.running or len(validators.running) < num_workers:
             await asyncio.sleep(0.01)
 
-    at_work(num_workers, play)
+    at_work(num_workers, scenario)
 
 
 def test_porters_that_died_while_idle_are_no_fault_of_the_next_body():
     """The system may kill several at once when memory runs out."""
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         for worker in list(validators.running):
             kill(worker)
         await asyncio.sleep(0.2)
         for tag in range(8):
             assert (await validators.admit(body(tag), ORDER)).groups
 
-    at_work(3, play)
+    at_work(3, scenario)
 
 
 @pytest.mark.parametrize("num_neighbours", [1, 12])
 def test_only_the_body_that_kills_workers_is_refused(monkeypatch, num_neighbours):
-    """The deadly one is told by its content; a worker that has begun to read it is killed."""
+    """A worker that has begun to read this body is killed; the body is recognised by its content."""
     validate = _Worker.validate
     deadly = body(1, 500_000)
 
@@ -124,7 +124,7 @@ def test_only_the_body_that_kills_workers_is_refused(monkeypatch, num_neighbours
 
     monkeypatch.setattr(_Worker, "validate", judge_or_die)
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         outcomes = await asyncio.gather(
             validators.admit(deadly, ORDER),
             *(validators.admit(body(tag), ORDER) for tag in range(num_neighbours)),
@@ -134,7 +134,7 @@ def test_only_the_body_that_kills_workers_is_refused(monkeypatch, num_neighbours
         assert outcomes[0].status == 413
         assert not [outcome for outcome in outcomes[1:] if isinstance(outcome, BaseException)]
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
@@ -146,7 +146,7 @@ def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
             raise OSError("cannot allocate memory")
         return await start()
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         monkeypatch.setattr(_Worker, "start", start_or_fail)
         for worker in list(validators.running):
             kill(worker)
@@ -160,13 +160,13 @@ def test_the_hub_survives_a_temporary_failure_to_start_workers(monkeypatch):
                     return
         raise AssertionError("no worker ever came back")
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
     monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         (stopped,) = validators.running
         os.kill(stopped.pid, signal.SIGSTOP)
         sizes = (2_000_000, 6000, 6000, 6000, 6000, 6000)  # the first does not fit into what the system keeps for it
@@ -174,13 +174,13 @@ def test_a_hanging_worker_is_replaced_and_its_jobs_are_repeated(monkeypatch):
         assert len(admitted) == 6
         assert stopped not in validators.running
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
     """Its worker is ended, once; the order behind it is done by the next one."""
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         (victim,) = validators.running
         hasty = ValidationRequest(kind="group", rules=GroupRules(), max_cpu_s=0.02)
         costly, other = await asyncio.gather(
@@ -193,14 +193,14 @@ def test_a_body_that_takes_too_much_cpu_time_is_refused_at_once():
         assert await victim.exit_code() == -signal.SIGPROF
         assert (await validators.admit(body(3), ORDER)).groups
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
     """Orders wait for the one before: the time is counted from the last sign of life."""
     monkeypatch.setattr("treadle.hub.validation_workers.SILENT_S", 1.5)
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         (worker,) = validators.running
         read = worker._reader.readexactly
 
@@ -213,7 +213,7 @@ def test_a_worker_that_works_is_not_taken_for_one_that_hangs(monkeypatch):
         assert len(admitted) == REQUESTS_PER_WORKER
         assert worker._process.returncode is None
 
-    at_work(1, play)
+    at_work(1, scenario)
 
 
 def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(monkeypatch):
@@ -223,9 +223,9 @@ def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(monkeypatch):
 
     monkeypatch.setattr("treadle.hub.validation_workers.RESULTS", Unreadable())
 
-    async def play(validators: ValidationWorkers) -> None:
+    async def scenario(validators: ValidationWorkers) -> None:
         with pytest.raises(Refused) as refused:
             await validators.admit(body(1), ORDER)
         assert refused.value.status == 413
 
-    at_work(1, play)
+    at_work(1, scenario)

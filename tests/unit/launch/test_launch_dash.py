@@ -44,8 +44,8 @@ def test_the_page_of_a_run_that_is_over_is_served_with_its_figures(run: RunConfi
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            said = process.stdout.readline()
-            assert said == f"page: {run.train.hub_url}/dash/; Ctrl-C ends it\n"
+            output = process.stdout.readline()
+            assert output == f"page: {run.train.hub_url}/dash/; Ctrl-C ends it\n"
             page = get(f"{run.train.hub_url}/dash/", timeout_s=30)
             assert page is not None
             assert b"<title>Treadle</title>" in page

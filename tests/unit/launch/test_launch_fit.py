@@ -49,10 +49,10 @@ def test_the_first_remedy_of_the_plan_is_applied_flag_by_flag(machine, started: 
     assert treadle("plan", "--train.device", "cpu", "--host-memory-gb", "4", "--json") == 1
     remedy = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert treadle(*BASE, "--fit", "--train.device", "cpu") == 0
-    said = capsys.readouterr().out.splitlines()
-    changes = [line.removeprefix("--fit sets ").partition(" (was ")[0] for line in said if "--fit sets" in line]
+    output = capsys.readouterr().out.splitlines()
+    changes = [line.removeprefix("--fit sets ").partition(" (was ")[0] for line in output if "--fit sets" in line]
     assert " ".join(changes) == remedy["flags"]
-    assert said[-1].endswith(f"of 4.00 GB: {remedy['verdict']}")
+    assert output[-1].endswith(f"of 4.00 GB: {remedy['verdict']}")
     for change in changes:
         flag, value = change.split()
         section, _, key = flag.removeprefix("--").replace("-", "_").partition(".")
@@ -84,9 +84,9 @@ def test_a_change_shows_the_values_of_all_environments() -> None:
 def test_nothing_is_started_when_nothing_fits(machine, started: list[RunConfig], capsys) -> None:
     machine(0.5)
     assert treadle(*BASE, "--fit", "--train.device", "cpu") == 2
-    said = capsys.readouterr().err
-    assert "no setting that the plan tries makes it fit" in said
-    assert "does not fit on this machine's CPU, and --fit found no settings with which it does" in said
+    output = capsys.readouterr().err
+    assert "no setting that the plan tries makes it fit" in output
+    assert "does not fit on this machine's CPU, and --fit found no settings with which it does" in output
     assert started == []
 
 

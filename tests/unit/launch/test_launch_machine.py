@@ -102,5 +102,5 @@ def test_a_connection_made_before_the_server_is_up_waits_in_line(make_spec) -> N
 
 def test_the_launcher_needs_no_web_server_to_hold_a_port(tmp_path: Path) -> None:
     code = "import sys, treadle.launch.machine; print({'uvicorn', 'starlette', 'uvloop'} & set(sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout.strip() == "set()"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert output.stdout.strip() == "set()"

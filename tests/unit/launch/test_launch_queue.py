@@ -58,11 +58,11 @@ def test_after_a_lost_queue_no_resume_is_advised(run_folder: Path, monkeypatch, 
     monkeypatch.setattr(job.RunSession, "run", lose_queue)
     with pytest.raises(ProcessDied):
         resume(run_folder, {}, plain=True)
-    said = capsys.readouterr().err
-    assert "--resume" not in said
-    assert f"queue of this run is gone: {run_folder / 'hub.sqlite'}" in said
+    output = capsys.readouterr().err
+    assert "--resume" not in output
+    assert f"queue of this run is gone: {run_folder / 'hub.sqlite'}" in output
     new_run = f"run --config {run_folder / 'request.json'} --model {run_folder / 'checkpoints' / 'step_2'}"
-    assert new_run in said
+    assert new_run in output
 
 
 def test_an_error_that_leaves_the_queue_advises_to_resume(run_folder: Path, monkeypatch, capsys):

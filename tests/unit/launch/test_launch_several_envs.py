@@ -114,9 +114,9 @@ def test_evaluations_are_read_where_the_plan_puts_them(tmp_path: Path) -> None:
 def test_mistakes_in_all_environments_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert treadle("run", "--env", "arithmetik,ecko", "--plain") == 2
-    said = capsys.readouterr().err
-    assert "arithmetik" in said
-    assert "ecko" in said
+    output = capsys.readouterr().err
+    assert "arithmetik" in output
+    assert "ecko" in output
 
 
 def test_the_memory_plan_is_that_of_the_longest_completions(capsys) -> None:

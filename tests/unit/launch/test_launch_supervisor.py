@@ -187,13 +187,13 @@ def test_a_stop_waits_only_for_a_trainer_that_saves_and_says_so(make_spec, tmp_p
         f"def save(*_): time.sleep(1); pathlib.Path({str(tmp_path / 'saved')!r}).write_text('whole'); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)\n"
     )
-    said: list[str] = []
-    with Supervisor(StopRequest(), on_wait=said.append, say_every_s=0.3) as supervisor:
+    lines: list[str] = []
+    with Supervisor(StopRequest(), on_wait=lines.append, say_every_s=0.3) as supervisor:
         spec = make_spec("trainer", saving)
         supervisor.start([spec])
         wait_for(lambda: "up" in spec.log_path.read_text(), "the handler")
     assert (tmp_path / "saved").read_text() == "whole"
-    assert said[0].startswith("waiting for the trainer to end")
+    assert lines[0].startswith("waiting for the trainer to end")
 
 
 def test_the_first_ctrl_c_stops_and_the_second_kills_at_once(make_spec) -> None:

@@ -302,7 +302,7 @@ def test_a_head_of_16_kib_is_the_largest(server, piece):
 def test_a_hundred_headers_are_the_most(server):
     assert status(server.talk(get("/hello", "Connection: close", *["X: y"] * 98))) == 200
     assert status(server.talk(get("/hello", "Connection: close", *["X: y"] * 99))) == 431
-    with server.connect() as client:  # a head of exactly so many that is not finished yet
+    with server.connect() as client:  # a head with exactly 100 headers that is not complete yet
         client.sendall(get("/hello", "Connection: close", *["X: y"] * 98)[:-2])
         time.sleep(0.05)
         client.sendall(b"\r\n")
@@ -387,7 +387,7 @@ def test_an_answer_may_take_longer_than_any_limit_on_the_client(hasty):
     assert hasty.talk(get("/wait/2.5", "Connection: close")).endswith(b"hello")
 
 
-def test_a_body_that_stops_is_answered_408_and_the_application_told(hasty):
+def test_a_body_that_stops_is_answered_408_and_the_application_notified(hasty):
     before = int(hasty.get("/gone")[1])
     with hasty.connect() as client:
         client.sendall(post("/echo", b"x" * 100)[:-50])

@@ -70,9 +70,9 @@ def test_a_finished_run_is_shown_with_result_charts_and_tables(tmp_path: Path) -
     write_health(tmp_path, (7, "mean_kl 0.61 (usual 0.01 to 0.1)"))
     page = shown(tmp_path)
     report = page["report"]
-    said = " ".join(report["words"])
-    assert "was 1.6 % (0.6 to 3.6) before training and 73.0 % (72.0 to 75.0) at step 50, on 256 prompts" in said
-    assert "The mean score of these answers was 0.008 and 0.365." in said
+    sentences = " ".join(report["words"])
+    assert "was 1.6 % (0.6 to 3.6) before training and 73.0 % (72.0 to 75.0) at step 50, on 256 prompts" in sentences
+    assert "The mean score of these answers was 0.008 and 0.365." in sentences
     tiles = {tile["name"]: tile["value"] for tile in page["now"]["tiles"]}
     assert tiles == {
         "Held-out accuracy": "1.6 % → 73.0 %", "Reward (mean score)": "0.850", "Generated tokens/s": "812",

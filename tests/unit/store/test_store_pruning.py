@@ -73,7 +73,7 @@ def test_batches_that_others_took_the_place_of_are_forgotten_first(steps, terms,
     assert steps.counts().trained.bytes == 30
 
 
-def test_a_lease_that_a_reset_took_away_is_told_apart_from_damage(steps, terms):
+def test_a_lease_lost_by_a_reset_is_not_reported_as_damage(steps, terms):
     lease = steps.lease(1, "a", terms).result()
     steps.reset().result()
     with pytest.raises(StaleToken, match="reset"):

@@ -184,7 +184,7 @@ class Unreachable:
         raise ConnectionError("no route to host")
 
 
-def test_a_sink_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tracker_is_logged_once_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = Unreachable([False, True, True, False, True])
     tracker: Tracker = CompositeTracker(JsonlTracker(tmp_path / "metrics.jsonl"), {"wandb": sink})
     with caplog.at_level(logging.WARNING, logger="treadle.track"):

@@ -21,18 +21,18 @@ HEALTHY = {
 ON_POLICY = {"sample/staleness_mean": 0.0, "sample/staleness_max": 0.0}
 
 
-def said(health: HealthCheck, steps: range, **changed: float) -> dict[int, list[str]]:
+def warnings_of(health: HealthCheck, steps: range, **changed: float) -> dict[int, list[str]]:
     """Warnings by step; a slash in a name is written __."""
     values = {name.replace("__", "/"): value for name, value in changed.items()}
     return {step: lines for step in steps if (lines := health.check(step, HEALTHY | values))}
 
 
 def test_a_healthy_run_gets_no_warning() -> None:
-    assert said(HealthCheck(max_age=1), range(1, 60)) == {}
+    assert warnings_of(HealthCheck(max_age=1), range(1, 60)) == {}
 
 
 def test_a_reward_that_stays_flat_is_no_alarm() -> None:
-    assert said(HealthCheck(max_age=1), range(1, 60), reward=0.0) == {}
+    assert warnings_of(HealthCheck(max_age=1), range(1, 60), reward=0.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -76,22 +76,22 @@ def test_the_edge_of_a_range_is_inside(name: str, value: float) -> None:
 
 def test_lasting_problems_are_repeated_and_growing_ones_at_once() -> None:
     health = HealthCheck(max_age=1)
-    assert list(said(health, range(1, 45), clipped_fraction=0.34)) == [1, 21, 41]
-    assert list(said(health, range(45, 50), clipped_fraction=0.5)) == []
-    assert list(said(health, range(50, 55), clipped_fraction=0.52)) == [50]
+    assert list(warnings_of(health, range(1, 45), clipped_fraction=0.34)) == [1, 21, 41]
+    assert list(warnings_of(health, range(45, 50), clipped_fraction=0.5)) == []
+    assert list(warnings_of(health, range(50, 55), clipped_fraction=0.52)) == [50]
 
 
 def test_the_end_is_reported_once_and_not_while_values_waver() -> None:
     health = HealthCheck(max_age=1)
-    assert list(said(health, range(1, 2), mean_ratio=1.3)) == [1]
-    assert said(health, range(2, 4)) == {}
-    assert said(health, range(4, 5), mean_ratio=1.3) == {}
-    assert said(health, range(5, 20)) == {7: ["mean_ratio is back in its healthy range"]}
-    assert list(said(health, range(20, 21), mean_ratio=1.3)) == [20]
+    assert list(warnings_of(health, range(1, 2), mean_ratio=1.3)) == [1]
+    assert warnings_of(health, range(2, 4)) == {}
+    assert warnings_of(health, range(4, 5), mean_ratio=1.3) == {}
+    assert warnings_of(health, range(5, 20)) == {7: ["mean_ratio is back in its healthy range"]}
+    assert list(warnings_of(health, range(20, 21), mean_ratio=1.3)) == [20]
 
 
 def test_groups_without_gradient_are_reported_by_kind_with_a_remedy() -> None:
-    too_easy = said(
+    too_easy = warnings_of(
         HealthCheck(max_age=1), range(1, 12),
         frac_reward_zero_std=0.62, by_group__frac_all_good=0.40, by_group__frac_all_bad=0.22,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_groups_without_gradient_are_reported_by_kind_with_a_remedy() -> None:
             "use harder prompts"
         ]
     }
-    too_hard = said(
+    too_hard = warnings_of(
         HealthCheck(max_age=1), range(1, 12),
         frac_reward_zero_std=0.9, by_group__frac_all_good=0.1, by_group__frac_all_bad=0.8,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_a_hard_start_that_gets_better_is_not_reported() -> None:
 
 
 def test_cut_off_completions_are_reported_with_the_flag_to_raise() -> None:
-    lines = said(HealthCheck(max_age=1), range(1, 12), completions__clipped_ratio=0.61)
+    lines = warnings_of(HealthCheck(max_age=1), range(1, 12), completions__clipped_ratio=0.61)
     assert list(lines) == [10]
     assert lines[10][0].startswith("61 % of the completions of the last 10 steps were cut off at the length limit")
     assert "--env.max-token-length" in lines[10][0]
@@ -126,27 +126,27 @@ def test_cut_off_completions_are_reported_with_the_flag_to_raise() -> None:
 def test_entropy_may_fall_far_but_not_to_nothing() -> None:
     """A run that learned sums went from 1.9 to 0.12 nats and was fine."""
     health = HealthCheck(max_age=1)
-    assert said(health, range(1, 11), entropy=1.9) == {}
-    assert said(health, range(11, 40), entropy=0.12) == {}
-    lines = said(health, range(40, 52), entropy=0.004)
+    assert warnings_of(health, range(1, 11), entropy=1.9) == {}
+    assert warnings_of(health, range(11, 40), entropy=0.12) == {}
+    lines = warnings_of(health, range(40, 52), entropy=0.004)
     [line] = [line for lines_of_step in lines.values() for line in lines_of_step if line.startswith("entropy fell")][:1]
     assert line.startswith("entropy fell from 1.90 to 0.0")
 
 
 def test_a_jump_of_the_gradient_is_reported_and_its_end_is_not() -> None:
     health = HealthCheck(max_age=1)
-    said(health, range(1, 15))
-    assert said(health, range(15, 16), grad_norm=45.0) == {
+    warnings_of(health, range(1, 15))
+    assert warnings_of(health, range(15, 16), grad_norm=45.0) == {
         15: ["grad_norm 45 is 25 times its usual 1.8; it was clipped to --max-grad-norm. If this goes on, lower --lr"]
     }
-    assert said(health, range(16, 40)) == {}
+    assert warnings_of(health, range(16, 40)) == {}
 
 
 def test_skipped_updates_are_counted() -> None:
     health = HealthCheck(max_age=1)
-    lines = said(health, range(1, 2), skipped_in_a_row=1, skipped_steps=5)
+    lines = warnings_of(health, range(1, 2), skipped_in_a_row=1, skipped_steps=5)
     assert "(1 in a row, 5 in all)" in lines[1][0]
-    assert said(health, range(2, 6), skipped_steps=5) == {4: ["skipped_steps is back in its healthy range"]}
+    assert warnings_of(health, range(2, 6), skipped_steps=5) == {4: ["skipped_steps is back in its healthy range"]}
 
 
 def test_a_step_that_trained_nothing_says_nothing_about_the_policy() -> None:
@@ -209,9 +209,9 @@ def test_values_that_are_no_logprobs_are_recognised_at_any_age() -> None:
 
 def test_a_collapsing_reward_is_reported_once_it_is_not_noise() -> None:
     health = HealthCheck(max_age=1)
-    assert said(health, range(1, 11), reward=0.2) == {}
-    assert said(health, range(11, 31), reward=0.8) == {}
-    lines = said(health, range(31, 51), reward=0.1)
+    assert warnings_of(health, range(1, 11), reward=0.2) == {}
+    assert warnings_of(health, range(11, 31), reward=0.8) == {}
+    lines = warnings_of(health, range(31, 51), reward=0.1)
     [(step, [first]), *_] = lines.items()
     assert step <= 45
     assert first.startswith("reward fell from 0.80 to 0.")
@@ -222,7 +222,7 @@ def test_a_collapsing_reward_is_reported_once_it_is_not_noise() -> None:
 def test_a_reward_that_falls_a_little_is_no_alarm(values: tuple[float, ...]) -> None:
     health = HealthCheck(max_age=1)
     for number, value in enumerate(values):
-        assert said(health, range(20 * number + 1, 20 * number + 21), reward=value) == {}
+        assert warnings_of(health, range(20 * number + 1, 20 * number + 21), reward=value) == {}
 
 
 def test_rewards_that_vary_by_chance_are_no_collapse() -> None:
@@ -235,22 +235,22 @@ def test_rewards_that_vary_by_chance_are_no_collapse() -> None:
 
 def test_a_loss_that_jumps_is_reported() -> None:
     health = HealthCheck(max_age=1)
-    assert said(health, range(1, 15), loss=-0.02) == {}
-    [lines] = said(health, range(15, 16), loss=7.0).values()
+    assert warnings_of(health, range(1, 15), loss=-0.02) == {}
+    [lines] = warnings_of(health, range(15, 16), loss=7.0).values()
     assert lines[0].startswith("loss 7 is 70 times its usual size; if this goes on, lower --lr")
-    assert said(health, range(16, 30), loss=0.05) == {}
+    assert warnings_of(health, range(16, 30), loss=0.05) == {}
 
 
 def test_repetitive_completions_are_reported() -> None:
     health = HealthCheck(max_age=1)
-    assert said(health, range(1, 11), completions__repetition=0.1) == {}
-    [first, *_] = said(health, range(11, 31), completions__repetition=0.9).values()
+    assert warnings_of(health, range(1, 11), completions__repetition=0.1) == {}
+    [first, *_] = warnings_of(health, range(11, 31), completions__repetition=0.9).values()
     assert first[0].endswith("raise --kl-coef, or penalize repetition")
     assert "(at the beginning 10 %)" in first[0]
 
 
 def test_text_that_repeated_itself_from_the_beginning_is_no_alarm() -> None:
-    assert said(HealthCheck(max_age=1), range(1, 40), completions__repetition=0.6) == {}
+    assert warnings_of(HealthCheck(max_age=1), range(1, 40), completions__repetition=0.6) == {}
 
 
 def test_text_and_values_that_are_not_finite_are_passed_over() -> None:

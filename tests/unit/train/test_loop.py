@@ -68,7 +68,7 @@ class ListTracker:
         self.rows.append({"step": step, **metrics})
 
 
-class Scene:
+class Harness:
     def __init__(self, folder, tmp_path, batches, **settings):
         plain = {"lr": 1e-3, "warmup_steps": 0, "dtype": "float32", "device": "cpu", "logprob_chunk": 64}
         self.config = TrainConfig(steps=len(batches), **(plain | settings))
@@ -94,36 +94,38 @@ class Scene:
 
 
 def test_every_step_is_logged_and_acknowledged_in_order(folder, tmp_path):
-    scene = Scene(folder, tmp_path, [[group([1.0, 0.0])] for _ in range(4)], max_age=1, checkpoint_interval=2)
-    before = scene.weights()
-    scene.run()
-    assert [row["step"] for row in scene.tracker.rows] == scene.feed.acknowledged == [1, 2, 3, 4]
-    assert scene.feed.ahead == [2, 3, 4, 4]  # never beyond the last step
-    assert [row["sample/staleness_mean"] for row in scene.tracker.rows] == [0, 1, 2, 3]
-    assert any(not torch.equal(before[n], p) for n, p in scene.weights().items())
+    harness = Harness(folder, tmp_path, [[group([1.0, 0.0])] for _ in range(4)], max_age=1, checkpoint_interval=2)
+    before = harness.weights()
+    harness.run()
+    assert [row["step"] for row in harness.tracker.rows] == harness.feed.acknowledged == [1, 2, 3, 4]
+    assert harness.feed.ahead == [2, 3, 4, 4]  # never beyond the last step
+    assert [row["sample/staleness_mean"] for row in harness.tracker.rows] == [0, 1, 2, 3]
+    assert any(not torch.equal(before[n], p) for n, p in harness.weights().items())
     assert (tmp_path / "checkpoints" / "final_model" / "model.safetensors").is_file()
-    assert scene.restore().step == 4
+    assert harness.restore().step == 4
     catalogued = set(METRICS)
-    emitted = {name for row in scene.tracker.rows for name in row if name != "step" and not name.startswith("rollout/")}
+    emitted = {
+        name for row in harness.tracker.rows for name in row if name != "step" and not name.startswith("rollout/")
+    }
     assert emitted <= catalogued, emitted - catalogued
 
 
 def test_health_findings_are_written_as_events_beside_the_log(folder, tmp_path):
-    scene = Scene(folder, tmp_path, [[group([1.0, 0.0], logprob=-2.0)]])
-    scene.run()
-    events = scene.health_file.read()
+    harness = Harness(folder, tmp_path, [[group([1.0, 0.0], logprob=-2.0)]])
+    harness.run()
+    events = harness.health_file.read()
     assert {event.step for event in events} == {1}
     [event] = [event for event in events if event.message.startswith("LogProb Alignment: MISMATCH!")]
     assert "(healthy below 0.05)" in event.message
 
 
 def test_a_step_without_tokens_has_no_values_for_unmeasured_metrics(folder, tmp_path):
-    scene = Scene(folder, tmp_path, [[group([1.0, 1.0])], [group([1.0, 0.0])]])
-    scene.run()
-    first, second = scene.tracker.rows
+    harness = Harness(folder, tmp_path, [[group([1.0, 1.0])], [group([1.0, 0.0])]])
+    harness.run()
+    first, second = harness.tracker.rows
     assert first["perf/generated_tok_s_wall_clock"] > first["perf/trained_tok_s_wall_clock"] == 0
     assert second["perf/generated_tok_s_wall_clock"] >= second["perf/trained_tok_s_wall_clock"] > 0
-    nothing, something = scene.tracker.rows
+    nothing, something = harness.tracker.rows
     gaps = {name for name, value in nothing.items() if math.isnan(value)}
     assert {"entropy", "kl", "mean_kl", "mean_ratio", "clipped_fraction", "grad_norm"} <= gaps
     assert (nothing["reward"], nothing["loss"], nothing["batch/trained_tokens_per_step"]) == (1.0, 0.0, 0)
@@ -132,15 +134,15 @@ def test_a_step_without_tokens_has_no_values_for_unmeasured_metrics(folder, tmp_
 
 def test_the_rewarded_completion_becomes_likelier(folder, tmp_path):
     good = group([1.0, 0.0], logprob=-4.4)
-    scene = Scene(folder, tmp_path, [[good]] * 10)
+    harness = Harness(folder, tmp_path, [[good]] * 10)
 
     def logprobs():
-        (micro,) = pack([good], scene.config).micros
+        (micro,) = pack([good], harness.config).micros
         with torch.no_grad():
-            return scene.policy.score(micro)[0]
+            return harness.policy.score(micro)[0]
 
     before = logprobs()
-    scene.run()
+    harness.run()
     after = logprobs()
     assert after[:3].sum() > before[:3].sum() + 0.1
     assert after[3:].sum() < before[3:].sum()
@@ -151,10 +153,10 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path,
     batches = [[group([1.0, 0.0]), group([0.0, 2.0])] for _ in range(5)]
     settings = settings | {"micro_tokens": 8}  # two micros a step
     torch.manual_seed(0)
-    whole = Scene(folder, tmp_path / "whole", batches, **settings)
+    whole = Harness(folder, tmp_path / "whole", batches, **settings)
     whole.run()
     torch.manual_seed(0)
-    stopped = Scene(folder, tmp_path / "stopped", batches, **settings)
+    stopped = Harness(folder, tmp_path / "stopped", batches, **settings)
     calls = iter(range(100))
 
     def stop_in_step_three():
@@ -164,7 +166,7 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path,
     with pytest.raises(StopRequested):
         stopped.run(check_stop=stop_in_step_three)
     assert stopped.feed.acknowledged == [1, 2]
-    resumed = Scene(folder, tmp_path / "stopped", batches, **settings)
+    resumed = Harness(folder, tmp_path / "stopped", batches, **settings)
     restored = resumed.restore()
     assert restored.step == 2
     resumed.run(restored)
@@ -174,36 +176,36 @@ def test_a_stop_in_the_middle_of_a_step_leaves_the_step_before(folder, tmp_path,
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_skipped_and_five_are_an_error(folder, tmp_path, bad):
-    scene = Scene(folder, tmp_path, [[group([1.0, 0.0])]] * 10)
+    harness = Harness(folder, tmp_path, [[group([1.0, 0.0])]] * 10)
     good = group([1.0, 0.0])
     poisoned = group([1.0, 0.0])
-    scene.feed.batches = [[poisoned], [good], *[[poisoned]] * 8]
-    plain_score = scene.policy.score
+    harness.feed.batches = [[poisoned], [good], *[[poisoned]] * 8]
+    plain_score = harness.policy.score
 
     def score(micro):  # a model that overflows on some batches, whatever the data
         logprobs, entropy = plain_score(micro)
-        return logprobs * (bad if scene.feed.leased[0] is poisoned else 1.0), entropy
+        return logprobs * (bad if harness.feed.leased[0] is poisoned else 1.0), entropy
 
-    scene.policy.score = score
-    before = scene.weights()
+    harness.policy.score = score
+    before = harness.weights()
     snapshots = []
-    log = scene.tracker.log
-    scene.tracker.log = lambda step, metrics: (log(step, metrics), snapshots.append(scene.weights()))
+    log = harness.tracker.log
+    harness.tracker.log = lambda step, metrics: (log(step, metrics), snapshots.append(harness.weights()))
     with pytest.raises(TrainingError, match="5 steps in a row"):
-        scene.run()
-    assert [row["skipped_in_a_row"] for row in scene.tracker.rows] == [1, 0, 1, 2, 3, 4]
+        harness.run()
+    assert [row["skipped_in_a_row"] for row in harness.tracker.rows] == [1, 0, 1, 2, 3, 4]
     assert all(torch.equal(before[n], p) for n, p in snapshots[0].items())
     assert any(not torch.equal(before[n], p) for n, p in snapshots[1].items())
-    assert all(torch.equal(snapshots[1][n], p) for n, p in scene.weights().items())
-    assert all(torch.isfinite(p).all() for p in scene.weights().values())
+    assert all(torch.equal(snapshots[1][n], p) for n, p in harness.weights().items())
+    assert all(torch.isfinite(p).all() for p in harness.weights().values())
 
 
 def test_a_kl_term_reaches_groups_without_spread(folder, tmp_path):
     same = group([1.0, 1.0], logprob=-2.0)
     for coefficient, moves in ((0.0, False), (0.1, True)):
-        scene = Scene(folder, tmp_path / str(coefficient), [[same]], kl_coef=coefficient)
-        accumulate_gradients(scene.policy, pack([same], scene.config), scene.config)
-        assert any(g.any() for g in scene.optimizer.gradients.values()) == moves
+        harness = Harness(folder, tmp_path / str(coefficient), [[same]], kl_coef=coefficient)
+        accumulate_gradients(harness.policy, pack([same], harness.config), harness.config)
+        assert any(g.any() for g in harness.optimizer.gradients.values()) == moves
 
 
 ESSENCE = ("loss", "grad_norm", "entropy", "mean_ratio", "kl", "num_tokens", "skipped_steps")
@@ -228,15 +230,15 @@ ESSENCE = ("loss", "grad_norm", "entropy", "mean_ratio", "kl", "num_tokens", "sk
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(folder, tmp_path, settings):
     batches = [[group([1.0, 0.0, 0.5]), group([0.0, 2.0, 1.0], logprob=-3.9)] for _ in range(5)]
     torch.manual_seed(0)
-    undisturbed = Scene(folder, tmp_path / "undisturbed", batches, **settings, checkpoint_interval=3)
+    undisturbed = Harness(folder, tmp_path / "undisturbed", batches, **settings, checkpoint_interval=3)
     undisturbed.run()
     torch.manual_seed(0)
-    killed = Scene(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
+    killed = Harness(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
     killed.tracker.log = _interrupt_at(4, killed.tracker.log)
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     torch.manual_seed(123)  # what a new process begins with does not matter
-    resumed = Scene(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
+    resumed = Harness(folder, tmp_path / "killed", batches, **settings, checkpoint_interval=3)
     restored = resumed.restore()
     assert restored.step == 3
     resumed.run(restored)
@@ -261,8 +263,8 @@ def _interrupt_at(step, log):
 def test_later_epochs_keep_the_first_ones_logprobs(folder, tmp_path):
     """With one update the trainer's ratio is exactly 1; with three it has moved, and clipping sees it."""
     batch = [group([1.0, 0.0], logprob=-4.4)]
-    once = Scene(folder, tmp_path / "once", [batch], old_logprobs="trainer")
-    thrice = Scene(folder, tmp_path / "thrice", [batch], old_logprobs="trainer", epochs=3)
+    once = Harness(folder, tmp_path / "once", [batch], old_logprobs="trainer")
+    thrice = Harness(folder, tmp_path / "thrice", [batch], old_logprobs="trainer", epochs=3)
     once.run()
     thrice.run()
     assert once.tracker.rows[0]["mean_ratio"] == 1.0
@@ -274,8 +276,8 @@ def test_later_epochs_keep_the_first_ones_logprobs(folder, tmp_path):
 def test_a_group_without_logprobs_counts_as_on_policy(folder, tmp_path):
     bare, full = group([1.0, 0.0]), group([1.0, 0.0])
     bare.inference_logprobs = None
-    scene = Scene(folder, tmp_path, [[bare, full]])
-    before = scene.weights()
-    scene.run()
-    assert scene.tracker.rows[0]["batch/without_logprobs_frac"] == 0.5
-    assert any(not torch.equal(before[n], p) for n, p in scene.weights().items())
+    harness = Harness(folder, tmp_path, [[bare, full]])
+    before = harness.weights()
+    harness.run()
+    assert harness.tracker.rows[0]["batch/without_logprobs_frac"] == 0.5
+    assert any(not torch.equal(before[n], p) for n, p in harness.weights().items())

@@ -175,13 +175,13 @@ def test_weights_are_shares_of_the_whole_step(aggregation, wanted):
 
 
 def test_completions_that_were_cut_off_carry_no_loss_when_asked():
-    said = group([5], [[1, 2], [3]], [1.0, 0.0], overrides=[{"finish_reason": "length"}, {}])
-    batch = pack([said], settings(mask_overlong=True))
+    group_with_marks = group([5], [[1, 2], [3]], [1.0, 0.0], overrides=[{"finish_reason": "length"}, {}])
+    batch = pack([group_with_marks], settings(mask_overlong=True))
     assert batch.micros[0].targets_L.tolist() == [3]
     assert batch.micros[0].loss_tokens.weights_L.tolist() == [1.0]
     assert batch.metrics(0)["completions/clipped_ratio"] == 0.5
     assert batch.metrics(0)["batch/masked_token_frac"] == pytest.approx(2 / 3)
-    assert pack([said], PLAIN).num_loss_tokens == 3  # as long as nobody asks
+    assert pack([group_with_marks], PLAIN).num_loss_tokens == 3  # as long as nobody asks
     full = group([5], [[1, 2], [3]], [1.0, 0.0])
     assert pack([full], settings(mask_overlong=True, seq_len=3)).micros[0].targets_L.tolist() == [3]
 

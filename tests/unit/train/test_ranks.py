@@ -158,8 +158,8 @@ def make_runs(model, folders, optimizers, rank_counts):
         runs.append((num_ranks, folder, 60.0, jobs + (resumed_jobs(model, folder) if num_ranks == 2 else [])))
     codes = run_ranks(*runs)
     for num_ranks, found in zip(rank_counts, codes, strict=True):
-        said = "".join(file.read_text()[-2000:] for file in folders[num_ranks].glob("stderr-*.txt"))
-        assert list(found.values()) == [0] * num_ranks, said
+        output = "".join(file.read_text()[-2000:] for file in folders[num_ranks].glob("stderr-*.txt"))
+        assert list(found.values()) == [0] * num_ranks, output
 
 
 def longer_job(model, folder):
@@ -292,10 +292,10 @@ def test_a_lost_rank_ends_the_others_with_a_sentence(model, tmp_path):
     assert run_ranks(*runs) == [{0: 1, 1: -9, 2: 1}, {0: 1}, {0: 1, 1: 1}]
     assert time.monotonic() - started < 60  # the connections of a killed rank close: nobody waits for the timeout
     for kind, rank, size in (("killed", 0, 3), ("killed", 2, 3), ("silent", 0, 2)):
-        said = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
-        assert f"treadle: rank {rank} of {size} lost the others while agreeing whether to stop: " in said
-        assert "-> the rank that ended first says why in its log" in said
-        assert "Traceback" not in said
+        output = (tmp_path / kind / f"stderr-{rank}.txt").read_text()
+        assert f"treadle: rank {rank} of {size} lost the others while agreeing whether to stop: " in output
+        assert "-> the rank that ended first says why in its log" in output
+        assert "Traceback" not in output
     assert "rank 1 has another seed than rank 0" in (tmp_path / "odd" / "stderr-1.txt").read_text()
 
 

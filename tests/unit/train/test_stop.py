@@ -43,18 +43,18 @@ def end(work: str, number: signal.Signals) -> tuple[float, int, str]:
         assert program.stdout.readline() == "ready\n"
         asked = time.monotonic()
         program.send_signal(number)
-        said, _ = program.communicate(timeout=60)
-    return time.monotonic() - asked, program.returncode, said
+        output, _ = program.communicate(timeout=60)
+    return time.monotonic() - asked, program.returncode, output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_computation_without_an_end_does_not_hold_up_a_stop(number: signal.Signals) -> None:
-    seconds, code, said = end(COMPUTING, number)
-    assert (code, said) == (0, "")
+    seconds, code, output = end(COMPUTING, number)
+    assert (code, output) == (0, "")
     assert 0.4 < seconds < 30
 
 
 def test_what_is_being_saved_is_saved_however_long_it_takes() -> None:
-    seconds, code, said = end(SAVING, signal.SIGTERM)
-    assert (code, said) == (0, "saved\nstopped in order\n")
+    seconds, code, output = end(SAVING, signal.SIGTERM)
+    assert (code, output) == (0, "saved\nstopped in order\n")
     assert seconds > 1.0

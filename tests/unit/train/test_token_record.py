@@ -39,12 +39,12 @@ def policy(folder):
 
 def group(scores, *, offset=0, **more) -> ScoredGroup:
     rows = range(len(scores))
-    said = [NO_LOGPROB, NO_LOGPROB, -4.0, -4.0, NO_LOGPROB, NO_LOGPROB, -3.0]
+    logprobs = [NO_LOGPROB, NO_LOGPROB, -4.0, -4.0, NO_LOGPROB, NO_LOGPROB, -3.0]
     return ScoredGroup(
         tokens=[[*PROMPT, *FIRST, *READ, SECOND[0] + offset + row] for row in rows],
         masks=[[IGNORED, IGNORED, *FIRST, IGNORED, IGNORED, SECOND[0] + offset + row] for row in rows],
         scores=list(scores),
-        inference_logprobs=[said for _ in rows],
+        inference_logprobs=[logprobs for _ in rows],
         **more,
     )
 

@@ -1,4 +1,4 @@
-"""What takes long is said, ever more rarely; what takes too long is said once, with the stacks."""
+"""Long waits are logged at growing intervals; overdue waits are logged once, with the stacks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class FakeClock:
         return self.now_s
 
 
-class Said(list[tuple[str, dict[str, object]]]):
+class LoggedEvents(list[tuple[str, dict[str, object]]]):
     def events(self) -> list[str]:
         return [event for event, _ in self]
 
 
 @pytest.fixture
-def said() -> Said:
-    records, handler = Said(), logging.Handler()
+def logged() -> LoggedEvents:
+    records, handler = LoggedEvents(), logging.Handler()
     handler.emit = lambda record: records.append((record.getMessage(), record.treadle_fields))  # type: ignore[attr-defined,method-assign]
     logger = logging.getLogger("treadle.watchdog")
     logger.addHandler(handler)
@@ -47,25 +47,25 @@ def said() -> Said:
     logger.removeHandler(handler)
 
 
-def test_a_long_wait_is_logged_at_growing_intervals_and_at_its_end(said: Said) -> None:
+def test_a_long_wait_is_logged_at_growing_intervals_and_at_its_end(logged: LoggedEvents) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
-    told_at = []
+    logged_at = []
     with waits.waiting(HUB):
         for _ in range(4 * 70):
             clock.now_s += 0.25
-            before = len(said)
+            before = len(logged)
             dog.check()
-            told_at += [clock.now_s] * (len(said) - before)
+            logged_at += [clock.now_s] * (len(logged) - before)
     dog.check()
-    assert told_at == [2, 6, 14, 30, 62]
-    event, fields = said[-1]
+    assert logged_at == [2, 6, 14, 30, 62]
+    event, fields = logged[-1]
     assert (event, fields["for"], fields["seconds"]) == ("waited", HUB.what, 70)
-    assert said[0][1]["fix"] == HUB.fix
+    assert logged[0][1]["fix"] == HUB.fix
 
 
-def test_a_short_wait_and_one_that_is_in_order_are_not_told(said: Said) -> None:
+def test_short_waits_and_normal_waits_are_not_logged(logged: LoggedEvents) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
@@ -76,10 +76,10 @@ def test_a_short_wait_and_one_that_is_in_order_are_not_told(said: Said) -> None:
         clock.now_s += 1000
         dog.check()
     dog.check()
-    assert said == []
+    assert logged == []
 
 
-def test_a_wait_in_vain_is_not_told_as_met(said: Said) -> None:
+def test_a_wait_that_was_given_up_is_not_logged_as_met(logged: LoggedEvents) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
@@ -88,10 +88,10 @@ def test_a_wait_in_vain_is_not_told_as_met(said: Said) -> None:
     dog.check()
     waits.end(wait, was_met=False)
     dog.check()
-    assert said.events() == ["waiting"]
+    assert logged.events() == ["waiting"]
 
 
-def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
+def test_an_overdue_wait_is_logged_once_with_stacks(logged: LoggedEvents, capfd) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("trainer", "trainer", waits)
@@ -103,7 +103,7 @@ def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
             clock.now_s = seconds
             wait.problem = "no answer"
             dog.check()
-    late = [fields for event, fields in said if event == "late"]
+    late = [fields for event, fields in logged if event == "late"]
     assert late == [
         {
             "for": "the engine to adopt version 17",
@@ -117,7 +117,7 @@ def test_an_overdue_wait_is_logged_once_with_stacks(said: Said, capfd) -> None:
     assert "test_an_overdue_wait" in capfd.readouterr().err, "the stack of this very thread"
 
 
-def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) -> None:
+def test_equal_waits_are_one_and_any_answer_resets_their_deadline(logged: LoggedEvents) -> None:
     clock = FakeClock()
     waits = Waits(clock)
     dog = Watchdog("env", "env gsm8k", waits)
@@ -128,13 +128,13 @@ def test_equal_waits_are_one_and_any_answer_resets_their_deadline(said: Said) ->
     waits.end(first, was_met=False)
     assert second.seconds == 5, "one gave up, the others still wait"
     waits.end(second, was_met=True)
-    assert third.seconds == 0, "one was served, the last begins anew"
+    assert third.seconds == 0, "one was met, so the last one starts from 0"
     clock.now_s = 6.9
     dog.check()
-    assert said.events() == ["waiting"], "told at 5 s, and not yet again"
+    assert logged.events() == ["waiting"], "logged at 5 s, and not yet again"
     clock.now_s = 7.1
     dog.check()
-    assert said.events() == ["waiting", "waiting"]
+    assert logged.events() == ["waiting", "waiting"]
     waits.end(third, was_met=True)
     assert waits.now == []
 
@@ -234,7 +234,7 @@ def wait_for(condition, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_bad_look_is_told_once_and_does_not_end_the_watch(said: Said) -> None:
+def test_an_error_in_describe_is_logged_once_and_the_watchdog_continues(logged: LoggedEvents) -> None:
     looks = []
 
     def describe() -> ProcessFacts:
@@ -245,14 +245,14 @@ def test_a_bad_look_is_told_once_and_does_not_end_the_watch(said: Said) -> None:
 
     with HubDouble() as hub, Watchdog("env", "env", Waits(), hub.url, describe):
         wait_for(lambda: any(report["state"] == "well again" for report in hub.reports))
-    assert said.events().count("watchdog_failed") == 1
+    assert logged.events().count("watchdog_failed") == 1
     assert hub.reports[-1]["state"] == "ended"
 
 
-def test_a_report_that_is_refused_is_told_once(said: Said) -> None:
+def test_a_refused_report_is_logged_once(logged: LoggedEvents) -> None:
     with HubDouble(status=422) as hub, Watchdog("env", "env", Waits(), hub.url):
         wait_for(lambda: len(hub.reports) >= 2)
-    assert said.events() == ["report_refused"]
+    assert logged.events() == ["report_refused"]
 
 
 def test_a_report_is_short_and_can_be_shown_anywhere() -> None:

@@ -16,8 +16,8 @@ class DigitsTask(vf.Task[DigitsData]):
     @vf.reward(weight=1.0)
     async def digits(self, trace: vf.Trace) -> float:
         """The share of the replies' characters that are digits: even a model of random weights differs in it."""
-        said = "".join(str(message.content or "") for message in trace.assistant_messages)
-        return sum(letter.isdigit() for letter in said) / max(1, len(said))
+        replies = "".join(str(message.content or "") for message in trace.assistant_messages)
+        return sum(letter.isdigit() for letter in replies) / max(1, len(replies))
 
     @vf.metric
     async def num_replies(self, trace: vf.Trace) -> float:

@@ -76,7 +76,7 @@ def test_none_from_a_function_of_one_completion_stays_a_mistake():
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (0.5, "it returned 0.5, not a list"),
         ([1.0], "returned 1 scores for 2 completions"),
@@ -84,12 +84,12 @@ def test_none_from_a_function_of_one_completion_stays_a_mistake():
         (["good", "bad"], "not a finite number"),
     ],
 )
-def test_what_is_no_list_of_scores_says_so(returned, said):
+def test_what_is_no_list_of_scores_says_so(returned, message):
     def f(completions, **kwargs):
         return returned
 
     (result, _) = score([f], INPUTS)
-    assert (result.outcome, said in result.detail) == ("raised", True), result.detail
+    assert (result.outcome, message in result.detail) == ("raised", True), result.detail
 
 
 def test_arrays_are_lists_of_scores_too():

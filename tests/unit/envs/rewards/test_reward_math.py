@@ -26,14 +26,14 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "gold"), RIGHT)
-def test_right_answers(said, gold):
-    assert BoxedMath().score(RewardInput(rf"So \boxed{{{said}}}.", answer=gold)) == 1.0
+@pytest.mark.parametrize(("boxed", "gold"), RIGHT)
+def test_right_answers(boxed, gold):
+    assert BoxedMath().score(RewardInput(rf"So \boxed{{{boxed}}}.", answer=gold)) == 1.0
 
 
-@pytest.mark.parametrize(("said", "gold"), WRONG)
-def test_wrong_answers(said, gold):
-    assert BoxedMath().score(RewardInput(rf"So \boxed{{{said}}}.", answer=gold)) == -1.0
+@pytest.mark.parametrize(("boxed", "gold"), WRONG)
+def test_wrong_answers(boxed, gold):
+    assert BoxedMath().score(RewardInput(rf"So \boxed{{{boxed}}}.", answer=gold)) == -1.0
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ FORMS = [
 def test_the_fast_half_never_contradicts_the_slow_one():
     assert all(read_number(form) is not None for form in FORMS)
     num_decided = 0
-    for gold, said in itertools.product(FORMS, FORMS):
-        fast = compare_numbers(read_number(gold), read_number(said))
+    for gold, boxed in itertools.product(FORMS, FORMS):
+        fast = compare_numbers(read_number(gold), read_number(boxed))
         if fast is not None:
             num_decided += 1
-            assert fast == _verify(rf"\boxed{{{said}}}", gold), (gold, said)
+            assert fast == _verify(rf"\boxed{{{boxed}}}", gold), (gold, boxed)
     assert num_decided > 0.95 * len(FORMS) ** 2
 
 

@@ -26,7 +26,7 @@ from treadle.errors import ConfigError, ProcessDied, TreadleError
 PATIENCE_S = 60.0  # for what must happen, on a busy machine
 
 
-def said(*texts):
+def inputs_of(*texts):
     return [RewardInput(text) for text in texts]
 
 
@@ -90,7 +90,7 @@ def test_the_verdict_of_a_reward_decides_and_else_the_threshold_does():
     ],
 )
 def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outcome, detail):
-    before, blamed, after = scored(misbehaving_rewards.misbehave, said("1", misdeed, "2"))
+    before, blamed, after = scored(misbehaving_rewards.misbehave, inputs_of("1", misdeed, "2"))
     assert (before.score, before.outcome) == (1.0, "scored")
     assert (after.score, after.outcome) == (2.0, "scored")
     assert (blamed.score, blamed.parts, blamed.outcome) == (None, {"misbehave": None}, outcome)
@@ -101,11 +101,13 @@ def test_what_a_reward_does_is_the_outcome_of_its_completion_alone(misdeed, outc
 def test_a_timeout_in_a_chunk_fails_its_completion_and_keeps_the_order():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.5) as pool:
-            await pool.score(misbehaving_rewards.misbehave, said(*map(str, range(100))))  # now it is known to be cheap
+            await pool.score(
+                misbehaving_rewards.misbehave, inputs_of(*map(str, range(100)))
+            )  # now it is known to be cheap
             texts = [str(number) for number in range(120)]
             texts[17] = texts[18] = "loop"
             texts[70] = "os._exit"
-            return await pool.score(misbehaving_rewards.misbehave, said(*texts))
+            return await pool.score(misbehaving_rewards.misbehave, inputs_of(*texts))
 
     results = asyncio.run(score())
     assert {place: r.outcome for place, r in enumerate(results) if r.outcome != "scored"} == {
@@ -120,7 +122,7 @@ def test_200_concurrent_callers_each_get_their_own_results():
     async def score():
         async with RewardPool(num_workers=2, time_limit_s=2.0, max_waiting=32) as pool:
             callers = [
-                pool.score(misbehaving_rewards.misbehave, said(bad.get(caller, str(caller)), str(caller + 0.5)))
+                pool.score(misbehaving_rewards.misbehave, inputs_of(bad.get(caller, str(caller)), str(caller + 0.5)))
                 for caller in range(200)
             ]
             return await asyncio.wait_for(asyncio.gather(*callers), PATIENCE_S)
@@ -134,7 +136,7 @@ def test_the_event_loop_goes_on_while_rewards_hang():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
             num_turns = 0
-            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("regex")))
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of("regex")))
             while not scoring.done():
                 await asyncio.sleep(0.01)
                 num_turns += 1
@@ -149,8 +151,8 @@ def test_the_event_loop_goes_on_while_rewards_hang():
 def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=2.0) as pool:
-            await pool.score(misbehaving_rewards.misbehave, said("1"))  # the worker is up
-            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("nap")))
+            await pool.score(misbehaving_rewards.misbehave, inputs_of("1"))  # the worker is up
+            scoring = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of("nap")))
             await asyncio.sleep(0.1)  # the nap of half a second begins
             time.sleep(2.5)  # noqa: ASYNC251  # somebody's code blocks the loop
             return await scoring
@@ -162,7 +164,7 @@ def test_an_answer_counts_though_our_own_loop_was_busy_past_the_limit(new_loop):
 def test_it_works_under_uvloop():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            return await pool.score(misbehaving_rewards.misbehave, said("1", "loop", "2"))
+            return await pool.score(misbehaving_rewards.misbehave, inputs_of("1", "loop", "2"))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(score())
@@ -170,27 +172,27 @@ def test_it_works_under_uvloop():
 
 
 def test_memory_left_by_earlier_calls_does_not_fail_a_later_completion():
-    results = scored(misbehaving_rewards.hoarding, said(*"12345678"), memory_limit_mb=200, time_limit_s=10)
+    results = scored(misbehaving_rewards.hoarding, inputs_of(*"12345678"), memory_limit_mb=200, time_limit_s=10)
     assert [result.score for result in results] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_reward_that_looks_at_groups_is_called_once_with_all_of_them():
     slow_steps = registry.create("rank", step=0.5)
-    results = scored(slow_steps, said("ccc", "a", "bb", "dd"))
+    results = scored(slow_steps, inputs_of("ccc", "a", "bb", "dd"))
     assert [result.score for result in results] == [1.0, 0.0, 0.5, 0.5]
 
 
 def test_a_group_call_that_fails_marks_the_whole_group():
-    results = scored(misbehaving_rewards.rank, said("a", "loop"))
+    results = scored(misbehaving_rewards.rank, inputs_of("a", "loop"))
     assert [result.outcome for result in results] == ["timed_out", "timed_out"]
 
 
 def test_a_failed_part_keeps_the_others_and_weight_zero_fails_nothing():
     both = registry.create([LengthReward(target=2), misbehaving_rewards.misbehave])
-    (failed,) = scored(both, said("raise"))
+    (failed,) = scored(both, inputs_of("raise"))
     assert (failed.score, failed.parts) == (None, {"length": 0.5, "misbehave": None})
     recorded = registry.create([LengthReward(target=2), {"type": misbehaving_rewards.misbehave.source, "weight": 0}])
-    (fine,) = scored(recorded, said("raise"))
+    (fine,) = scored(recorded, inputs_of("raise"))
     assert (fine.score, fine.outcome, fine.parts["misbehave"]) == (0.5, "scored", None)
     assert "KeyError" in fine.detail
 
@@ -201,7 +203,7 @@ def test_nothing_to_score_is_nothing():
 
 
 def test_the_time_to_load_a_reward_is_not_its_completions():
-    (result,) = scored(misbehaving_rewards.SleepyReward(load_s=1.0), said("x"), time_limit_s=0.9)
+    (result,) = scored(misbehaving_rewards.SleepyReward(load_s=1.0), inputs_of("x"), time_limit_s=0.9)
     assert result.score == 1.0
 
 
@@ -217,8 +219,8 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_and_the_pool_goes_on(reward,
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=5, load_limit_s=3) as pool:
             with pytest.raises(error, match=words):
-                await pool.score(reward, said("1", "2"))
-            return await pool.score(misbehaving_rewards.misbehave, said("1"))
+                await pool.score(reward, inputs_of("1", "2"))
+            return await pool.score(misbehaving_rewards.misbehave, inputs_of("1"))
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -228,9 +230,11 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_with_a_way_out():
         return 1.0
 
     with pytest.raises(ConfigError, match="inline"):
-        scored(registry.create(misbehaving_rewards.misbehave.with_settings({})).__class__(function=local), said("1"))
+        scored(
+            registry.create(misbehaving_rewards.misbehave.with_settings({})).__class__(function=local), inputs_of("1")
+        )
     with pytest.raises(ConfigError, match="cannot be sent"):
-        scored(registry.create("rank", step=object()), said("1"))
+        scored(registry.create("rank", step=object()), inputs_of("1"))
     with pytest.raises(ConfigError, match="cannot be sent"):
         scored(misbehaving_rewards.misbehave, [RewardInput("1", metadata={"row": object()})])
 
@@ -244,7 +248,9 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     async def score():
         pool = RewardPool(num_workers=2, time_limit_s=30)
         async with pool:
-            waiting = [asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop"))) for _ in range(4)]
+            waiting = [
+                asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of("loop"))) for _ in range(4)
+            ]
             while len(pool.workers) < 2:
                 await asyncio.sleep(0.01)
             pids = [worker.pid for worker in pool.workers]
@@ -255,14 +261,14 @@ def test_closing_leaves_no_worker_and_tells_those_who_wait():
     assert all(isinstance(outcome, TreadleError) for outcome in outcomes)
     assert not [pid for pid in pids if is_alive(pid)]
     with pytest.raises(TreadleError, match="not open"):
-        asyncio.run(pool.score(misbehaving_rewards.misbehave, said("1")))
+        asyncio.run(pool.score(misbehaving_rewards.misbehave, inputs_of("1")))
 
 
 def test_closing_tells_those_who_could_not_even_stand_in_line():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=30, max_waiting=1) as pool:
             waiting = [
-                asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop", "1"))) for _ in range(5)
+                asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of("loop", "1"))) for _ in range(5)
             ]
             while not pool.workers:
                 await asyncio.sleep(0.01)
@@ -274,11 +280,11 @@ def test_closing_tells_those_who_could_not_even_stand_in_line():
 def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
     async def score():
         async with RewardPool(num_workers=1, time_limit_s=1.0) as pool:
-            gone = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said(*["loop"] * 100)))
+            gone = asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of(*["loop"] * 100)))
             while not pool.workers:
                 await asyncio.sleep(0.01)
             gone.cancel()
-            return await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, said("1")), 50)  # not 100 s
+            return await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, inputs_of("1")), 50)  # not 100 s
 
     assert [result.score for result in asyncio.run(score())] == [1.0]
 
@@ -286,7 +292,7 @@ def test_a_caller_that_goes_away_takes_its_waiting_calls_along():
 def test_what_a_reward_started_is_killed_with_its_worker(tmp_path, monkeypatch):
     note = tmp_path / "pid"
     monkeypatch.setenv("CHILD_PID_FILE", str(note))
-    (result,) = scored(misbehaving_rewards.misbehave, said("child"))
+    (result,) = scored(misbehaving_rewards.misbehave, inputs_of("child"))
     assert result.outcome == "timed_out"
     wait_until_gone([int(note.read_text())])
 
@@ -347,7 +353,7 @@ def test_the_line_is_bounded_and_first_come_first_served():
     async def stand_in_line():
         line = CallQueue(max_waiting=3)
         batch = CallBatch(
-            0, {}, [pack_inputs(said(str(n))) for n in range(5)], asyncio.get_running_loop().create_future()
+            0, {}, [pack_inputs(inputs_of(str(n))) for n in range(5)], asyncio.get_running_loop().create_future()
         )
         putting = asyncio.create_task(line.put(batch))
         for _ in range(10):
@@ -368,7 +374,9 @@ def test_two_who_wait_for_one_call_take_one_call():
     async def stand_in_line():
         line = CallQueue(max_waiting=3)
         takers = [asyncio.create_task(line.take(lambda key: 1)) for _ in range(2)]
-        batch = CallBatch(0, {}, [pack_inputs(said(text)) for text in "ab"], asyncio.get_running_loop().create_future())
+        batch = CallBatch(
+            0, {}, [pack_inputs(inputs_of(text)) for text in "ab"], asyncio.get_running_loop().create_future()
+        )
         await asyncio.sleep(0)  # both wait
         await line.put(CallBatch(0, {}, batch.calls[:1], batch.done))
         while not any(taker.done() for taker in takers):
@@ -387,9 +395,11 @@ def test_all_workers_are_still_at_work_after_single_calls():
     async def score():
         async with RewardPool(num_workers=3, time_limit_s=30) as pool:
             for number in range(20):
-                await pool.score(misbehaving_rewards.misbehave, said(str(number)))
-            hanging = [asyncio.create_task(pool.score(misbehaving_rewards.misbehave, said("loop"))) for _ in range(2)]
-            (result,) = await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, said("7")), 60)
+                await pool.score(misbehaving_rewards.misbehave, inputs_of(str(number)))
+            hanging = [
+                asyncio.create_task(pool.score(misbehaving_rewards.misbehave, inputs_of("loop"))) for _ in range(2)
+            ]
+            (result,) = await asyncio.wait_for(pool.score(misbehaving_rewards.misbehave, inputs_of("7")), 60)
             for task in hanging:
                 task.cancel()
             return result.score
@@ -400,7 +410,7 @@ def test_all_workers_are_still_at_work_after_single_calls():
 def test_inline_scoring_gives_the_same_results_without_processes():
     async def score():
         async with make_scorer("inline") as scorer:
-            return await scorer.score(misbehaving_rewards.misbehave, said("1", "raise", "sys.exit", "2"))
+            return await scorer.score(misbehaving_rewards.misbehave, inputs_of("1", "raise", "sys.exit", "2"))
 
     results = asyncio.run(score())
     assert [result.outcome for result in results] == ["scored", "raised", "raised", "scored"]

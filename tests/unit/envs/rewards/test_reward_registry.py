@@ -122,11 +122,11 @@ def test_a_reward_of_groups_is_refused_with_what_it_takes():
 
 
 def test_a_value_that_is_no_reward_is_refused_with_a_fix():
-    for what, said, fix in (
+    for what, message, fix in (
         (LengthReward, "LengthReward is a class", "make one of it: LengthReward()"),
         (3, "3 is not a reward", "give a name"),
     ):
-        with pytest.raises(ConfigError, match=said) as refused:
+        with pytest.raises(ConfigError, match=message) as refused:
             registry.create([what])
         assert refused.value.fix.startswith(fix)
 
