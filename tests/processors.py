@@ -1,4 +1,4 @@
-"""What some tests need of the processor."""
+"""Requirements of some tests on the processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as it would have written itself: fifty steps that learn, measured before and after."""
+"""Write the folder of a run that learned in fifty steps, with evaluations before and after."""
 
 from __future__ import annotations
 

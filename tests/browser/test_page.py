@@ -1,4 +1,4 @@
-"""The page, used as people use it."""
+"""The page in a real browser: charts, rollouts, processes, keys."""
 
 from __future__ import annotations
 

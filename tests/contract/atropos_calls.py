@@ -1,4 +1,4 @@
-"""What Atropos' trainers and environments say to a hub, in short words; and HTTP as bytes where the bytes matter."""
+"""Make the HTTP calls of Atropos' trainers and environments; raw bytes where they matter."""
 
 from __future__ import annotations
 

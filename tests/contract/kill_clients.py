@@ -1,4 +1,4 @@
-"""The clients of a hub that is killed: they know what they were answered, and what they cannot know."""
+"""Clients of a hub that is killed: they record which calls were answered and which have an unknown result."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Trainer:
         return True
 
     def go_on(self, client: httpx.Client) -> None:
-        """The answer to the last acknowledgement may be what was lost: then it is said again, under the same token."""
+        """The answer to the last acknowledgement may be lost: then it is repeated, with the same token."""
         if self.held is not None and client.get("/v1/status").json()["step"] == self.step + 1:
             token, tags = self.held
             client.post(f"/v1/batches/{self.step + 1}/ack", json={"token": token}).raise_for_status()

@@ -1,4 +1,4 @@
-"""What schemathesis, in a process of its own, has to know about the hub. Loaded by test_hub_schemathesis.py.
+"""Hooks for schemathesis, which runs in a separate process. Loaded by test_hub_schemathesis.py.
 
 A random group is never in order, and with a random batch size no batch is ever formed. So some of what was made up is
 put right: then the rest of the hub gets to see the random remainder.

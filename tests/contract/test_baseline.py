@@ -1,4 +1,4 @@
-"""The baseline: how Atropos' own API fared when it was probed, row by row, and what ours must do instead.
+"""Known faults of Atropos' API, one per test, and what the hub must do instead.
 
 The last tests collect every refusal as a client sees it; `pytest -s` prints them as docs/hub-refusals.md has them.
 """

@@ -1,4 +1,4 @@
-"""Large and hostile bodies: they are refused by their kind, cost little memory, and hold up nobody else."""
+"""Large and hostile bodies are refused with the right status, cost little memory, and do not delay other requests."""
 
 from __future__ import annotations
 

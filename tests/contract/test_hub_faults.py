@@ -1,4 +1,4 @@
-"""What goes wrong around a hub: signals, pauses, full disks, rotten files, dying helpers. It says so, and goes on."""
+"""Faults around a hub (signals, pauses, full disks, damaged files, dying workers): it reports them and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's feed against a real hub: leases that live as long as the trainer does, and no longer."""
+"""The trainer's feed against a real hub: a lease is renewed while the trainer runs, and expires when it has died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub process against clients that break HTTP, dawdle, come in crowds, or have no token."""
+"""A hub process against clients that break HTTP, are slow, are many, or have no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at every point where it could hurt: what was answered is there after the restart, once, and work goes on."""
+"""kill -9 at every critical point: accepted groups are there once after the restart, and the hub continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer of Atropos' cannot acknowledge. A batch whose answer never left the hub is given out again all the same."""
+"""Atropos' trainers cannot acknowledge: a batch whose answer was not sent is delivered again."""
 
 from __future__ import annotations
 

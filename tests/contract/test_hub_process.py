@@ -1,4 +1,4 @@
-"""The hub as users run it: a process of its own, killed and started again."""
+"""The hub as users run it: a separate process that is killed and started again."""
 
 from __future__ import annotations
 

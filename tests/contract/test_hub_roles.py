@@ -1,4 +1,4 @@
-"""Which token opens which route of a real hub, and how far ahead a trainer may reach."""
+"""Which role may use which route of a real hub, and which steps and versions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub is what its /openapi.json says: schemathesis makes requests from it, right and wrong ones.
+"""The hub matches its /openapi.json: schemathesis generates valid and invalid requests from it.
 
 Three phases each: values at the limits of every field, random ones, and calls that follow the links of the description
 (register an environment, ask for its status; lease a batch, renew, acknowledge it or give it back).

@@ -1,4 +1,4 @@
-"""What goes wrong outside of us gets a clear sentence and exit code 2, and nothing is lost."""
+"""Errors in the user's files and settings give a clear message and exit code 2, and nothing is lost."""
 
 from __future__ import annotations
 

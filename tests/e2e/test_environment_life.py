@@ -1,4 +1,4 @@
-"""An environment in the stream's pace, with real hub, engine and trainer: killed, cut off, and gone on with."""
+"""An environment with pace stream and real hub, engine and trainer: killed, disconnected and resumed."""
 
 from __future__ import annotations
 

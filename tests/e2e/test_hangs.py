@@ -1,4 +1,4 @@
-"""Each part hangs on purpose, in a real run: one line names who waits for what, the stacks show where, and it ends."""
+"""Every process hangs on purpose in a real run: the log names the wait, the stacks show where, and the run ends."""
 
 from __future__ import annotations
 

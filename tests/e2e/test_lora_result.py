@@ -1,4 +1,4 @@
-"""What a run with adapters leaves can be used: talked to, exported, and its settings start the same run again."""
+"""The result of a run with adapters can be used for chat and export, and its settings start the same run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run with two environments on a tiny model: the shares of its batches, its evaluations, and its second life."""
+"""A run with two environments on a tiny model: the shares of its batches, its evaluations, and its resume."""
 
 from __future__ import annotations
 

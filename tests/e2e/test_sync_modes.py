@@ -1,4 +1,4 @@
-"""The ways for weights to reach the engine, by `treadle run`: each trains, is proved, and ends at the last version."""
+"""Every weight sync mode with `treadle run`: it trains, is verified, and ends at the last version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment of others, from the package index and unmodified: verifiers' own TextArena taskset, playing Hangman.
+"""An unmodified third-party environment: verifiers' TextArena taskset, playing Hangman.
 
 Its tasks, its game, its harness (`null`: a program of verifiers in a process of its own) and its rewards are theirs.
 Ours are the adapter, the recorder, the engine and the hub; and the word, because the list of words is a download.

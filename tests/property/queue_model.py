@@ -1,4 +1,4 @@
-"""The queue in a few dictionaries: what the store must agree with after every call."""
+"""A model of the queue in a few dictionaries; the store must agree with it after every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other architectures than Llama through engine and trainer: their own code decides, ours only attends."""
+"""Other architectures than Llama in engine and trainer: logprobs agree with the model's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a real process, its words and its exit code."""
+"""The command line as a user sees it: a real process, its output and its exit code."""
 
 from __future__ import annotations
 

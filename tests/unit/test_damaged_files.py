@@ -1,4 +1,4 @@
-"""Every verb that is given a missing or damaged file, or one of another kind, says so in a sentence."""
+"""Every verb reports a missing, damaged or wrong file in one sentence."""
 
 from __future__ import annotations
 

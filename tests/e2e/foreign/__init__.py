@@ -1,1 +1,1 @@
-"""Programs and environments that know nothing of us."""
+"""Programs and environments that do not use Treadle's API."""

@@ -1,4 +1,4 @@
-"""What an environment process says of itself: counts, what it waits for, and what is wrong, as one value."""
+"""The report of an environment process: counts, waits and problems, as one value."""
 
 from __future__ import annotations
 

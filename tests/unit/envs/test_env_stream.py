@@ -1,4 +1,4 @@
-"""The stream: as many groups in flight as the age allows, nothing lost by kills, refusals and hubs that are away."""
+"""Pace stream: max_age limits the groups in flight; kills, refusals and an unreachable hub lose nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment waits for is said with its address and a remedy: soon, then ever more rarely, and at the end."""
+"""Waits of an environment are logged with address and fix: soon, then at growing intervals, and at the end."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The guard over a small application that says what reached it."""
+"""The access middleware, over a small application that reports what reached it."""
 
 from __future__ import annotations
 

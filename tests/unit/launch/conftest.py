@@ -1,4 +1,4 @@
-"""Real little children for the launcher's tests: Python one-liners with a name, a log and perhaps a port."""
+"""Small real child processes for the launcher's tests: Python one-liners with a name, a log and perhaps a port."""
 
 from __future__ import annotations
 

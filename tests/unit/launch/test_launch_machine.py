@@ -1,4 +1,4 @@
-"""Ports are held until a child has them: nobody comes between, and no child of a child keeps one."""
+"""Ports stay reserved until a child process has them, and no grandchild keeps one."""
 
 from __future__ import annotations
 

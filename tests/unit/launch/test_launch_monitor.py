@@ -1,4 +1,4 @@
-"""The launcher sees who waits for whom, wakes the silent for their stacks, and ends a run in which nothing moves."""
+"""The launcher's monitor: waits, stacks of silent processes, and the end of a run without progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on."""
+"""The live view of a run in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking through the groups of a queue: found by what is in them, and never in the way of the queue itself."""
+"""Search the groups of a queue by their content, without blocking the queue."""
 
 from __future__ import annotations
 

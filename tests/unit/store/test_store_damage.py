@@ -1,4 +1,4 @@
-"""Disks rot: a bit flips, a block turns to zeros, the end of a file is gone. It is found and named, never served."""
+"""Damaged files (flipped bits, zeroed blocks, a missing end) are detected and named, and never served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a hub takes for its queue, who else has them, and whether they are still in their places."""
+"""Which files a hub accepts as its queue, who else uses them, and whether they were moved or deleted."""
 
 from __future__ import annotations
 

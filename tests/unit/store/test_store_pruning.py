@@ -1,4 +1,4 @@
-"""What is forgotten of trained data, and what a resume may still ask for."""
+"""Which trained data is deleted, and which a resumed trainer can still lease."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SETTINGS = {"lr": 3e-5, "model": "smollm2-135m-instruct"}
 
 
 def live_twice(options: TrackOptions, folder: Path) -> None:
-    """Three steps; a crash lost the third's checkpoint, so the second life takes it again, and two more."""
+    """Three steps; a crash lost the third's checkpoint, so the resumed run repeats it and takes two more."""
     for life, first in ((1, 0), (2, 2)):
         tracker = build_tracker(options, folder / "metrics.jsonl", SETTINGS)
         tracker.truncate_after(first)
@@ -42,7 +42,7 @@ def live_twice(options: TrackOptions, folder: Path) -> None:
 
 
 def wait_for_the_end_of(file: Path) -> list[Any]:
-    """All records of a life: W&B's own process may still be writing when `finish` has returned on a busy machine."""
+    """All records of one process: W&B's own process may still be writing when `finish` has returned on a busy machine."""
     deadline = time.monotonic() + 20
     while True:
         found = list(records(file))
@@ -82,11 +82,11 @@ def test_wandb_keeps_one_run_over_two_lives(tmp_path: Path, monkeypatch: pytest.
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert (config["lr"], config["model"]) == (3e-5, "smollm2-135m-instruct")
     rows = [wandb_row(record) for life in lives for record in life if record.WhichOneof("record_type") == "history"]
-    # W&B cannot take step 3 back: it keeps what the first life said of it
+    # W&B cannot take step 3 back: it keeps the first process' values
     assert [(row["_step"], row["reward"]) for row in rows] == [(1, 1.1), (2, 2.1), (3, 3.1), (4, 4.2), (5, 5.2)]
     assert all("grad_norm" not in row and "note" not in row for row in rows)
     tables = [row["train/rollouts/path"] for row in rows if "train/rollouts/path" in row]
-    assert len(tables) == 2, "at the last step of each life"
+    assert len(tables) == 2, "at the last step of each process"
     [file] = tmp_path.glob(f"wandb/offline-run-*/files/{tables[1]}")
     assert json.loads(file.read_text())["data"] == [list(row) for row in TABLE.rows]
 

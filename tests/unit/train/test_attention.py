@@ -1,4 +1,4 @@
-"""Every way to attend against one masked softmax over the whole packed row."""
+"""Every attention implementation against one masked softmax over the whole packed row."""
 
 from __future__ import annotations
 

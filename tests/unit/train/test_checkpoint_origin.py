@@ -1,4 +1,4 @@
-"""A checkpoint goes on only with what it was trained with: the same frozen weights, the same adapters."""
+"""A checkpoint is resumed only with the frozen weights and adapters that it was trained with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies with too many values are refused before they are decoded; honest ones pass, whatever their strings say."""
+"""Bodies with too many values are refused before they are decoded; strings do not affect the count."""
 
 from __future__ import annotations
 
