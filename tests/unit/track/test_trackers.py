@@ -42,7 +42,7 @@ def live_twice(options: TrackOptions, folder: Path) -> None:
 
 
 def wait_for_the_end_of(file: Path) -> list[Any]:
-    """All records of one process: W&B's own process may still be writing when `finish` has returned on a busy machine."""
+    """All records of one process. W&B may still be writing when `finish` has returned on a busy machine."""
     deadline = time.monotonic() + 20
     while True:
         found = list(records(file))
