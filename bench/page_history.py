@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models
 from treadle.hub.batching import plan
 from treadle.store import Batch, LeaseTerms, Limits, NewGroup, Post, Store
 from treadle.store.browse import content_of
-from treadle.track.token_files import FOLDER, RolloutTokens, TokenFiles
+from treadle.track.files import TOKENS_FOLDER, RolloutTokens, TokenFiles
 from treadle.wire.binary import from_stored, pack_group
 from treadle.wire.groups import ATROPOS_KEYS, IGNORED, NO_LOGPROB, ScoredGroup, fingerprint
 from treadle.wire.hub import RegisterEnv, RegisterTrainer
@@ -154,7 +154,7 @@ def write_tokens(folder: Path, batch: Batch, dice: random.Random) -> None:
     """Token files as written by a trainer, for half of the rollouts: those better or worse than their group."""
     groups = [from_stored(content_of(stored)) for stored in batch.groups]
     rollouts = [made_up_tokens(group, row, dice) for group in groups for row in range(group.size)]
-    TokenFiles(folder / FOLDER).write(batch.step, 0, [one for one in rollouts if one is not None])
+    TokenFiles(folder / TOKENS_FOLDER).write(batch.step, 0, [one for one in rollouts if one is not None])
 
 
 def made_up_tokens(group: ScoredGroup, row: int, dice: random.Random) -> RolloutTokens | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from treadle.config import RunConfig, load_run
 from treadle.report.history import History, reader_of
-from treadle.track.jsonl import HEALTH_FILE, HealthFile
+from treadle.track.files import HEALTH_FILE, HealthFile
 
 
 def step_values(step: int, num_steps: int = 50) -> dict[str, Any]:

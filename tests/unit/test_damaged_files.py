@@ -13,7 +13,7 @@ from treadle import cli
 from treadle.config import load_run, save_run
 from treadle.dash.run_folder import MetricsFile
 from treadle.report.history import HistoryReader
-from treadle.track.jsonl import JsonlTracker, read_steps
+from treadle.track.files import JsonlTracker, read_steps
 
 NOT_UTF8 = b"\xff\xfe\x00 not text \xc3\x28"
 DAMAGES: dict[str, Callable[[Path], object]] = {

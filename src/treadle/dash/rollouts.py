@@ -12,7 +12,7 @@ import msgspec
 
 from treadle.store.browse import GroupSummary, content_of
 from treadle.store.records import StoredGroup
-from treadle.track.token_files import RolloutTokens, TokenFiles
+from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.wire import binary
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup, common_prefix, fingerprint
 

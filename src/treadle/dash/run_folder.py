@@ -21,10 +21,8 @@ from typing import Any
 import msgspec
 
 from treadle.config.load import merge_derived
-from treadle.track.jsonl import HEALTH_FILE, HealthFile
+from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile, TokenFiles
 from treadle.track.plot import HeldOutPoint, pooled
-from treadle.track.token_files import FOLDER as TOKENS
-from treadle.track.token_files import TokenFiles
 
 LARGEST = sys.float_info.max  # a damaged line may hold an integer that no float can
 LARGEST_STEP = 2**62
@@ -152,7 +150,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsFile(path / "metrics.jsonl")
-        self.tokens = TokenFiles(path / TOKENS)
+        self.tokens = TokenFiles(path / TOKENS_FOLDER)
         self._health = HealthFile(path / HEALTH_FILE)
         self._health_lock = threading.Lock()
         self._held_out: dict[Path, tuple[int, HeldOut | None]] = {}

@@ -14,7 +14,7 @@ from treadle.config.schema import RunConfig
 from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
 from treadle.launch.monitor import RunStatus
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.track.jsonl import HealthEvent
+from treadle.track.files import HealthEvent
 from treadle.watch.describe import SILENT_AFTER_S, describe_work, is_long, shortened, wait_to_show
 from treadle.wire.hub import ProcessStanding
 

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
-from treadle.track.jsonl import HEALTH_FILE, HealthEvent, HealthFile, read_steps
+from treadle.track.files import HEALTH_FILE, HealthEvent, HealthFile, read_steps
 from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]

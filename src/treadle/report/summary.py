@@ -15,7 +15,7 @@ from treadle.config.schema import RunConfig
 from treadle.errors import MissingExtra
 from treadle.formatting import counted, duration, gigabytes, model_name, near, one_line, percent, program
 from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.track.plot import plot_reward
+from treadle.track.plot import draw_reward
 
 SUMMARY_FILE = "summary.json"
 ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; final_model may be beside it, merged
@@ -182,7 +182,8 @@ def load_summary(run_folder: Path) -> Summary | None:
 def draw_plot(history: History, summary: Summary) -> str:
     """Draw reward.png. Returns the reason if it could not be drawn, else ""."""
     try:
-        plot_reward(history.steps, [e.point for e in history.evaluations], Path(summary.plot), title=title_of(summary))
+        points = [e.point for e in history.evaluations]
+        draw_reward(history.steps, points, title=title_of(summary)).savefig(summary.plot)
     except MissingExtra as error:
         return str(error)
     return ""

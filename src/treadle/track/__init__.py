@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.track.jsonl import JsonlTracker
+from treadle.track.files import JsonlTracker
 from treadle.track.trackers import Metric, Tracker, build_tracker
 
 __all__ = ["JsonlTracker", "Metric", "Tracker", "build_tracker"]

@@ -329,9 +329,7 @@ def render_page() -> str:
 
 
 def _row(entry: MetricEntry) -> str:
-    def other(alias: str) -> str:
-        return "same" if alias == entry.name else f"`{alias}`" if alias else ""
-
     cells = [f"`{entry.name}`", entry.unit, entry.meaning, entry.healthy]
-    cells += [other(alias) for alias in (entry.trl, entry.verl, entry.atropos)]
+    for alias in (entry.trl, entry.verl, entry.atropos):
+        cells.append("same" if alias == entry.name else f"`{alias}`" if alias else "")
     return "| " + " | ".join(cells) + " |"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from treadle.errors import MissingExtra
@@ -52,15 +51,11 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def plot_reward(
-    steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], path: Path, *, title: str
-) -> None:
-    """Draw `steps` (lines of metrics.jsonl) and `held_out` into the PNG file `path`."""
-    draw_reward(steps, held_out, title=title).savefig(path)
-
-
 def draw_reward(steps: Sequence[Mapping[str, Any]], held_out: Sequence[HeldOutPoint], *, title: str) -> Any:
-    """The plot as a matplotlib figure, made without pyplot: the backend of a notebook is left unchanged."""
+    """The plot of `steps` (lines of metrics.jsonl) as a matplotlib figure, for `.savefig(file)`.
+
+    Made without pyplot: the backend of a notebook is left unchanged.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

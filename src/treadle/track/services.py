@@ -13,8 +13,8 @@ import netrc
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from treadle.errors import ConfigError, MissingExtra
@@ -106,12 +106,8 @@ class TrackioTracker(ForwardOnly):
             embed=False,
             auto_log_cpu=False,  # metrics of this run are under perf/
         )
+        self._make_table = trackio.Table
         log.info("trackio", project=identity.project, run=name)
-
-    def _as_table(self, table: Table) -> Any:
-        import trackio
-
-        return trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
 
     def close(self) -> None:
         self._run.finish()
@@ -165,13 +161,9 @@ class WandbTracker(ForwardOnly):
                 f"W&B refused: {str(error).splitlines()[0]}",
                 fix=LOGIN_FIX,
             ) from None
-        log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
-
-    def _as_table(self, table: Table) -> Any:
-        import wandb
-
         # Columns may hold values of several kinds: a reward that could not be computed is empty.
-        return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows], allow_mixed_types=True)
+        self._make_table = partial(wandb.Table, allow_mixed_types=True)
+        log.info("wandb", run="offline" if self._run.offline else self._run.url, folder=str(identity.folder))
 
     def close(self) -> None:
         finishing = threading.Thread(target=self._run.finish, name="wandb-finish", daemon=True)

@@ -14,7 +14,7 @@ from treadle.config.train import TrackOptions
 from treadle.errors import MissingExtra, Problems, TreadleError
 from treadle.log import get_logger
 from treadle.track.catalogue import with_aliases
-from treadle.track.jsonl import JsonlTracker, read_steps
+from treadle.track.files import JsonlTracker, read_steps
 
 DEFAULT_PROJECT = "treadle"
 MAX_FAILURES_IN_A_ROW = 10
@@ -67,6 +67,7 @@ class ForwardOnly:
     """A run at a service that cannot remove steps: steps that it has are not sent again."""
 
     _run: Any  # the service's own object, with `log(values, step=)`
+    _make_table: Callable[..., Any]  # the service's own type of table, from columns and data
 
     def __init__(self, identity: RunIdentity) -> None:
         self._sent_before = identity.sent_until
@@ -76,11 +77,8 @@ class ForwardOnly:
         self._send(step, lambda: finite_numbers(metrics))
 
     def log_table(self, step: int, table: Table) -> None:
-        self._send(step, lambda: {table.name: self._as_table(table)})
-
-    def _as_table(self, table: Table) -> Any:
-        """Convert to the service's own type of table."""
-        raise NotImplementedError
+        rows = [list(row) for row in table.rows]
+        self._send(step, lambda: {table.name: self._make_table(columns=list(table.columns), data=rows)})
 
     def _send(self, step: int, values: Callable[[], Mapping[str, Any]]) -> None:
         if step > self._sent_before and step >= self._newest:  # figures and tables of one step may come one by one
@@ -167,16 +165,14 @@ class CompositeTracker:
                 act(sink)
                 self._failures[name] = 0
             except Exception as error:
-                self._note_failure(name, error)
-
-    def _note_failure(self, name: str, error: Exception) -> None:
-        self._failures[name] += 1
-        if name not in self._has_warned:
-            log.warning("sink_failed", sink=name, error=repr(error), note="training goes on; metrics.jsonl has it all")
-            self._has_warned.add(name)
-        if self._failures[name] == MAX_FAILURES_IN_A_ROW:  # each try may cost a timeout
-            log.warning("sink_given_up", sink=name, failures_in_a_row=MAX_FAILURES_IN_A_ROW)
-            del self._others[name]
+                self._failures[name] += 1
+                if name not in self._has_warned:
+                    note = "training goes on; metrics.jsonl has it all"
+                    log.warning("sink_failed", sink=name, error=repr(error), note=note)
+                    self._has_warned.add(name)
+                if self._failures[name] == MAX_FAILURES_IN_A_ROW:  # each try may cost a timeout
+                    log.warning("sink_given_up", sink=name, failures_in_a_row=MAX_FAILURES_IN_A_ROW)
+                    del self._others[name]
 
 
 def _open(

@@ -15,7 +15,7 @@ from treadle.dash.charts import CHARTS, bucket_steps, buckets, extremes
 from treadle.dash.monitor import BoundedSamples, QueueSample
 from treadle.dash.run_folder import MetricsFile, RunFolder, Runs
 from treadle.track.catalogue import METRICS, Band
-from treadle.track.jsonl import HEALTH_FILE, HealthFile
+from treadle.track.files import HEALTH_FILE, HealthFile
 
 
 def write(path: Path, *lines: dict, mode: str = "a") -> None:

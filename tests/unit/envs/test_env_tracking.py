@@ -23,7 +23,7 @@ from treadle.envs.process import open_context
 from treadle.envs.rollout import Rollout
 from treadle.envs.serving.report import MAX_CELL_CHARS, STEPS_PER_TABLE, Tracking
 from treadle.envs.serving.runner import run
-from treadle.track.jsonl import read_steps
+from treadle.track.files import read_steps
 from treadle.track.trackers import CompositeTracker, Table
 
 

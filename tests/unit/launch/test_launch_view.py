@@ -17,7 +17,7 @@ from treadle.launch.monitor import RunStatus
 from treadle.launch.panel import draw, time_left_s
 from treadle.launch.view import LiveView, PlainView, RunPage, Screen, ViewState, current_phase
 from treadle.report.history import History, HistoryReader
-from treadle.track.jsonl import HEALTH_FILE, HealthFile
+from treadle.track.files import HEALTH_FILE, HealthFile
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from treadle.track import JsonlTracker, Tracker
-from treadle.track.jsonl import HealthEvent, HealthFile, read_steps
+from treadle.track.files import HealthEvent, HealthFile, read_steps
 
 
 def test_each_step_is_one_line_that_a_reader_sees_at_once(tmp_path: Path) -> None:

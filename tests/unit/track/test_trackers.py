@@ -18,7 +18,7 @@ from wandb_file import records
 from treadle.config.train import TrackOptions
 from treadle.errors import ConfigError, MissingExtra
 from treadle.track import Tracker, build_tracker
-from treadle.track.jsonl import JsonlTracker, read_steps
+from treadle.track.files import JsonlTracker, read_steps
 from treadle.track.services import check_login
 from treadle.track.trackers import MAX_FAILURES_IN_A_ROW, CompositeTracker, Metric, Table
 

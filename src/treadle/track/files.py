@@ -1,10 +1,10 @@
-"""Write and read the trainer's JSON lines: the metrics of each step, and health events.
+"""Write and read the files of a run that can be read while it goes on.
 
-metrics.jsonl    one object per optimizer step
-health.jsonl     beside it, an event when a metric leaves its healthy range and when it is back:
-                 {"step": 12, "message": "mean_ratio 1.31 (healthy 0.8 to 1.2): ..."}
-
-Both can be read while the run goes on.
+metrics.jsonl                one object per optimizer step
+health.jsonl                 an event when a metric leaves its healthy range and when it is back:
+                             {"step": 12, "message": "mean_ratio 1.31 (healthy 0.8 to 1.2): ..."}
+tokens/step-000012.rank-0    the tokens of each rollout that carried loss, of the newest steps: their positions, the
+                             trainer's logprob minus the engine's, and the advantage, as 16-bit numbers
 """
 
 from __future__ import annotations
@@ -14,15 +14,24 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from treadle.config.advice import as_flags_of
 from treadle.errors import DiskFull
 
 HEALTH_FILE = "health.jsonl"
+TOKENS_FOLDER = "tokens"  # beside the metrics file
+_NAME = re.compile(r"\.?step-(\d+)\.rank-\d+")  # with a dot: being written
+
+
+# ---- metrics and health events
 
 
 class JsonlTracker:
@@ -127,15 +136,11 @@ class HealthFile:
 
 def _truncate_after(path: Path, step: int) -> None:
     """Keep the whole lines up to `step`. Readers see the old file or the new one."""
-    kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step)]
+    lines = path.read_bytes().splitlines()
+    kept = [line for line in lines if (values := _parsed(line)) is not None and int(values["step"]) <= step]
     beside = path.with_suffix(".tmp")
     beside.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(beside, path)
-
-
-def _is_kept(line: bytes, last_step: int) -> bool:
-    values = _parsed(line)
-    return values is not None and int(values["step"]) <= last_step
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -165,3 +170,60 @@ def _end_last_line(path: Path) -> None:
                 file.write(b"\n")
     except FileNotFoundError:
         return
+
+
+# ---- tokens
+
+
+class RolloutTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of one rollout that carried loss. Numbers are 16-bit floats, little-endian."""
+
+    group: int  # the fingerprint of its group
+    rollout: int  # which of the group
+    runs: list[int]  # (start, length) of each run of such tokens, flat
+    differences: bytes  # trainer's logprob minus engine's; NaN: the engine's is not known
+    advantages: bytes  # one for each token, or a single one for all
+
+    def figures(self) -> list[tuple[int, float, float]]:
+        """(position in the rollout, difference, advantage) of each token."""
+        pairs = zip(self.runs[::2], self.runs[1::2], strict=True)
+        positions = [position for start, length in pairs for position in range(start, start + length)]
+        differences, advantages = (
+            struct.unpack(f"<{len(packed) // 2}e", packed) for packed in (self.differences, self.advantages)
+        )
+        if len(advantages) == 1:
+            advantages *= len(positions)
+        return list(zip(positions, differences, advantages, strict=True))
+
+
+_FILE = msgspec.msgpack.Decoder(list[RolloutTokens])
+
+
+class TokenFiles:
+    """`TokenFiles(run / "tokens").of_group(step, fingerprint(group))`; a missing folder is an empty one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, step: int, rank: int, rollouts: Sequence[RolloutTokens]) -> None:
+        """The file appears in one move: readers never see half of it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:06d}.rank-{rank}"
+        beside = self._folder / f".{name}"
+        beside.write_bytes(msgspec.msgpack.encode(rollouts))
+        os.replace(beside, self._folder / name)
+
+    def forget_before(self, step: int) -> None:
+        for path in self._folder.iterdir():
+            found = _NAME.fullmatch(path.name)
+            if found and int(found[1]) < step:
+                path.unlink(missing_ok=True)
+
+    def of_group(self, step: int, group: int) -> dict[int, RolloutTokens] | None:
+        """By rollout index; a missing one carried no loss. None: there are no files of this step."""
+        files = sorted(self._folder.glob(f"step-{step:06d}.rank-*"))
+        try:
+            rollouts = [rollout for file in files for rollout in _FILE.decode(file.read_bytes())]
+        except (OSError, msgspec.DecodeError):  # deleted just now, or a power cut left less than was written
+            return None
+        return {one.rollout: one for one in rollouts if one.group == group} if files else None
