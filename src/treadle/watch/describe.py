@@ -29,6 +29,7 @@ def short(text: str) -> str:
 def cleaned(report: ProcessReport) -> ProcessReport:
     """A report with all texts cut and cleaned, so that it can be shown whoever sent it."""
     work = report.work
+    texts = ("what", "of", "holding", "problem", "fix")
     return msgspec.structs.replace(
         report,
         name=short(report.name),
@@ -38,13 +39,11 @@ def cleaned(report: ProcessReport) -> ProcessReport:
         fix=short(report.fix),
         counts={short(name): count for name, count in list(report.counts.items())[:MOST_COUNTS]},
         work=None if work is None else msgspec.structs.replace(work, what=short(work.what)),
-        waits=[_cleaned_wait(wait) for wait in report.waits[:MOST_WAITS]],
+        waits=[
+            msgspec.structs.replace(wait, **{field: short(getattr(wait, field)) for field in texts})
+            for wait in report.waits[:MOST_WAITS]
+        ],
     )
-
-
-def _cleaned_wait(wait: WaitReport) -> WaitReport:
-    texts = {field: short(getattr(wait, field)) for field in ("what", "of", "holding", "problem", "fix")}
-    return msgspec.structs.replace(wait, **texts)
 
 
 def describe_wait(report: ProcessReport, wait: WaitReport) -> str:

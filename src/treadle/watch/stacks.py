@@ -52,22 +52,18 @@ def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
         tasks = asyncio.all_tasks(loop)
     except RuntimeError:  # the set of tasks kept changing while it was read
         return
-    places = Counter(" < ".join(reversed([_place(frame) for frame in _frames(task.get_coro())])) for task in tasks)
+    places = Counter(" < ".join(reversed(list(_places(task.get_coro())))) for task in tasks)
     for place, count in places.most_common():
         sys.stderr.write(f"{count} task{'' if count == 1 else 's'} at {place or 'its beginning'}\n")
 
 
-def _frames(awaited: Any) -> Iterator[FrameType]:
-    """The frames of a coroutine, down to the innermost one that it awaits."""
+def _places(awaited: Any) -> Iterator[str]:
+    """Function and line of each frame of a coroutine, down to the innermost one that it awaits."""
     while awaited is not None:
         kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")), None)
         if kind is None:
             return
-        frame = getattr(awaited, f"{kind}_frame")
+        frame: FrameType | None = getattr(awaited, f"{kind}_frame")
         if frame is not None:
-            yield frame
+            yield f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -40,26 +40,16 @@ class Wait:
         self.num_served = 0  # waiters that got it; each restarts the clock
         self.was_met = False
         self._clock = clock
-        self._since_s = clock()
-        self._until_s: float | None = None
+        self.since_s = clock()
+        self.until_s: float | None = None  # None: it goes on
 
     @property
     def seconds(self) -> float:
-        return (self._clock() if self._until_s is None else self._until_s) - self._since_s
+        return (self._clock() if self.until_s is None else self.until_s) - self.since_s
 
     @property
     def is_late(self) -> bool:
         return self.seconds > self.wanted.deadline_s
-
-    def restart(self) -> None:
-        """Restart the clock, because one of the waiters got what it waited for."""
-        self.num_served += 1
-        self.problem = ""
-        self._since_s = self._clock()
-
-    def end(self, *, was_met: bool) -> None:
-        self.was_met = was_met
-        self._until_s = self._clock()
 
 
 class Waits:
@@ -75,10 +65,6 @@ class Waits:
         """Longest first."""
         with self._lock:
             return sorted(self._waits.values(), key=lambda wait: -wait.seconds)
-
-    @property
-    def longest(self) -> Wait | None:
-        return next(iter(self.now), None)
 
     @contextmanager
     def waiting(self, wanted: WaitSpec) -> Iterator[Wait]:
@@ -104,6 +90,7 @@ class Waits:
             wait.num_waiting -= 1
             if wait.num_waiting == 0:
                 del self._waits[wait.wanted]
-                wait.end(was_met=was_met)
-            elif was_met:
-                wait.restart()
+                wait.was_met, wait.until_s = was_met, self._clock()
+            elif was_met:  # one of the waiters got what it waited for: the clock starts again
+                wait.num_served += 1
+                wait.problem, wait.since_s = "", self._clock()

@@ -67,17 +67,14 @@ class Heartbeat:
             answer = self._connection.getresponse()
             body = answer.read()
             if answer.status != OK:
-                self._log_refusal(answer.status, body)
+                if answer.status != self._refused_with:
+                    self._refused_with = answer.status
+                    log.warning("report_refused", status=answer.status, hub_says=body[:200].decode(errors="replace"))
                 return None
             return msgspec.json.decode(body, type=ReportTaken)
         except (OSError, HTTPException, msgspec.MsgspecError):
             self._connection.close()  # the next report opens a new one
             return None
-
-    def _log_refusal(self, status: int, body: bytes) -> None:
-        if status != self._refused_with:
-            self._refused_with = status
-            log.warning("report_refused", status=status, hub_says=body[:200].decode(errors="replace"))
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class Watchdog:
             self.watch_loop(loop)
         self._loop_wait: Wait | None = None
         self._logged: dict[Wait, _LoggedWait] = {}
-        self._failures: set[str] = set()
+        self._failures: set[type[Exception]] = set()  # logged once each
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -152,17 +149,13 @@ class Watchdog:
                 if checks * CHECK_EVERY_S % REPORT_EVERY_S == 0:
                     self._report(self._describe())
             except Exception as error:  # the watchdog must go on after one failed check
-                self._log_failure(error)
+                if type(error) not in self._failures:
+                    self._failures.add(type(error))
+                    log.error("watchdog_failed", exc_info=True, problem=str(error))
             checks += 1
             if self._ended.wait(CHECK_EVERY_S):
                 break
         self._report(ProcessFacts(state=ENDED))
-
-    def _log_failure(self, error: Exception) -> None:
-        kind = type(error).__name__
-        if kind not in self._failures:
-            self._failures.add(kind)
-            log.error("watchdog_failed", exc_info=True, problem=str(error))
 
     def check(self) -> None:
         """Log the waits of this moment that are slow or late."""
