@@ -28,8 +28,8 @@ from torch import Tensor
 from treadle.config import TrainConfig
 from treadle.config.train import ON_CPU
 from treadle.train.loss import LossTokens
-from treadle.train.prepare import PreparedGroup, TokenWeights, is_all_good, num_alike, rollout_logprobs, temperature_of
-from treadle.wire.groups import ScoredGroup
+from treadle.train.prepare import PreparedGroup, TokenWeights, is_all_good, rollout_logprobs, temperature_of
+from treadle.wire.groups import ScoredGroup, common_prefix
 
 SHARING_PAYS = 0.98  # shared tokens are packed once if at most this share of all tokens remains
 TOKEN_COST = 6 * 2048  # cost of a token in the linear layers, in query-key pairs: about six times the hidden size
@@ -62,15 +62,6 @@ class Micro:
     origins: tuple[tuple[ScoredGroup, int], ...]  # group and rollout index of each sequence
     cost: float
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids_T)
-
-    @property
-    def rollout_positions_L(self) -> Tensor:
-        """Index of each loss token in its rollout."""
-        return self.positions_T[self.source_L] + 1
-
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -87,7 +78,7 @@ class PackedBatch:
 
     @property
     def num_forwarded_tokens(self) -> int:
-        return sum(micro.num_tokens for micro in self.micros)
+        return sum(len(micro.token_ids_T) for micro in self.micros)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -176,11 +167,11 @@ def pack(
     weights = TokenWeights(prepared, config)
     share = _pays_to_share(prepared, config)
     budget = config.micro_tokens or ON_CPU["micro_tokens"]
-    num_root = root_length([g.tokens[i][: g.prefix] for g in prepared for i in g.rollouts[:1]]) if share else 0
+    num_root = root_length([g.group.tokens[i][: g.prefix] for g in prepared for i in g.rollouts[:1]]) if share else 0
     portions = [portion for g in prepared for portion in cut_into_portions(g, budget, num_root, share=share)]
     bins = pack_into_bins([(p.num_tokens, p.cost(token_cost)) for p in portions], budget)
     return PackedBatch(
-        micros=tuple(_build([portions[i] for i in chosen], weights, token_cost) for chosen in bins),
+        micros=tuple(_MicroBuilder([portions[i] for i in chosen], weights).build(token_cost) for chosen in bins),
         num_taught_tokens=sum(len(g.tokens[i]) for g in prepared for i in g.rollouts),
         num_tokens=sum(len(tokens) for group in groups for tokens in group.tokens),
         num_masked_tokens=sum(g.num_masked for g in prepared),
@@ -193,11 +184,9 @@ def pack(
     )
 
 
-def root_length(prompts: Sequence[np.ndarray]) -> int:
+def root_length(prompts: Sequence[list[int]]) -> int:
     """Number of leading tokens that all prompts share; each keeps at least one token of its own."""
-    if len(prompts) < 2:
-        return 0
-    return max(0, min(num_alike(prompts), min(map(len, prompts)) - 1))
+    return max(0, _stem(prompts)) if len(prompts) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -209,8 +198,8 @@ class _Portion:
     stem: int
 
     @property
-    def stem_tokens(self) -> np.ndarray:
-        return self.prepared.tokens[self.rollouts[0]][: self.stem]
+    def stem_tokens(self) -> list[int]:
+        return self.prepared.group.tokens[self.rollouts[0]][: self.stem]
 
     @property
     def lengths(self) -> list[int]:
@@ -233,7 +222,7 @@ def cut_into_portions(prepared: PreparedGroup, budget: int, num_root: int = 0, *
     if not share:
         return [_Portion(prepared, (i,), 0) for i in prepared.rollouts]
     portions: list[_Portion] = []
-    for rollouts, stem in find_stems(prepared.tokens, prepared.rollouts, num_root) if prepared.rollouts else []:
+    for rollouts, stem in find_stems(prepared.group.tokens, prepared.rollouts, num_root) if prepared.rollouts else []:
         chosen: list[int] = []
         size = stem
         for i in rollouts:
@@ -247,20 +236,20 @@ def cut_into_portions(prepared: PreparedGroup, budget: int, num_root: int = 0, *
     return portions
 
 
-def find_stems(tokens: Sequence[np.ndarray], rollouts: Sequence[int], num_root: int) -> list[tuple[list[int], int]]:
+def find_stems(tokens: Sequence[list[int]], rollouts: Sequence[int], num_root: int) -> list[tuple[list[int], int]]:
     """Group rollouts by their common start: [(rollouts, length of their stem)].
 
     Rollouts that continue equally after the common stem get a longer stem of their own if that saves tokens, although
     the common stem is then forwarded again.
 
-    >>> rows = [np.array(row) for row in ([7, 1, 2, 3, 4], [7, 1, 2, 3, 5], [7, 9, 9])]
+    >>> rows = [[7, 1, 2, 3, 4], [7, 1, 2, 3, 5], [7, 9, 9]]
     >>> find_stems(rows, [0, 1, 2], num_root=0)
     [([0, 1], 4), ([2], 2)]
     """
     stem = _stem([tokens[i] for i in rollouts])
     by_next: dict[int, list[int]] = {}
     for i in rollouts:
-        by_next.setdefault(int(tokens[i][stem]), []).append(i)
+        by_next.setdefault(tokens[i][stem], []).append(i)
     apart = []
     for alike in by_next.values() if len(by_next) > 1 else ():
         num_saved = (len(alike) - 1) * (_stem([tokens[i] for i in alike]) - stem)
@@ -272,10 +261,10 @@ def find_stems(tokens: Sequence[np.ndarray], rollouts: Sequence[int], num_root: 
     return [found for part in (*apart, rest) if part for found in find_stems(tokens, part, num_root)]
 
 
-def _stem(rollouts: Sequence[np.ndarray]) -> int:
+def _stem(rollouts: Sequence[list[int]]) -> int:
     """Number of leading tokens that rollouts share. The last token of each is not forwarded, so it cannot be in a
     stem."""
-    return min(num_alike(rollouts), min(map(len, rollouts)) - 1)
+    return min(common_prefix(rollouts), min(map(len, rollouts)) - 1)
 
 
 def _pays_to_share(prepared: Sequence[PreparedGroup], config: TrainConfig) -> bool:
@@ -286,20 +275,15 @@ def _pays_to_share(prepared: Sequence[PreparedGroup], config: TrainConfig) -> bo
     return whole > 0 and (whole - saved) / whole <= SHARING_PAYS
 
 
-def _build(portions: Sequence[_Portion], weights: TokenWeights, token_cost: float) -> Micro:
-    shares = any(portion.stem for portion in portions)
-    num_root = root_length([portion.stem_tokens for portion in portions]) if shares else 0
-    builder = _MicroBuilder(portions[0].stem_tokens[:num_root], weights)
-    for portion in portions:
-        builder.add(portion)
-    return builder.build(sum(portion.cost(token_cost) for portion in portions))
-
-
 class _MicroBuilder:
     """Appends portions to their root."""
 
-    def __init__(self, root: np.ndarray, weights: TokenWeights) -> None:
+    def __init__(self, portions: Sequence[_Portion], weights: TokenWeights) -> None:
+        self._portions = portions
         self._weights = weights
+        shares = any(portion.stem for portion in portions)
+        num_root = root_length([portion.stem_tokens for portion in portions]) if shares else 0
+        root = portions[0].prepared.tokens[portions[0].rollouts[0]][:num_root]
         self._root = (0, len(root))
         self._ids: list[np.ndarray] = [root]
         self._positions: list[np.ndarray] = [np.arange(len(root))]
@@ -308,9 +292,9 @@ class _MicroBuilder:
         self._per_loss_token: dict[str, list[np.ndarray]] = {name: [] for name in _LOSS_FIELDS}
         self._origins: list[tuple[ScoredGroup, int]] = []
 
-    def add(self, portion: _Portion) -> None:
+    def _add(self, portion: _Portion) -> None:
         stem_start = self._num_tokens
-        self._append(portion.stem_tokens, self._root[1], portion.stem)
+        self._append(portion.prepared.tokens[portion.rollouts[0]], self._root[1], portion.stem)
         stem_end = self._num_tokens
         completions = []
         for i in portion.rollouts:
@@ -344,7 +328,9 @@ class _MicroBuilder:
             self._per_loss_token[name].append(array)
         self._origins.append((group, rollout))
 
-    def build(self, cost: float) -> Micro:
+    def build(self, token_cost: float) -> Micro:
+        for portion in self._portions:
+            self._add(portion)
         fields = {name: np.concatenate(arrays) for name, arrays in self._per_loss_token.items()}
         long = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in ("source", "target", "sequence")}
         real = {
@@ -372,5 +358,5 @@ class _MicroBuilder:
                 num_sequences=len(self._origins),
             ),
             origins=tuple(self._origins),
-            cost=cost,
+            cost=sum(portion.cost(token_cost) for portion in self._portions),
         )

@@ -4,13 +4,12 @@ float64."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
 from treadle.config import TrainConfig
 from treadle.config.train import ObjectiveOptions
-from treadle.wire.groups import IGNORED, ScoredGroup
+from treadle.wire.groups import IGNORED, ScoredGroup, common_prefix
 
 TEMPERATURES = (1e-3, 1e3)  # outside of these, logits divided by the temperature overflow
 # No engine samples a token of probability 1e-11. Such a logprob, or a positive one, is wrong, and would let a single
@@ -59,7 +58,8 @@ class PreparedGroup:
             for tokens, flags in zip(self.tokens, trainable, strict=True)
             if flags.sum() >= MIN_REPEATING
         ]
-        self.prefix = shared_prefix(self.tokens, trainable)
+        first_trained = min(int(flags.argmax()) if flags.any() else len(flags) for flags in trainable)
+        self.prefix = min(first_trained, common_prefix(group.tokens))  # shared by all rollouts, and not trained
         for flags in trainable:
             flags[:1] = False  # nothing predicts the first token
         self.num_masked = 0
@@ -71,6 +71,7 @@ class PreparedGroup:
             self.advantages = token_advantages(group, trainable, config)
             self.is_rejected = [self._is_unusable(i, config.seq_len, vocab_size) for i in range(group.size)]
         self.carries_loss = [self._needed(i, flags, config) for i, flags in enumerate(trainable)]
+        self.rollouts = [i for i, flags in enumerate(self.carries_loss) if flags.any()]  # those with loss tokens
 
     def _needed(self, rollout: int, trainable: np.ndarray, config: TrainConfig) -> np.ndarray:
         """Tokens that must be forwarded: those with a gradient, and all that a sequence-level ratio needs."""
@@ -90,11 +91,6 @@ class PreparedGroup:
             and low <= temperature_of(self.group, rollout) <= high
             and bool(np.isfinite(self.advantages[rollout].astype(np.float32)).all())
         )
-
-    @cached_property
-    def rollouts(self) -> list[int]:
-        """Indices of rollouts with loss tokens."""
-        return [i for i, flags in enumerate(self.carries_loss) if flags.any()]
 
 
 class TokenWeights:
@@ -130,19 +126,6 @@ def token_advantages(group: ScoredGroup, trained: Sequence[np.ndarray], config: 
             values[:] = 0.0
         result.append(values * group.weight)
     return result
-
-
-def shared_prefix(tokens: Sequence[np.ndarray], trained: Sequence[np.ndarray]) -> int:
-    """Number of leading tokens that all rollouts share and that are not `trained`."""
-    first_trained = min(int(flags.argmax()) if flags.any() else len(flags) for flags in trained)
-    return min(first_trained, num_alike(tokens))
-
-
-def num_alike(sequences: Sequence[np.ndarray]) -> int:
-    """Number of leading entries that all sequences share."""
-    shortest = min(map(len, sequences))
-    differs = np.any([s[:shortest] != sequences[0][:shortest] for s in sequences], axis=0)
-    return int(differs.argmax()) if differs.any() else shortest
 
 
 def temperature_of(group: ScoredGroup, rollout: int) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from treadle.config import TrainConfig
 from treadle.train.pack import find_stems, pack, pack_into_bins
-from treadle.train.prepare import shared_prefix, temperature_of, token_advantages
+from treadle.train.prepare import PreparedGroup, temperature_of, token_advantages
 from treadle.wire.groups import IGNORED, ScoredGroup
 
 PLAIN = TrainConfig(normalize_std=False, micro_tokens=100)
@@ -132,7 +132,7 @@ def test_micros_keep_the_token_budget_and_lose_nothing(budget):
     groups = random_groups()
     batch = pack(groups, settings(micro_tokens=budget))
     longest = max(len(t) for g in groups for t in g.tokens)
-    assert all(m.num_tokens <= max(budget, longest) for m in batch.micros)
+    assert all(len(m.token_ids_T) <= max(budget, longest) for m in batch.micros)
     wanted = sorted(t for g in groups for mask in g.masks for t in mask if t != IGNORED)
     assert sorted(t for m in batch.micros for t in m.targets_L.tolist()) == wanted
 
@@ -140,7 +140,7 @@ def test_micros_keep_the_token_budget_and_lose_nothing(budget):
 def test_a_group_larger_than_the_budget_is_cut_between_rollouts():
     large = group([5, 6, 7], [[i, i, i, i] for i in range(10, 16)], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     batch = pack([large], settings(micro_tokens=12))
-    assert [m.num_tokens for m in batch.micros] == [12, 12]  # the prompt and three completions each
+    assert [len(m.token_ids_T) for m in batch.micros] == [12, 12]  # the prompt and three completions each
 
 
 def test_micros_cost_about_the_same():
@@ -204,7 +204,7 @@ def test_repetition_is_that_of_completions_long_enough_to_tell():
 
 def test_shared_prefix_ends_at_a_difference_or_a_trained_token():
     def prefix(tokens, masks):
-        return shared_prefix([np.array(t) for t in tokens], [np.array(m) != IGNORED for m in masks])
+        return PreparedGroup(ScoredGroup(tokens=tokens, masks=masks, scores=[1.0, 0.0]), PLAIN).prefix
 
     assert prefix([[1, 2, 3, 4], [1, 2, 3, 5]], [[-100, -100, 3, 4]] * 2) == 2
     assert prefix([[1, 2, 3], [1, 9, 3]], [[-100, -100, 3]] * 2) == 1
