@@ -7,6 +7,7 @@ on wrong numbers.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,15 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import silu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treadle.config import TrainConfig
 from treadle.config.section import refuse_missing
 from treadle.errors import ConfigError, MissingExtra, ModelError
+from treadle.log import get_logger
 from treadle.train.attention import OTHER_MODEL
 from treadle.train.pack import Micro, pack
 from treadle.wire.groups import IGNORED, ScoredGroup
+
+log = get_logger("trainer")
 
 # ---- trainable parameters
 
@@ -68,12 +73,8 @@ def choose_trainable(model: nn.Module, layers: tuple[int, ...] | None) -> int:
     return num_trained
 
 
-# ---- less memory: norms and gated MLPs for eager CPU execution. Forward they are bit-identical to transformers'
+# ---- less memory: norms and gated MLPs for eager CPU execution. Forward they are bit-identical to the model's own
 # modules; backward they recompute what is cheap instead of storing it. (On a GPU the compiler does the same.)
-
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-SILUS = ("SiLU", "SiLUActivation")
-MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 
 
 class LeanNorm(torch.autograd.Function):
@@ -124,14 +125,38 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def make_lean(model: nn.Module) -> None:
-    """Replace the forward functions of known modules, in place."""
-    forms: dict[str, Callable[..., Tensor]] = {**dict.fromkeys(NORMS, _norm), **dict.fromkeys(MLPS, _mlp)}
+    """Replace the forward functions of RMS norms and of MLPs with a silu gate, in place. They are recognized by what
+    they compute, whatever their class is called; norms and MLPs of other kinds are logged."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    forms: dict[type, Callable[..., Tensor] | None] = {}
     for module in model.modules():
-        form = forms.get(type(module).__name__)
-        if form is _mlp and type(getattr(module, "act_fn", None)).__name__ not in SILUS:
-            continue
-        if form is not None:
+        kind = type(module)
+        if kind not in forms:
+            forms[kind] = _lean_form(module, dtype)
+        if (form := forms[kind]) is not None:
             module.forward = MethodType(form, module)
+    names = [kind.__name__ for kind, form in forms.items() if form is None and not kind.__module__.startswith("torch.")]
+    stored = sorted(name for name in names if re.search("norm|mlp", name, re.IGNORECASE))
+    if stored:
+        log.info("not_recomputed", modules=", ".join(stored), note="their activations are stored, which takes memory")
+
+
+@torch.no_grad()
+def _lean_form(module: Any, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The function that gives the same bits as the module's forward; None if there is none."""
+    own = dict(module.named_parameters())
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    draw = torch.Generator().manual_seed(0)
+    if own.keys() == {"weight"} and own["weight"].ndim == 1 and hasattr(module, "variance_epsilon"):
+        device, size = own["weight"].device, len(own["weight"])
+        x, weight = (torch.randn(shape, generator=draw).to(device, dtype) for shape in ((1, 3, size), (size,)))
+        expected = functional_call(module, {"weight": weight}, (x,))
+        return _norm if torch.equal(expected, LeanNorm.apply(x, weight, module.variance_epsilon)) else None
+    if all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
+        x = torch.randn(1, 3, module.gate_proj.in_features, generator=draw).to(module.gate_proj.weight.device, dtype)
+        return _mlp if torch.equal(module(x), _mlp(module, x)) else None
+    return None
 
 
 # ---- checkpointing, compilation and fused kernels
@@ -181,12 +206,8 @@ MIXING_MODULES = (nn.Conv1d, nn.RNNBase)
 def sample_group(vocab_size: int) -> ScoredGroup:
     """Two rollouts of one prompt, of random tokens: packing errors show with any."""
     draw = torch.Generator().manual_seed(0)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(vocab_size, (count,), generator=draw).tolist()
-
-    prompt = tokens(NUM_PROMPT)
-    completions = [tokens(length) for length in NUM_COMPLETION]
+    lengths = (NUM_PROMPT, *NUM_COMPLETION)
+    prompt, *completions = (torch.randint(vocab_size, (n,), generator=draw).tolist() for n in lengths)
     return ScoredGroup(
         tokens=[prompt + completion for completion in completions],
         masks=[[IGNORED] * NUM_PROMPT + completion for completion in completions],

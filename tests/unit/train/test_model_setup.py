@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import logging
 
 import pytest
 import torch
@@ -118,3 +119,26 @@ def test_lean_modules_compute_the_same_and_keep_less(module, dtype):
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got.float(), wanted.float(), atol=tolerance * scale, rtol=tolerance)
     assert kept_bytes(lean, x.clone().requires_grad_()) < 0.9 * kept_bytes(plain, x.clone().requires_grad_())
+
+
+class RenamedNorm(LlamaRMSNorm):
+    """Of a family that nobody listed."""
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + hidden_states * self.weight
+
+
+class GeluMLP(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.act_fn = torch.nn.GELU()
+
+
+def test_a_norm_is_recomputed_by_what_it_computes_others_are_named(caplog):
+    own, odd, gelu = RenamedNorm(48), ShiftedNorm(48), GeluMLP(LlamaConfig(**SIZES))
+    with caplog.at_level(logging.INFO, "treadle.trainer"):
+        make_lean(torch.nn.ModuleList([own, odd, gelu]))
+    assert ["forward" in vars(module) for module in (own, odd, gelu)] == [True, False, False]
+    assert "GeluMLP, ShiftedNorm" in caplog.text
