@@ -40,7 +40,7 @@ from treadle.launch.machine import SHARED_MEMORY
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import Receipt
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup

@@ -33,7 +33,7 @@ from treadle.sync.engine_link import EngineLink
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import Receipt
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
 from treadle.wire.bridge import BridgeInfo

@@ -11,7 +11,7 @@ from laptop_meter import Group, Meter, read_work
 
 from treadle.config import TrainConfig
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup

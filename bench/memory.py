@@ -23,7 +23,7 @@ from treadle.budget import Machine, PlannedJob, estimate, find_shape
 from treadle.config import TrainConfig
 from treadle.config.load import parse
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import Policy
 
@@ -83,7 +83,7 @@ def run(case: Case) -> None:
     free, total = torch.cuda.mem_get_info()
     job = PlannedJob(
         find_shape(case.model), mode="lora" if config.lora else "none", engine_gpus=1, shares_prompts=False,
-        micro_tokens=max(micro.num_tokens for micro in batch.micros), prompt_tokens=256,
+        micro_tokens=max(len(micro.token_ids_T) for micro in batch.micros), prompt_tokens=256,
         completion_tokens=MEAN_COMPLETION, **case.job,
     )  # fmt: skip
     place = estimate(job, Machine("card", total, 2**40)).places[0]

@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from treadle.config import TrainConfig
 from treadle.config.load import parse
 from treadle.train import logprobs
+from treadle.train import optimizer as optimizer_module
 from treadle.train.loop import accumulate_gradients, peak_flops
-from treadle.train.optim import build_optimizer
-from treadle.train.optim import optimizer as optimizer_module
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import Policy
 from treadle.wire.groups import IGNORED, NO_LOGPROB, ScoredGroup

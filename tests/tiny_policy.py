@@ -28,10 +28,10 @@ class TinyPolicy(nn.Module):
         self.adapter = None
         self.ranks = ALONE
         self.live = self.weights = dict(self.named_parameters())
-        self.write_live_weights: Callable[[], None] = lambda: None
+        self.write_step: Callable[[], None] = lambda: None
 
-    def on_publish(self, write: Callable[[], None]) -> None:
-        self.write_live_weights = write
+    def write_live_weights(self) -> None:
+        self.write_step()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embedding

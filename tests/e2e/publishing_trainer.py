@@ -46,7 +46,7 @@ class NumberedPolicy:
             self._noise = {name: 5 * noise for name, noise in self._noise.items()}
         self._pause_s = write_s / len(self._base)
         self.version = 0
-        self.policy.on_publish(self._write)
+        self.policy.write_step = self._write
 
     @torch.no_grad()
     def _write(self) -> None:

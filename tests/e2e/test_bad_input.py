@@ -21,7 +21,7 @@ from treadle.config import TrainConfig
 from treadle.engines.models import WHEEL_SHA256
 from treadle.errors import DiskFull
 from treadle.train.checkpoint import Checkpoints, Totals
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import load_policy
 
 

@@ -14,7 +14,7 @@ from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.sync.shared_vllm import SingleCopySync
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import share_policy
 from treadle.wire.groups import ScoredGroup

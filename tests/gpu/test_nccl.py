@@ -27,7 +27,7 @@ from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.sync.engine_link import EngineLink
 from treadle.sync.shared_vllm import BroadcastSync, WeightBroadcaster
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
 

@@ -13,7 +13,7 @@ from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.sync.file_modes import LoraSwapSync
 from treadle.sync.shared_vllm import SingleCopySync
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import build_policy
 from treadle.wire.groups import ScoredGroup

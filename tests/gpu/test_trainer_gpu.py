@@ -13,11 +13,10 @@ from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train import logprobs
-from treadle.train.attention import plan_attention
-from treadle.train.attention.varlen import attend_varlen, can_use_flash4
+from treadle.train.adamw_8bit import AdamW8bit
+from treadle.train.attention import attend_varlen, flash4_problem, plan_attention
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
-from treadle.train.optim.eight_bit import AdamW8bit
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.train.ranks import ALONE
@@ -70,7 +69,7 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
     moved = []
     for has_kernel in (True, False):
         live = {name: torch.nn.Parameter(value.to(CUDA).bfloat16()) for name, value in start.items()}
-        policy = SimpleNamespace(live=live, device=CUDA, ranks=ALONE, on_publish=lambda write: None)
+        policy = SimpleNamespace(live=live, device=CUDA, ranks=ALONE)
         optimizer = AdamW8bit(policy, TrainConfig(optimizer="adamw_8bit", lr=1e-5, warmup_steps=0, schedule="constant"))
         optimizer._has_kernel = has_kernel
         if not has_kernel:
@@ -95,7 +94,9 @@ def test_the_8bit_kernel_moves_as_its_plain_twin_does():
     assert moved[0][0] > 2e-4
 
 
-needs_flash4 = pytest.mark.skipif(not can_use_flash4(CUDA, 64), reason="needs flash-attn-4 and a card it is for")
+needs_flash4 = pytest.mark.skipif(
+    flash4_problem(CUDA, 64) is not None, reason="needs flash-attn-4 and a card it is for"
+)
 KERNELS = ["varlen", pytest.param("flash4", marks=needs_flash4)]
 
 
@@ -106,8 +107,8 @@ def test_variable_length_attention_equals_the_cpus(share, kernel, head_size):
     config = TrainConfig(micro_tokens=10_000, share_prompts=share)
     (micro,) = pack(long_groups(), config).micros
     torch.manual_seed(0)
-    rows = [torch.randn(micro.num_tokens, heads, head_size).bfloat16() for heads in (4, 2, 2)]
-    upstream = torch.randn(micro.num_tokens, 4, head_size).bfloat16()
+    rows = [torch.randn(len(micro.token_ids_T), heads, head_size).bfloat16() for heads in (4, 2, 2)]
+    upstream = torch.randn(len(micro.token_ids_T), 4, head_size).bfloat16()
     scaling = head_size**-0.5
     plain = [x.float().requires_grad_() for x in rows]
     plan = plan_attention(micro.segments, torch.device("cpu"), "sdpa")["plan"]
@@ -125,8 +126,8 @@ def test_variable_length_attention_equals_the_cpus(share, kernel, head_size):
 def test_a_window_is_the_same_for_both_kernels(share):
     (micro,) = pack(long_groups(), TrainConfig(micro_tokens=10_000, share_prompts=share)).micros
     torch.manual_seed(0)
-    rows = [torch.randn(micro.num_tokens, n, 64, device=CUDA, dtype=torch.bfloat16) for n in (4, 2, 2)]
-    upstream = torch.randn(micro.num_tokens, 4, 64, device=CUDA, dtype=torch.bfloat16)
+    rows = [torch.randn(len(micro.token_ids_T), n, 64, device=CUDA, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    upstream = torch.randn(len(micro.token_ids_T), 4, 64, device=CUDA, dtype=torch.bfloat16)
     results = []
     for kernel in ("varlen", "flash4"):
         inputs = [x.clone().requires_grad_() for x in rows]

@@ -27,7 +27,7 @@ FACTORED_BYTES = 0.01  # a row and a column instead of a matrix
 # --- scratch of an optimizer step ---------------------------------------------------------------------------------
 # AdamW runs fused, in place. Adafactor and Muon make fp32 copies of one tensor at a time, 8-bit AdamW of one chunk.
 STEP_COPIES = {"adafactor": 1, "muon": 2}
-CHUNK_8BIT_BYTES = 12 * 4 * 2**24  # twelve fp32 tensors of a chunk (train/optim/eight_bit.py)
+CHUNK_8BIT_BYTES = 12 * 4 * 2**24  # twelve fp32 tensors of a chunk (train/adamw_8bit.py)
 PIECE_BYTES = 256 * 2**20  # bf16 gradients are converted to fp32 a piece at a time (train/gradients.py)
 
 # --- the loss -----------------------------------------------------------------------------------------------------

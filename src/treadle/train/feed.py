@@ -1,7 +1,7 @@
 """Get batches from the hub under leases that are renewed while the trainer works.
 
-With several ranks, rank 0 talks to the hub and shares each batch with the others (LeaderFeed, FollowerFeed), so the
-loop runs on every rank as if it were alone.
+With several ranks, rank 0 talks to the hub and shares each batch with the others (SharedFeed), so the loop runs on
+every rank as if it were alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import httpx
 import msgspec
@@ -44,14 +43,6 @@ DONE, WAITING, STOPPED = b"d", b"w", b"s"  # first byte of rank 0's messages abo
 HEARTBEAT_S = 10.0  # while rank 0 waits, it sends a message this often, and notices a lost rank
 HEARTBEATS_PER_TIMEOUT = 4  # at least
 PHASE = "waiting for a batch"
-
-
-class Feed(Protocol):
-    def lease(self, step: int) -> LeasedBatch: ...
-
-    def lease_ahead(self, step: int) -> None: ...
-
-    def ack(self, batch: LeasedBatch) -> None: ...
 
 
 class HubFeed:
@@ -93,8 +84,9 @@ class HubFeed:
         """Log why there is no batch yet."""
         reason = ""
         while True:
+            what = f"the batch of step {step}" + (f" ({reason})" if reason else "")
             # The deadline starts again when the reason changes.
-            with self._waits.waiting(self._wait_for_batch(step, reason)):
+            with self._waits.waiting(WaitSpec(what, of="env", deadline_s=self._patience_s)):
                 batch, reason = self._poll(step, reason)
             if batch is not None:
                 self._newest = step
@@ -110,10 +102,6 @@ class HubFeed:
             answer = binary.unpack_answer(self._post("/v1/lease", request, {"Accept": binary.CONTENT_TYPE}))
             if answer.batch is not None or answer.reason != reason:
                 return answer.batch, answer.reason
-
-    def _wait_for_batch(self, step: int, reason: str) -> WaitSpec:
-        what = f"the batch of step {step}" + (f" ({reason})" if reason else "")
-        return WaitSpec(what, of="env", deadline_s=self._patience_s)
 
     def ack(self, batch: LeasedBatch) -> None:
         self._leases.drop(batch.step)
@@ -245,60 +233,50 @@ def _client(url: str, answer_s: float) -> httpx.Client:
 
 # ---- several ranks
 
-
-class HubPort(Feed, Protocol):
-    """What the trainer process needs from the hub, in addition to batches."""
-
-    def register(self, registration: RegisterTrainer) -> None: ...
-
-    def give_back(self, reason: str, *, counts: bool) -> None: ...
+OpenHub = Callable[[Callable[[], None]], HubFeed]  # gets a function to call while it waits
 
 
-def open_feed(
-    ranks: Ranks, check_stop: Callable[[], None], open_hub: Callable[[Callable[[], None]], HubPort]
-) -> HubPort:
-    """The feed of this rank; `open_hub` gets a function to call while it waits."""
-    if ranks.size == 1:
-        return open_hub(check_stop)
-    return LeaderFeed(ranks, check_stop, open_hub) if ranks.leads else FollowerFeed(ranks)
+def open_feed(ranks: Ranks, check_stop: Callable[[], None], open_hub: OpenHub) -> HubFeed | SharedFeed:
+    return open_hub(check_stop) if ranks.size == 1 else SharedFeed(ranks, check_stop, open_hub)
 
 
-class LeaderFeed:
-    """Rank 0's feed: leases batches and sends them to the other ranks, with heartbeats while it waits."""
+class SharedFeed:
+    """Rank 0 leases batches and sends them to the other ranks, with heartbeats while it waits."""
 
-    def __init__(
-        self, ranks: Ranks, check_stop: Callable[[], None], open_hub: Callable[[Callable[[], None]], HubPort]
-    ) -> None:
+    def __init__(self, ranks: Ranks, check_stop: Callable[[], None], open_hub: OpenHub) -> None:
         self._ranks = ranks
         self._check_stop = check_stop
-        self._hub = open_hub(self._check)
+        self._hub = open_hub(self._check) if ranks.leads else None
         self._is_waiting = False
         self._last_heartbeat = 0.0
         self._heartbeat_s = min(HEARTBEAT_S, ranks.timeout_s / HEARTBEATS_PER_TIMEOUT)
 
     def register(self, registration: RegisterTrainer) -> None:
-        self._hub.register(registration)
+        if self._hub is not None:
+            self._hub.register(registration)
 
     def lease(self, step: int) -> LeasedBatch:
-        return binary.unpack_batch(self._share(lambda: binary.pack_batch(self._hub.lease(step))))
+        return binary.unpack_batch(self._share(lambda hub: binary.pack_batch(hub.lease(step))))
 
     def lease_ahead(self, step: int) -> None:
-        def act() -> bytes:
-            self._hub.lease_ahead(step)
-            return b""
-
-        self._share(act)  # otherwise the others would time out in their next collective operation
+        # All ranks take part: otherwise the others would time out in their next collective operation.
+        self._share(lambda hub: hub.lease_ahead(step))
 
     def ack(self, batch: LeasedBatch) -> None:
-        self._hub.ack(batch)
+        if self._hub is not None:
+            self._hub.ack(batch)
 
     def give_back(self, reason: str, *, counts: bool) -> None:
-        self._hub.give_back(reason, counts=counts)
+        if self._hub is not None:
+            self._hub.give_back(reason, counts=counts)
 
-    def _share(self, act: Callable[[], bytes]) -> bytes:
+    def _share(self, act: Callable[[HubFeed], bytes | None]) -> bytes:
+        """The result of `act` on rank 0, on every rank."""
+        if self._hub is None:
+            return self._receive()
         self._is_waiting, self._last_heartbeat = True, time.monotonic()
         try:
-            result = act()
+            result = act(self._hub) or b""
         except StopRequested:
             self._ranks.broadcast(PHASE, STOPPED)
             raise
@@ -307,35 +285,7 @@ class LeaderFeed:
         self._ranks.broadcast(PHASE, DONE + result)
         return result
 
-    def _check(self) -> None:
-        self._check_stop()
-        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._heartbeat_s:
-            self._ranks.broadcast(PHASE, WAITING)
-            self._last_heartbeat = time.monotonic()
-
-
-class FollowerFeed:
-    """The feed of the other ranks: receives what rank 0 leased."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def register(self, registration: RegisterTrainer) -> None:
-        """Done by rank 0."""
-
-    def lease(self, step: int) -> LeasedBatch:
-        return binary.unpack_batch(self._wait())
-
-    def lease_ahead(self, step: int) -> None:
-        self._wait()
-
-    def ack(self, batch: LeasedBatch) -> None:
-        """Done by rank 0."""
-
-    def give_back(self, reason: str, *, counts: bool) -> None:
-        """Done by rank 0."""
-
-    def _wait(self) -> bytes:
+    def _receive(self) -> bytes:
         while True:
             message = self._ranks.broadcast(PHASE)
             kind, content = message[:1], message[1:]
@@ -343,3 +293,9 @@ class FollowerFeed:
                 raise StopRequested
             if kind == DONE:
                 return content
+
+    def _check(self) -> None:
+        self._check_stop()
+        if self._is_waiting and time.monotonic() - self._last_heartbeat > self._heartbeat_s:
+            self._ranks.broadcast(PHASE, WAITING)
+            self._last_heartbeat = time.monotonic()

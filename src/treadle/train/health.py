@@ -45,55 +45,35 @@ class Observations:
 
     max_age: int = 0
     last: Mapping[str, float] = field(default_factory=dict)
-    _recent: dict[str, deque[float]] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)  # the highest mean of ten steps so far
+    recent: dict[str, deque[float]] = field(default_factory=dict)
     _first: dict[str, list[float]] = field(default_factory=dict)
-    _best: dict[str, float] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Missing values are absent: a step without trained tokens says nothing about the policy."""
         self.last = metrics
         for name, value in metrics.items():
-            self._recent.setdefault(name, deque(maxlen=NUM_KEPT)).append(value)
+            self.recent.setdefault(name, deque(maxlen=NUM_KEPT)).append(value)
             first = self._first.setdefault(name, [])
             if len(first) < NUM_SMOOTHED:
                 first.append(value)
             smooth = self.smooth(name)
             if smooth is not None:
-                self._best[name] = max(smooth, self._best.get(name, smooth))
-
-    def spike(self, name: str, floor: float = 0.0) -> tuple[float, float] | None:
-        """(last value / usual size, usual size) if that is a spike; None otherwise.
-
-        The usual size is the median of the previous steps, at least `floor`.
-        """
-        earlier = [abs(value) for value in list(self._recent.get(name, ()))[:-1]]
-        if name not in self.last or len(earlier) < NUM_SMOOTHED:
-            return None
-        usual = max(statistics.median(earlier), floor)
-        size = abs(self.last[name])
-        return (size / usual, usual) if usual > 0 and size > SPIKE_TIMES * usual else None
+                self.best[name] = max(smooth, self.best.get(name, smooth))
 
     def smooth(self, name: str) -> float | None:
         """The mean of the last ten steps; None if there are fewer, or if the last step has no value."""
-        values = list(self._recent.get(name, ()))[-NUM_SMOOTHED:]
+        values = list(self.recent.get(name, ()))[-NUM_SMOOTHED:]
         return statistics.fmean(values) if len(values) == NUM_SMOOTHED and name in self.last else None
 
     def is_easing(self, name: str) -> bool:
         """Whether the newer half of the last ten steps is clearly lower than the older half."""
-        values, half = list(self._recent[name])[-NUM_SMOOTHED:], NUM_SMOOTHED // 2
+        values, half = list(self.recent[name])[-NUM_SMOOTHED:], NUM_SMOOTHED // 2
         return sum(values[half:]) < 0.85 * sum(values[:half])
 
     def beginning(self, name: str) -> float:
         """The mean of the first ten values."""
         return statistics.fmean(self._first[name])
-
-    def best(self, name: str) -> float | None:
-        """The highest mean of ten steps so far; None if there are fewer."""
-        return self._best.get(name)
-
-    def spread(self, name: str) -> float:
-        """The standard deviation of the last twenty values."""
-        return statistics.pstdev(self._recent[name])
 
     @property
     def on_policy_gap(self) -> float | None:
@@ -133,6 +113,45 @@ def alignment(seen: Observations) -> HealthFinding | None:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class UpperLimit:
+    """The rule of a metric that must stay below its limit. `line` may name {value}, {percent} and {band}."""
+
+    metric: str
+    line: str
+    is_smoothed: bool = False  # the mean of the last ten steps counts, not the last value
+
+    def __call__(self, seen: Observations) -> HealthFinding | None:
+        value, band = seen.smooth(self.metric) if self.is_smoothed else seen.last.get(self.metric), band_of(self.metric)
+        if value is None or value < band.limit:
+            return None
+        line = self.line.format(value=value, percent=_percent(value), band=band)
+        can_wait = self.is_smoothed and seen.is_easing(self.metric)
+        return HealthFinding(self.metric, value / band.limit, line, can_wait)
+
+
+mean_kl = UpperLimit(
+    "mean_kl",
+    "mean_kl {value:.2f} (healthy below {band.high:g}): the policy moves away from the sampling policy too fast; lower "
+    "--lr or raise --kl-coef",
+)
+clipped_fraction = UpperLimit(
+    "clipped_fraction",
+    "clipped_fraction {value:.2f} (healthy {band}): {percent} of the tokens have no gradient; lower --lr",
+)
+cut_off = UpperLimit(
+    "completions/clipped_ratio",
+    f"{{percent}} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
+    "raise --env.max-token-length (and --train.seq-len), or reward shorter answers",
+    is_smoothed=True,
+)
+masked_tokens = UpperLimit(
+    "rollout_corr/rollout_rs_masked_fraction",
+    "{percent} of the tokens are left out because engine and trainer disagree on them; find out why (dtype, age, "
+    "temperature) before widening the mask",
+)
+
+
 def mean_ratio(seen: Observations) -> HealthFinding | None:
     ratio = seen.last.get("mean_ratio")
     band = band_of("mean_ratio")
@@ -142,28 +161,6 @@ def mean_ratio(seen: Observations) -> HealthFinding | None:
         "mean_ratio", abs(ratio - 1) / abs(band.limit - 1),
         f"mean_ratio {ratio:.2f} (healthy {band}): the policy is far from the sampling policy; "
         "lower --lr or --max-age",
-    )  # fmt: skip
-
-
-def mean_kl(seen: Observations) -> HealthFinding | None:
-    distance, band = seen.last.get("mean_kl"), band_of("mean_kl")
-    if distance is None or distance <= band.limit:
-        return None
-    return HealthFinding(
-        "mean_kl", distance / band.limit,
-        f"mean_kl {distance:.2f} (healthy below {band.high:g}): the policy moves away from the sampling policy too "
-        "fast; lower --lr or raise --kl-coef",
-    )  # fmt: skip
-
-
-def clipped_fraction(seen: Observations) -> HealthFinding | None:
-    clipped, band = seen.last.get("clipped_fraction"), band_of("clipped_fraction")
-    if clipped is None or clipped < band.limit:
-        return None
-    return HealthFinding(
-        "clipped_fraction", clipped / band.limit,
-        f"clipped_fraction {clipped:.2f} (healthy {band}): {_percent(clipped)} of the tokens have no "
-        "gradient; lower --lr",
     )  # fmt: skip
 
 
@@ -195,39 +192,48 @@ def entropy(seen: Observations) -> HealthFinding | None:
     )  # fmt: skip
 
 
-def grad_norm(seen: Observations) -> HealthFinding | None:
-    spike = seen.spike("grad_norm")
-    if spike is None:
-        return None
-    times, usual = spike
-    return HealthFinding(
-        "grad_norm", times / SPIKE_TIMES,
-        f"grad_norm {seen.last['grad_norm']:.3g} is {times:.0f} times its usual {usual:.3g}; it was clipped to "
-        "--max-grad-norm. If this goes on, lower --lr",
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Spike:
+    """The rule of a metric that must not jump: by more than SPIKE_TIMES over the median of the previous steps, which
+    counts as at least `floor`. `line` may name {value}, {times} and {usual}."""
+
+    metric: str
+    line: str
+    floor: float = 0.0
+
+    def __call__(self, seen: Observations) -> HealthFinding | None:
+        earlier = [abs(value) for value in list(seen.recent.get(self.metric, ()))[:-1]]
+        if self.metric not in seen.last or len(earlier) < NUM_SMOOTHED:
+            return None
+        value, usual = seen.last[self.metric], max(statistics.median(earlier), self.floor)
+        if usual <= 0 or abs(value) <= SPIKE_TIMES * usual:
+            return None
+        times = abs(value) / usual
+        return HealthFinding(self.metric, times / SPIKE_TIMES, self.line.format(value=value, times=times, usual=usual))
 
 
-def loss(seen: Observations) -> HealthFinding | None:
-    """It is near 0 in a healthy run and need not fall; a spike means a batch that cannot be learned from."""
-    spike = seen.spike("loss", floor=LOSS_FLOOR)
-    if spike is None:
-        return None
-    times, _ = spike
-    return HealthFinding(
-        "loss", times / SPIKE_TIMES,
-        f"loss {seen.last['loss']:.3g} is {times:.0f} times its usual size; if this goes on, lower --lr, or "
-        "look at the rollouts of this step: a few tokens with large ratios or advantages make it",
-    )  # fmt: skip
+grad_norm = Spike(
+    "grad_norm",
+    "grad_norm {value:.3g} is {times:.0f} times its usual {usual:.3g}; it was clipped to --max-grad-norm. If this goes "
+    "on, lower --lr",
+)
+# It is near 0 in a healthy run and need not fall; a spike means a batch that cannot be learned from.
+loss = Spike(
+    "loss",
+    "loss {value:.3g} is {times:.0f} times its usual size; if this goes on, lower --lr, or look at the rollouts of "
+    "this step: a few tokens with large ratios or advantages make it",
+    floor=LOSS_FLOOR,
+)
 
 
 def reward(seen: Observations) -> HealthFinding | None:
     """Collapse: what was learned is lost again."""
-    now, best = seen.smooth("reward"), seen.best("reward")
+    now, best = seen.smooth("reward"), seen.best.get("reward")
     if now is None or best is None:
         return None
     lost = best - now
     learned = best - min(0.0, seen.beginning("reward"))
-    if learned <= 0 or lost <= max(0.5 * learned, 2 * seen.spread("reward")):
+    if learned <= 0 or lost <= max(0.5 * learned, 2 * statistics.pstdev(seen.recent["reward"])):
         return None
     return HealthFinding(
         "reward", lost / learned / 0.5,
@@ -261,18 +267,6 @@ def skipped_steps(seen: Observations) -> HealthFinding | None:
     )  # fmt: skip
 
 
-def cut_off(seen: Observations) -> HealthFinding | None:
-    share, limit = seen.smooth("completions/clipped_ratio"), band_of("completions/clipped_ratio").limit
-    if share is None or share < limit:
-        return None
-    return HealthFinding(
-        "completions/clipped_ratio", share / limit,
-        f"{_percent(share)} of the completions of the last {NUM_SMOOTHED} steps were cut off at the length limit; "
-        "raise --env.max-token-length (and --train.seq-len), or reward shorter answers",
-        seen.is_easing("completions/clipped_ratio"),
-    )  # fmt: skip
-
-
 def staleness(seen: Observations) -> HealthFinding | None:
     age, limit = seen.last.get("sample/staleness_mean"), float(max(2 * seen.max_age, 4))
     if age is None or age <= limit:
@@ -293,18 +287,6 @@ def sample_size(seen: Observations) -> HealthFinding | None:
         "rollout_corr/rollout_is_eff_sample_size", lowest / max(share, 1e-6),
         f"a few tokens outweigh the rest (effective sample size {_percent(share)}, healthy above {_percent(lowest)}): "
         "engine and trainer disagree; --mismatch strict bounds it",
-    )  # fmt: skip
-
-
-def masked_tokens(seen: Observations) -> HealthFinding | None:
-    share = seen.last.get("rollout_corr/rollout_rs_masked_fraction")
-    limit = band_of("rollout_corr/rollout_rs_masked_fraction").limit
-    if share is None or share < limit:
-        return None
-    return HealthFinding(
-        "rollout_corr/rollout_rs_masked_fraction", share / limit,
-        f"{_percent(share)} of the tokens are left out because engine and trainer disagree on them; find out why "
-        "(dtype, age, temperature) before widening the mask",
     )  # fmt: skip
 
 

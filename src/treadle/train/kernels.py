@@ -118,7 +118,7 @@ def _share_of(codes, LEVELS: tl.constexpr, SQUARINGS: tl.constexpr):
 
 @triton.jit
 def _to_codes(values, chance, LEVELS: tl.constexpr, SQUARINGS: tl.constexpr):
-    """Magnitudes of one block per row -> (codes, peaks), rounded up or down at random; see optim/eight_bit.py."""
+    """Magnitudes of one block per row -> (codes, peaks), rounded up or down at random; see adamw_8bit.py."""
     peaks = tl.max(values, 1)
     share = values / tl.maximum(peaks, 1.1754944e-38)[:, None]
     low = share

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
@@ -17,20 +19,20 @@ from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.sync.protocol import Publishable, Receipt
 from treadle.track import Tracker
-from treadle.track.jsonl import HealthFile
-from treadle.train.checkpoint import Checkpoints, Restored, Totals
-from treadle.train.checkpoint_files import random_state, restore_random_state
-from treadle.train.feed import Feed
+from treadle.track.files import HealthFile, RolloutTokens, TokenFiles
+from treadle.train.checkpoint import Checkpoints, Restored, Totals, random_state, restore_random_state
 from treadle.train.health import HealthCheck
 from treadle.train.loss import LossStats, LossTokens, policy_loss
-from treadle.train.optim import Optimizer
+from treadle.train.optimizer import Optimizer
 from treadle.train.pack import Micro, PackedBatch, pack
 from treadle.train.policy import Policy
 from treadle.train.reference import Reference
 from treadle.train.stop import StopRequested
+from treadle.wire.groups import LeasedBatch, fingerprint
 
 log = get_logger("trainer")
 
+LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 FROM_THE_START = Restored()
 # bf16 matrix products per second according to a GPU's data sheet, dense, in 1e12.
 PEAK_TFLOPS = {
@@ -62,10 +64,6 @@ class FrozenLogprobs:
             sequences_L=tokens.sequences_L.to(policy.device),
         )
 
-    def keep(self, index: int, logprobs_L: Tensor) -> None:
-        """Keep the logprobs of the first epoch."""
-        self.own.setdefault(index, logprobs_L.detach())
-
 
 def accumulate_gradients(
     policy: Policy,
@@ -89,7 +87,7 @@ def accumulate_gradients(
             logprobs_L, entropy_L = policy.score(micro)
             loss, micro_stats = policy_loss(logprobs_L, entropy_L, tokens, config)
             loss.backward()
-            frozen.keep(index, logprobs_L)
+            frozen.own.setdefault(index, logprobs_L.detach())  # of the first epoch
             stats = stats.add(micro_stats)
     return policy.ranks.total(stats)
 
@@ -105,25 +103,14 @@ def _restore_rng_on_stop() -> Iterator[None]:
         raise
 
 
-class TokenRecord(Protocol):
-    """Records per-token values of a step (token_record.py)."""
+class Feed(Protocol):
+    """Where the batches come from (feed.py)."""
 
-    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
+    def lease(self, step: int) -> LeasedBatch: ...
 
+    def lease_ahead(self, step: int) -> None: ...
 
-class NoTokenRecord:
-    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None: ...
-
-
-NO_TOKENS = NoTokenRecord()
-
-
-def _never_stop() -> None:
-    pass
-
-
-class Sync(Protocol):
-    def publish(self, policy: Publishable, version: int) -> Receipt: ...
+    def ack(self, batch: LeasedBatch) -> None: ...
 
 
 def train(
@@ -131,17 +118,17 @@ def train(
     policy: Policy,
     optimizer: Optimizer,
     feed: Feed,
-    sync: Sync,
+    publish: Callable[[Publishable, int], Receipt],
     checkpoints: Checkpoints,
-    tracker: Tracker,
+    tracker: Tracker | None,
     *,
     reference: Reference | None = None,
     restored: Restored = FROM_THE_START,
-    tokens: TokenRecord = NO_TOKENS,
+    tokens: RecentTokenRecord | None = None,
     health_file: HealthFile | None = None,
-    check_stop: Callable[[], None] = _never_stop,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train from `restored` to `config.steps`.
+    """Train from `restored` to `config.steps`. `publish` brings a version of the weights to the engine.
 
     A batch is acknowledged after its step is published. After a crash, steps since the last checkpoint are repeated on
     the same recorded batches: no step is skipped or counted twice.
@@ -149,7 +136,7 @@ def train(
     step = saved = restored.step
     throughput = ThroughputMeter(policy, restored)
     health = HealthCheck(max_age=config.max_age + config.publish_interval - 1)
-    sync.publish(policy, version=step)  # a broken sync mode fails here, before the first batch is used
+    publish(policy, step)  # a broken sync mode fails here, before the first batch is used
     try:
         while step < config.steps:
             clock = StepTimer()
@@ -159,10 +146,10 @@ def train(
             frozen = FrozenLogprobs(reference)
             for epoch in range(config.epochs):
                 if epoch > 0:
-                    policy.update_live_weights()
+                    policy.write_step()
                 # A stop is obeyed until the first update of the batch: after that, weights, optimizer and step must
                 # change together.
-                stats = accumulate_gradients(policy, batch, config, frozen, check_stop if epoch == 0 else _never_stop)
+                stats = accumulate_gradients(policy, batch, config, frozen, check_stop if epoch == 0 else lambda: None)
                 losses = stats.metrics()
                 clock.lap("fwd_bwd_s")
                 if epoch == 0:
@@ -174,7 +161,7 @@ def train(
                 clock.lap("optimizer_s")
                 if outcome.skipped:
                     break  # nothing changed: another epoch would be skipped too
-            receipt = sync.publish(policy, version=step + 1)
+            receipt = publish(policy, step + 1)
             clock.lap("weight_sync_s")
             metrics = {
                 "policy_version": step + 1,
@@ -186,8 +173,10 @@ def train(
                 **throughput.metrics(batch, clock, epochs=epoch + 1),
             }
             step += 1
-            tracker.log(step, metrics)
-            tokens.keep(step, batch, frozen)
+            if tracker is not None:
+                tracker.log(step, metrics)
+            if tokens is not None:
+                tokens.keep(step, batch, frozen)
             log.info("step", step=step, reward=metrics["reward"], grad_norm=outcome.grad_norm, seconds=clock.total_s)
             for line in health.check(step, metrics):
                 log.warning("health", step=step, message=line)
@@ -203,6 +192,62 @@ def train(
             checkpoints.save(step, policy, optimizer, throughput.totals())
         raise
     checkpoints.save_final(policy, is_merged=config.merge_final)
+
+
+# ---- values per token
+
+
+class RecentTokenRecord:
+    """Writes the logprob differences and advantages of one rank's tokens, for the colours on the page, and keeps the
+    newest steps. A write error is logged and does not stop the training."""
+
+    def __init__(self, folder: Path, num_steps: int, rank: int = 0) -> None:
+        self._files = TokenFiles(folder)
+        self._num_steps = num_steps
+        self._rank = rank
+
+    def keep(self, step: int, batch: PackedBatch, frozen: FrozenLogprobs) -> None:
+        """`frozen`: the logprobs of `batch` from before the update."""
+        names = {id(group): fingerprint(group) for group in batch.groups}
+        rollouts = [
+            tokens
+            for index, logprobs_L in frozen.own.items()
+            for tokens in _tokens_of(batch.micros[index], logprobs_L, names)
+        ]
+        try:
+            self._files.write(step, self._rank, rollouts)
+            self._files.forget_before(step - self._num_steps + 1)
+        except OSError as error:
+            log.warning("tokens_not_kept", step=step, problem=str(error))
+
+
+def _tokens_of(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Iterator[RolloutTokens]:
+    tokens = micro.loss_tokens
+    differences_L = _small(logprobs_L.float().cpu() - tokens.rollout_logprobs_L)
+    advantages_L = _small(tokens.advantages_L)
+    positions_L = (micro.positions_T[micro.source_L] + 1).numpy()
+    ends_S = np.bincount(tokens.sequences_L.numpy(), minlength=tokens.num_sequences).cumsum().tolist()
+    for (group, rollout), start, end in zip(micro.origins, [0, *ends_S], ends_S, strict=False):
+        advantages = advantages_L[start:end]
+        are_alike = bool((advantages == advantages[:1]).all())
+        yield RolloutTokens(
+            group=names[id(group)],
+            rollout=rollout,
+            runs=_runs(positions_L[start:end]),
+            differences=differences_L[start:end].tobytes(),
+            advantages=(advantages[:1] if are_alike else advantages).tobytes(),
+        )
+
+
+def _small(values_L: Tensor) -> np.ndarray:
+    return values_L.numpy().clip(-LARGEST_FLOAT16, LARGEST_FLOAT16).astype("<f2")
+
+
+def _runs(positions: np.ndarray) -> list[int]:
+    """(start, length) of each run of consecutive positions, flat: `_runs([4, 5, 6, 9])` is [4, 3, 9, 1]."""
+    starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    lengths = np.diff(starts, append=len(positions))
+    return np.stack([positions[starts], lengths], axis=1).ravel().tolist()
 
 
 # ---- time and throughput
@@ -243,12 +288,9 @@ class ThroughputMeter:
         self._started = time.monotonic()
         self._num_tokens = restored.num_tokens
 
-    @property
-    def elapsed_s(self) -> float:
-        return self._before_s + time.monotonic() - self._started
-
     def totals(self) -> Totals:
-        return Totals(elapsed_s=self.elapsed_s, num_tokens=self._num_tokens)
+        elapsed_s = self._before_s + time.monotonic() - self._started
+        return Totals(elapsed_s=elapsed_s, num_tokens=self._num_tokens)
 
     def metrics(self, batch: PackedBatch, clock: StepTimer, *, epochs: int) -> dict[str, float]:
         """`epochs`: passes over the batch."""
@@ -257,7 +299,7 @@ class ThroughputMeter:
         self._num_tokens += batch.num_tokens
         ranks = self._policy.ranks
         values = {
-            "time_s": self.elapsed_s,
+            "time_s": self.totals().elapsed_s,
             "num_tokens": float(self._num_tokens),
             "perf/step_s": clock.total_s,
             **{f"perf/{name}": seconds for name, seconds in clock.laps.items()},
@@ -265,12 +307,11 @@ class ThroughputMeter:
             "perf/forwarded_tok_s_wall_clock": forwarded / clock.total_s,
             "perf/trained_tok_s_wall_clock": batch.num_loss_tokens / clock.total_s,
             "perf/generated_tok_s_wall_clock": sum(batch.completion_lengths) / clock.total_s,
-            "perf/cpu_memory_used_gb": ranks.total_number(psutil.Process().memory_info().rss / 1e9),
+            "perf/cpu_memory_used_gb": ranks.reduce(psutil.Process().memory_info().rss / 1e9, "sum"),
         }
         if self._policy.device.type == "cuda":
-            values["perf/max_memory_allocated_gb"] = ranks.largest_number(
-                torch.cuda.max_memory_allocated(self._policy.device) / 1e9
-            )
+            most_gb = torch.cuda.max_memory_allocated(self._policy.device) / 1e9
+            values["perf/max_memory_allocated_gb"] = ranks.reduce(most_gb, "max")
         if self._peak is not None:
             flops = self._policy.flops_per_token * forwarded
             values["perf/mfu_fwd_bwd"] = flops / compute_s / (self._peak * ranks.size)

@@ -24,6 +24,7 @@ from treadle.train.model_setup import LAYER_LISTS, check_layers, layer_number
 
 AT_ONCE = 64  # matrices that are copied to fp32 at the same time
 ADAPTER = "default"  # PEFT's name of the only adapter
+LORA = ".lora_"  # in the names of adapters' parameters
 WRAPPED = "base_model.model."  # PEFT's prefix for the wrapped model
 
 
@@ -80,9 +81,7 @@ def without_dropout(adapted: PeftModel) -> Iterator[None]:
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
     """The trained parameters under the names that PEFT saves: `base_model.model...q_proj.lora_A.weight`."""
     return {
-        name.replace(f".{ADAPTER}.", "."): parameter
-        for name, parameter in adapted.named_parameters()
-        if _is_adapter(name)
+        name.replace(f".{ADAPTER}.", "."): parameter for name, parameter in adapted.named_parameters() if LORA in name
     }
 
 
@@ -98,7 +97,7 @@ def base_name(name: str) -> str:
 def original_weights(adapted: PeftModel) -> dict[str, nn.Parameter]:
     """The frozen weights of the model under their original names; a tied one appears once."""
     named = adapted.get_base_model().named_parameters()
-    return {base_name(name): parameter for name, parameter in named if not _is_adapter(name)}
+    return {base_name(name): parameter for name, parameter in named if LORA not in name}
 
 
 @torch.no_grad()
@@ -148,10 +147,6 @@ def _adapted_layers(adapted: PeftModel) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
 def _check_targets(model: Any, options: LoraOptions) -> None:
     """Each target must match a linear layer, in at least one of the chosen layers."""
     layers = options.lora_layer_indices
@@ -181,8 +176,9 @@ def _check_targets(model: Any, options: LoraOptions) -> None:
                 f"the model has no linear layer '{target}'; it has {known}", fix="correct --lora-target-modules"
             )
         if layers is not None and not any(layer_number(name) in layers for name in places):
+            others = f" and {len(places) - 3} more" if len(places) > 3 else ""
             raise ConfigError(
-                f"none of the chosen layers has a '{target}'; it is in {_listed(places)}",
+                f"none of the chosen layers has a '{target}'; it is in {', '.join(places[:3])}{others}",
                 fix="correct --lora-layer-indices or --lora-target-modules",
             )
 
@@ -190,7 +186,3 @@ def _check_targets(model: Any, options: LoraOptions) -> None:
 def _names(target: str, name: str) -> bool:
     """Whether a target matches a module: its whole name, or the end of it."""
     return name == target or name.endswith(f".{target}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

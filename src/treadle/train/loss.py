@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -106,7 +107,7 @@ def policy_loss(
 def importance_ratio(log_ratio_L: Tensor, tokens: LossTokens, kind: str) -> Tensor:
     """Ratio of each token ("token"), or of its sequence: the geometric mean ("sequence_mean") or the product."""
     if kind == "token":
-        return _exp(log_ratio_L)
+        return _with_tangent(torch.exp, log_ratio_L)
     empty_S = log_ratio_L.new_zeros(tokens.num_sequences)
     where = (tokens.sequences_L,)
     # on a GPU index_put adds in a fixed order, index_add does not, and the same seed must give the same run
@@ -114,7 +115,7 @@ def importance_ratio(log_ratio_L: Tensor, tokens: LossTokens, kind: str) -> Tens
     if kind == "sequence_mean":
         lengths_S = empty_S.index_put(where, torch.ones_like(log_ratio_L), accumulate=True)
         log_ratio_S = log_ratio_S / lengths_S.clamp(min=1)
-    return _exp(log_ratio_S)[tokens.sequences_L]
+    return _with_tangent(torch.exp, log_ratio_S)[tokens.sequences_L]
 
 
 def policy_terms(ratio_L: Tensor, logprobs_L: Tensor, advantages_L: Tensor, options: ObjectiveOptions) -> Tensor:
@@ -154,7 +155,7 @@ def kl_terms(log_ratio_L: Tensor, estimator: str) -> Tensor:
         return log_ratio_L
     if estimator == "k2":
         return log_ratio_L.square() / 2
-    return _expm1(-log_ratio_L) + log_ratio_L  # expm1 keeps precision near the target
+    return _with_tangent(torch.expm1, -log_ratio_L) + log_ratio_L  # expm1 keeps precision near the target
 
 
 def _kl_to_target(logprobs_L: Tensor, rollout_L: Tensor, tokens: LossTokens, options: ObjectiveOptions) -> Tensor:
@@ -166,21 +167,14 @@ def _kl_to_target(logprobs_L: Tensor, rollout_L: Tensor, tokens: LossTokens, opt
     return kl_terms(logprobs_L - target_L, options.kl_estimator)
 
 
-def _exp(exponent_L: Tensor) -> Tensor:
-    """e^x, continued by its tangent beyond MAX_LOG_RATIO.
+def _with_tangent(function: Callable[[Tensor], Tensor], exponent_L: Tensor) -> Tensor:
+    """e^x or e^x - 1, continued by its tangent beyond MAX_LOG_RATIO.
 
     A plain clamp has no gradient there: a bad token that became far more likely would not be pushed back, and k3 would
     push in the wrong direction.
     """
-    return exponent_L.clamp(max=MAX_LOG_RATIO).exp() + _tangent(exponent_L)
-
-
-def _expm1(exponent_L: Tensor) -> Tensor:
-    return exponent_L.clamp(max=MAX_LOG_RATIO).expm1() + _tangent(exponent_L)
-
-
-def _tangent(exponent_L: Tensor) -> Tensor:
-    return math.exp(MAX_LOG_RATIO) * (exponent_L - MAX_LOG_RATIO).relu()
+    tangent_L = math.exp(MAX_LOG_RATIO) * (exponent_L - MAX_LOG_RATIO).relu()
+    return function(exponent_L.clamp(max=MAX_LOG_RATIO)) + tangent_L
 
 
 # ---- metrics

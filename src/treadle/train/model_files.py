@@ -10,9 +10,9 @@ import copy
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from treadle.errors import DiskFull
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_OS_ERROR_FULL = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EDQUOT})\)")
 SMALL_BYTES = 1 << 20
 SHARD_BYTES = 128 << 20  # a file is copied in memory while it is written, so state is written in shards
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -72,7 +73,7 @@ def staging_folder(root: Path, name: str) -> Path:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that it is never seen half deleted."""
-    doomed = folder.with_name(f".{folder.name}.partial")
+    doomed = staging_folder(folder.parent, folder.name)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
@@ -91,15 +92,10 @@ def clear_leftovers(root: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    save_file(_contiguous(tensors), file, metadata={"format": "pt", **(metadata or {})})
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors. Small ones on a GPU are copied to the host together: with other users of the GPU, one wait is
-    cheaper than many."""
     found = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    # Small ones are copied to the host together: with other users of the GPU, one wait is cheaper than many.
     small = {name: tensor for name, tensor in found.items() if tensor.is_cuda and tensor.nbytes <= SMALL_BYTES}
-    return found | host_copies(small)
+    save_file(found | host_copies(small), file, metadata={"format": "pt", **(metadata or {})})
 
 
 def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,30 +137,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hash_all(paths: list[Path]) -> list[str]:
-    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        return list(pool.map(sha256, paths))
-
-
 @contextmanager
 def detect_full_disk(folder: Path) -> Iterator[None]:
     """Turn the errors of a full disk or quota into DiskFull."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if not _is_full(error):
+        # safetensors wraps the operating system's errors: "... No space left on device (os error 28)"
+        is_full = error.errno in FULL_DISK if isinstance(error, OSError) else _OS_ERROR_FULL.search(str(error))
+        if not is_full:
             raise
         raise DiskFull(
             f"the disk is full while writing {folder}; the checkpoint before it is kept",
             fix="free some space and continue with treadle run --resume",
         ) from error
-
-
-def _is_full(error: OSError | SafetensorError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in FULL_DISK
-    # safetensors wraps the operating system's errors: "... No space left on device (os error 28)"
-    return any(f"(os error {number})" in str(error) for number in FULL_DISK)
 
 
 def _sync(path: Path) -> None:

@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its live weights, and how packed rollouts are scored.
 
-      optimizer ──on_publish──> live weights (bf16, possibly shared with the engine) ──> what the engine reads
+      optimizer ──write_step──> live weights (bf16, possibly shared with the engine) ──> what the engine reads
           ^                          |
           └────── gradients <── backward
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,8 @@ from treadle.train.reference import Reference, build_reference
 if TYPE_CHECKING:
     from treadle.train.lora import ServedAdapter
 
+_write_live = partial(write_folder, is_durable=False)  # after a power failure everything is published again
+
 
 class Policy:
     """`score(micro)` returns logprobs; backward leaves gradients on `live` for the optimizer's hooks."""
@@ -71,9 +73,13 @@ class Policy:
         self._config = config
         self._folder = folder or Path(model.name_or_path)  # of the starting model
         self._shared = shared or {}  # where an engine reads the weights, if these are not the live weights
-        self._write: Callable[[], None] = lambda: None
+        self.write_step: Callable[[], None] = lambda: None  # set by the optimizer: writes its last step to `live`
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext  # around long computations
+        self._without_dropout: Callable[[], AbstractContextManager[None]] = nullcontext
         self.device: torch.device = next(model.parameters()).device
+        num_tokens, num_hidden = model.get_input_embeddings().weight.shape
+        self.vocab_size = int(num_tokens)
+        self.token_cost = 6.0 * num_hidden  # of one token in the linear layers, in query-key pairs (see pack)
         self._chunk = config.on_device(gpu=self.device.type == "cuda").logprob_chunk
         self._attention = choose_kind(
             config.attention, self.device, next(model.parameters()).dtype, head_size(model.config)
@@ -97,22 +103,12 @@ class Policy:
             choose_trainable(model, config.train_layer_indices)
             self.weights = dict(model.named_parameters())  # a tied parameter appears once
             self.live = {name: p for name, p in self.weights.items() if p.requires_grad}
+        self._detached = {name: parameter.detach() for name, parameter in self.weights.items()}
+        self.dtype = next(iter(self.weights.values())).dtype
+        self.merges_adapters = self.adapter is not None
         # liger's kernels break torch.compile (an assertion inside of it, torch 2.11 with liger-kernel 0.8)
         can_compile = self._attention in VARIABLE_LENGTH and config.fused_kernels == "none"
         prepare_layers(model, config, can_compile=can_compile)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.weights.values())).dtype
-
-    @property
-    def token_cost(self) -> float:
-        """Cost of one token in the linear layers, in query-key pairs of attention (see pack)."""
-        return 6.0 * self.model.get_input_embeddings().weight.shape[1]
 
     @property
     def flops_per_token(self) -> float:
@@ -138,18 +134,10 @@ class Policy:
             prepare=install_attention,
         )
 
-    def on_publish(self, write: Callable[[], None]) -> None:
-        """Set the function that writes the optimizer's last step into the live weights."""
-        self._write = write
-
-    def update_live_weights(self) -> None:
-        """For further epochs on a batch. Not allowed while an engine generates from the live weights."""
-        self._write()
-
     @torch.no_grad()
     def write_live_weights(self) -> None:
         """Write the last step into the live weights, and copy them to where the engine reads."""
-        self._write()
+        self.write_step()
         if self._shared and self.adapter is not None:
             from treadle.train.lora import merged_weights
 
@@ -161,10 +149,6 @@ class Policy:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # they are read next by another process
 
-    @property
-    def merges_adapters(self) -> bool:
-        return self.adapter is not None
-
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that an engine serves, by name, with adapters merged one at a time."""
         merged: set[str] = set()
@@ -174,14 +158,9 @@ class Policy:
             for name, weight in merged_weights(self.adapter):
                 merged.add(name)
                 yield name, weight
-        for name, weight in self._plain_weights.items():
+        for name, weight in self._detached.items():
             if name not in merged:
                 yield name, weight
-
-    @cached_property
-    def _plain_weights(self) -> dict[str, Tensor]:
-        """Without gradients. The memory of parameters does not change after the policy is built."""
-        return {name: parameter.detach() for name, parameter in self.weights.items()}
 
     def served_adapter(self) -> Iterator[tuple[str, Tensor]]:
         from treadle.train.lora import ServedAdapter
@@ -196,19 +175,17 @@ class Policy:
 
         Gradients are computed and dropped: without them, compiled layers would be compiled again.
         """
-        with self.computing():
-            return self._score_tokens(torch.tensor(token_ids, device=self.device))
-
-    def _score_tokens(self, ids_T: Tensor) -> TokenScores:
+        ids_T = torch.tensor(token_ids, device=self.device)
         text = Segment((0, 0), (0, 0), ((0, len(ids_T)),))
-        with self._without_dropout():
-            hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
-        weight_VE = self.model.get_output_embeddings().weight.detach()
-        ones_T = torch.ones(len(ids_T) - 1, device=self.device)
-        logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
-        last_E = hidden_TE[-1].float()
-        next_V = torch.cat([part.float() @ last_E for part in weight_VE.split(self._chunk)])
-        return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
+        with self.computing():
+            with self._without_dropout():
+                hidden_TE = self._hidden(self.model, ids_T, torch.arange(len(ids_T)), (text,)).detach()
+            weight_VE = self.model.get_output_embeddings().weight.detach()
+            ones_T = torch.ones(len(ids_T) - 1, device=self.device)
+            logprobs_T, _ = chosen_logprobs(hidden_TE[:-1], weight_VE, ids_T[1:], ones_T, chunk=self._chunk)
+            last_E = hidden_TE[-1].float()
+            next_V = torch.cat([part.float() @ last_E for part in weight_VE.split(self._chunk)])
+            return TokenScores(logprobs_T.cpu(), next_V.log_softmax(-1).cpu())
 
     def save_model(self, root: Path, name: str) -> Path:
         return _write_live(root, name, lambda folder: write_model(folder, dict(self.served_weights()), self._folder))
@@ -220,19 +197,13 @@ class Policy:
         return _write_live(root, name, lambda folder: write_adapter(folder, self.adapter, self.live))
 
     def _train_adapters(self) -> None:
-        from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout
+        from treadle.train.lora import adapter_parameters, add_adapters, original_weights, set_dropout, without_dropout
 
         self.adapter = add_adapters(self.model, self._config, train_layers=self._config.train_layer_indices)
         set_dropout(self.adapter, on=self._config.lora_dropout > 0)
+        self._without_dropout = partial(without_dropout, self.adapter)
         self.weights = original_weights(self.adapter)
         self.live = adapter_parameters(self.adapter)
-
-    def _without_dropout(self) -> AbstractContextManager[None]:
-        if self.adapter is None:
-            return nullcontext()
-        from treadle.train.lora import without_dropout
-
-        return without_dropout(self.adapter)
 
     def _hidden(self, model: Any, ids_T: Tensor, positions_T: Tensor, segments: tuple[Segment, ...]) -> Tensor:
         """The last hidden states of a packed row."""
@@ -255,11 +226,6 @@ class Policy:
         of_predictions = chosen_logprobs(hidden_TE[source_D], weight_VE, target_D, temperature_D, chunk=self._chunk)
         logprobs_L, entropy_L = (values_D[micro.prediction_L.to(self.device)] for values_D in of_predictions)
         return logprobs_L, entropy_L
-
-
-def _write_live(root: Path, name: str, fill: Callable[[Path], None]) -> Path:
-    """Not durable: after a power failure everything is published again."""
-    return write_folder(root, name, fill, is_durable=False)
 
 
 def load_policy(

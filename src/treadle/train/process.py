@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import httpx
 import torch
@@ -19,17 +19,16 @@ from treadle.sync.layout import Layout
 from treadle.sync.modes import choose_sync
 from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
 from treadle.sync.verify import check_saved_weights
-from treadle.track import Metric, Tracker, build_tracker
-from treadle.track.jsonl import HEALTH_FILE, HealthFile
+from treadle.track import Tracker, build_tracker
+from treadle.track.files import HEALTH_FILE, TOKENS_FOLDER, HealthFile
 from treadle.track.trackers import DEFAULT_PROJECT, group_of
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import HubFeed, open_feed
-from treadle.train.loop import Sync, train
-from treadle.train.optim import build_optimizer
+from treadle.train.loop import RecentTokenRecord, train
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
 from treadle.train.ranks import Ranks, join_ranks
 from treadle.train.stop import StopRequested, StopSwitch
-from treadle.train.token_record import open_token_record
 from treadle.watch.waits import Waits, WaitSpec
 from treadle.watch.watchdog import ProcessFacts, Watchdog
 from treadle.wire.hub import RegisterTrainer, Trackers, WorkReport
@@ -65,7 +64,7 @@ class WatchedSync:
         with self._waits.waiting(loaded):
             return self._mode.attach()
 
-    def settle(self) -> None:
+    def publish(self, policy: Publishable, version: int) -> Receipt:
         answer = WaitSpec(
             "the engine to say which weights it has",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",
@@ -74,9 +73,6 @@ class WatchedSync:
         )
         with self._waits.waiting(answer):
             self._mode.settle()
-
-    def publish(self, policy: Publishable, version: int) -> Receipt:
-        self.settle()
         adoption = WaitSpec(
             f"the engine to adopt version {version}",
             fix="the engine's log says what it does; --publish-timeout-s ends this wait",
@@ -116,23 +112,11 @@ class TrainerProgress:
         return ProcessFacts(state=state, policy_version=version, counts={"micros": float(self._num_micros)})
 
 
-class FollowerSync:
-    """For ranks other than 0: writes the new weights, while rank 0 publishes and the engine is paused."""
-
-    def publish(self, policy: Publishable, version: int) -> Receipt:
-        started = time.monotonic()
-        policy.write_live_weights()
-        return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
-
-
-class FollowerTracker:
-    """For ranks other than 0: writes nothing, because rank 0 logs the metrics of all."""
-
-    def log(self, step: int, metrics: Mapping[str, Metric]) -> None: ...
-
-    def truncate_after(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
+def write_weights(policy: Publishable, version: int) -> Receipt:
+    """The publish of ranks other than 0: writes the new weights, while rank 0 publishes and the engine is paused."""
+    started = time.monotonic()
+    policy.write_live_weights()
+    return Receipt(version=version, wait_s=0.0, write_s=time.monotonic() - started)
 
 
 def run_trainer(config: TrainConfig) -> None:
@@ -178,7 +162,6 @@ def _train(
     # The sync mode decides where the live weights are; rank 0 alone publishes them.
     with report_loading(progress.loads):
         policy = build_policy(engine, config, ranks)
-    sync: Sync = mode if ranks.leads else FollowerSync()
     if not ranks.leads:
         torch.manual_seed(config.seed + ranks.rank)  # adapters start equal on all ranks, dropout differs
     reference = policy.reference(engine.folder) if config.kl_coef > 0 and config.kl_against == "reference" else None
@@ -191,11 +174,14 @@ def _train(
     if policy.is_the_engines and (restored.step == 0 or has_frozen_base):
         weights = ((name, weight.detach()) for name, weight in policy.weights.items())
         log.info("weights_compared", number=check_saved_weights(weights, engine.folder))
-    tracker = _open_tracker(config) if ranks.leads else FollowerTracker()
-    tracker.truncate_after(restored.step)
-    health_file = HealthFile(config.metrics_path.with_name(HEALTH_FILE)) if ranks.leads else None
-    if health_file is not None:
+    tracker, health_file = None, None
+    if ranks.leads:  # rank 0 logs the metrics of all
+        tracker, health_file = open_tracker(config), HealthFile(config.metrics_path.with_name(HEALTH_FILE))
+        tracker.truncate_after(restored.step)
         health_file.truncate_after(restored.step)
+    tokens = None
+    if config.keep_token_steps:
+        tokens = RecentTokenRecord(config.metrics_path.parent / TOKENS_FOLDER, config.keep_token_steps, ranks.rank)
     feed = open_feed(ranks, stop.check, lambda check: HubFeed(config.hub_url, check, waits, config.patience_s))
     policy.computing = stop.computing
     stop.install()  # before this, a signal simply ends the process
@@ -206,10 +192,8 @@ def _train(
     log.info("ready", step=restored.step, steps=config.steps, sequences_per_step=config.sequences_per_step)
     try:
         train(
-            config, policy, optimizer, feed, sync, checkpoints, tracker,
-            reference=reference, restored=restored, check_stop=progress.check,
-            tokens=open_token_record(config, config.metrics_path, ranks.rank),
-            health_file=health_file,
+            config, policy, optimizer, feed, mode.publish if ranks.leads else write_weights, checkpoints, tracker,
+            reference=reference, restored=restored, tokens=tokens, health_file=health_file, check_stop=progress.check,
         )  # fmt: skip
         if is_done:
             feed.register(registration)  # after the publish: environments now evaluate the weights
@@ -222,10 +206,11 @@ def _train(
         feed.give_back(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS], counts=counts)
         raise
     finally:
-        tracker.close()
+        if tracker is not None:
+            tracker.close()
 
 
-def _open_tracker(config: TrainConfig) -> Tracker:
+def open_tracker(config: TrainConfig) -> Tracker:
     return build_tracker(config, config.metrics_path, without_secrets(config.model_dump(mode="json")))
 
 

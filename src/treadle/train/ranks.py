@@ -4,7 +4,7 @@
                                         owner: clip, step ──> its live weights ──> all ──> rank 0 publishes
 
 Every parameter has one owner, which alone keeps its master and moments (ZeRO stage 1). Weights and gradients are
-complete on every rank. `Ranks` is a single process, `DistributedRanks` one of several; the loop does not know which.
+complete on every rank. The loop does not know how many ranks there are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Literal
 
 import msgspec
 import torch
@@ -53,17 +54,25 @@ def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
+class _SentStats(msgspec.Struct, frozen=True):
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    sums: list[float]
+    maxima: list[float]
+
+
 class Ranks:
-    """A single trainer process: nothing is shared."""
+    """This process among all ranks. `Ranks()` is a single process, for which exchanges change nothing.
 
-    rank: int = 0
-    size: int = 1
-    timeout_s: float = math.inf
+    With several ranks the caller has opened torch.distributed's process group with `timeout_s`. GPU tensors use NCCL.
+    Data in host memory (messages, the gradients of adamw_cpu) use Gloo, which does not wait for the GPU.
+    """
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank talks to hub, engine and trackers, and writes the model."""
-        return self.rank == 0
+    def __init__(self, rank: int = 0, size: int = 1, timeout_s: float = math.inf) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.leads = rank == 0  # it talks to hub, engine and trackers, and writes the model
 
     def own(self, costs: Sequence[float]) -> list[int]:
         """Indices assigned to this rank, balanced by cost. All ranks must pass the same costs."""
@@ -78,79 +87,25 @@ class Ranks:
     def owned(self, live: Mapping[str, Tensor]) -> set[str]:
         return {name for name, rank in self.owners(live).items() if rank == self.rank}
 
-    def agreeing(self, check_stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around work that a stop may interrupt: StopRequested is then raised on all ranks or on none."""
-        return nullcontext()
-
-    def total(self, stats: LossStats) -> LossStats:
-        """LossStats of all ranks together."""
-        return stats
-
-    def total_number(self, number: float) -> float:
-        return number
-
-    def total_norm(self, norm: float) -> float:
-        """The total norm, from the norm of each rank's part."""
-        return norm
-
-    def largest_number(self, number: float) -> float:
-        return number
-
-    def sum_to_owners(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum each gradient over the ranks at its parameter's owner; it becomes zero on the other ranks."""
-
-    def broadcast_weights(self, live: Mapping[str, Tensor]) -> None:
-        """Send every owner's weights to all ranks."""
-
-    def barrier(self, phase: str) -> None:
-        """Wait for all ranks; `phase` names the work in errors."""
-
-    def broadcast(self, phase: str, message: bytes = b"") -> bytes:
-        """Rank 0's message, on every rank; the argument of other ranks is ignored."""
-        return message
-
-    def gather(self, phase: str, message: bytes) -> list[bytes]:
-        """The messages of all ranks in order, on every rank."""
-        return [message]
-
-    def close(self) -> None:
-        """Wait for the others at the end of a successful run."""
-
-
-ALONE = Ranks()
-
-
-class _SentStats(msgspec.Struct, frozen=True):
-    sum_names: tuple[str, ...]
-    maximum_names: tuple[str, ...]
-    sums: list[float]
-    maxima: list[float]
-
-
-class DistributedRanks(Ranks):
-    """One rank of several, over torch.distributed; the caller has opened the process group with `timeout_s`.
-
-    GPU tensors use NCCL. Data in host memory (messages, the gradients of adamw_cpu) use Gloo, which does not wait for
-    the GPU.
-    """
-
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
-
     @contextmanager
     def agreeing(self, check_stop: Callable[[], None]) -> Iterator[None]:
+        """Around work that a stop may interrupt: StopRequested is then raised on all ranks or on none."""
+        if self.size == 1:
+            yield
+            return
         wants_to_stop = False
         try:
             yield
             check_stop()  # a rank without micros may be the one that got the signal
         except StopRequested:
             wants_to_stop = True
-        if self._reduce("agreeing whether to stop", float(wants_to_stop), dist.ReduceOp.MAX):
+        if self.reduce(float(wants_to_stop), "max", "agreeing whether to stop"):
             raise StopRequested
 
     def total(self, stats: LossStats) -> LossStats:
+        """LossStats of all ranks together."""
+        if self.size == 1:
+            return stats
         own = _SentStats(stats.sum_names, stats.maximum_names, stats.sums.tolist(), stats.maxima.tolist())
         added = LossStats()
         for packed in self.gather("adding up the metrics", msgspec.msgpack.encode(own)):
@@ -159,17 +114,20 @@ class DistributedRanks(Ranks):
             added = added.add(LossStats(sent.sum_names, sent.maximum_names, sums, maxima))
         return added
 
-    def total_number(self, number: float) -> float:
-        return self._reduce("agreeing on a number", number, dist.ReduceOp.SUM)
-
-    def total_norm(self, norm: float) -> float:
-        return math.sqrt(self.total_number(norm**2))
-
-    def largest_number(self, number: float) -> float:
-        return self._reduce("agreeing on a number", number, dist.ReduceOp.MAX)
+    def reduce(self, number: float, how: Literal["sum", "max"], phase: str = "agreeing on a number") -> float:
+        """The sum or the largest of the numbers of all ranks; `phase` names the work in errors."""
+        if self.size == 1:
+            return number
+        value = torch.tensor([number], dtype=torch.float64)
+        with self._during(phase):
+            dist.all_reduce(value, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+        return float(value)
 
     @torch.no_grad()
     def sum_to_owners(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sum each gradient over the ranks at its parameter's owner; it becomes zero on the other ranks."""
+        if self.size == 1:
+            return
         owners = self.owners(gradients)
         with self._during("adding up the gradients"):
             started = [dist.reduce(g, dst=owners[name], async_op=True) for name, g in gradients.items()]
@@ -181,6 +139,9 @@ class DistributedRanks(Ranks):
 
     @torch.no_grad()
     def broadcast_weights(self, live: Mapping[str, Tensor]) -> None:
+        """Send every owner's weights to all ranks."""
+        if self.size == 1:
+            return
         owners = self.owners(live)
         with self._during("handing out the new weights"):
             started = [dist.broadcast(p.detach(), src=owners[name], async_op=True) for name, p in live.items()]
@@ -188,36 +149,40 @@ class DistributedRanks(Ranks):
                 work.wait()
 
     def barrier(self, phase: str) -> None:
+        """Wait for all ranks; `phase` names the work in errors."""
         self.gather(phase, b"")
 
     def broadcast(self, phase: str, message: bytes = b"") -> bytes:
+        """Rank 0's message, on every rank; the argument of other ranks is ignored."""
+        if self.size == 1:
+            return message
         length = torch.tensor([len(message)])
         with self._during(phase):
             dist.broadcast(length, src=0)
-            content = _as_tensor(message) if self.leads else torch.empty(int(length), dtype=torch.uint8)
-            if len(content):
-                dist.broadcast(content, src=0)
-        return message if self.leads else content.numpy().tobytes()
+            content = bytearray(message) if self.leads else bytearray(int(length))
+            if content:
+                dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0)
+        return bytes(content)
 
     def gather(self, phase: str, message: bytes) -> list[bytes]:
+        """The messages of all ranks in order, on every rank."""
+        if self.size == 1:
+            return [message]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._during(phase):
             dist.all_gather(lengths, torch.tensor([len(message)]))
             longest = max(map(int, lengths))
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             if longest:  # all_gather needs rows of equal length
-                dist.all_gather(rows, _as_tensor(message.ljust(longest, b"\0")))
+                row = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
+                dist.all_gather(rows, row)
         return [row.numpy().tobytes()[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
     def close(self) -> None:
-        self.barrier("ending")
-        dist.destroy_process_group()
-
-    def _reduce(self, phase: str, number: float, operation: dist.ReduceOp.RedOpType) -> float:
-        value = torch.tensor([number], dtype=torch.float64)
-        with self._during(phase):
-            dist.all_reduce(value, op=operation)
-        return float(value)
+        """Wait for the others at the end of a successful run."""
+        if self.size > 1:
+            self.barrier("ending")
+            dist.destroy_process_group()
 
     @contextmanager
     def _during(self, phase: str) -> Iterator[None]:
@@ -232,8 +197,7 @@ class DistributedRanks(Ranks):
             ) from error
 
 
-def _as_tensor(message: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+ALONE = Ranks()
 
 
 def join_ranks(config: TrainConfig) -> Ranks:
@@ -265,7 +229,7 @@ def join_ranks(config: TrainConfig) -> Ranks:
         ) from error
     if rank > 0:
         logging.getLogger("treadle").setLevel(logging.ERROR)  # rank 0 logs for all
-    ranks = DistributedRanks(rank, size, config.ranks_timeout_s)
+    ranks = Ranks(rank, size, config.ranks_timeout_s)
     _check_same_settings(config, ranks)
     log.info("ranks", size=size, backend=backend, timeout_s=config.ranks_timeout_s)
     return ranks

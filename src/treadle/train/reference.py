@@ -9,7 +9,8 @@ Copies are loaded from the folder of the base model, not from a checkpoint: a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,24 @@ if TYPE_CHECKING:
     from peft import PeftModel  # importing it takes a second, so only with adapters
 
 Score = Callable[[Any, Micro], tuple[Tensor, Tensor]]  # (model, micro) -> (logprobs_L, entropy_L)
-Reference = Callable[[Micro], Tensor]  # micro -> logprobs_L, without gradient
 
 log = get_logger("reference")
+
+
+class Reference:
+    """`reference(micro)` returns the logprobs_L of `model`, without gradient. `ready` is entered for each call."""
+
+    def __init__(
+        self, model: Any, score: Score, ready: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._model = model
+        self._score = score
+        self._ready = ready
+
+    @torch.no_grad()
+    def __call__(self, micro: Micro) -> Tensor:
+        with self._ready():
+            return self._score(self._model, micro)[0]
 
 
 def build_reference(
@@ -47,68 +63,36 @@ def build_reference(
     """
     if adapted is not None:
         log.info("reference", kind="the policy with its adapters off")
-        return AdaptersOff(adapted, score)
+        return Reference(adapted.get_base_model(), score, adapted.disable_adapter)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     prepare(model)
+    model.eval().requires_grad_(False)
     if offload and device.type != "cpu":  # on a CPU the weights are in host memory already
         log.info("reference", kind="a copy in host memory", folder=str(folder))
-        return HostCopy(model, score, device)
+        return Reference(model, score, offload_to_host(model, device).loaded)
     log.info("reference", kind="a copy on the device", folder=str(folder))
-    return FrozenCopy(model.to(device), score)
+    return Reference(model.to(device), score)
 
 
-class AdaptersOff:
-    """The policy's model with its adapters switched off during the call."""
+def offload_to_host(model: nn.Module, device: torch.device) -> OffloadedParameters:
+    """Keep the model in host memory: each layer's weights are on the device only while the layer runs.
 
-    def __init__(self, adapted: PeftModel, score: Score) -> None:
-        self._adapted = adapted
-        self._score = score
-
-    @torch.no_grad()
-    def __call__(self, micro: Micro) -> Tensor:
-        with self._adapted.disable_adapter():
-            return self._score(self._adapted.get_base_model(), micro)[0]
-
-
-class FrozenCopy:
-    """A separate model that is not trained."""
-
-    def __init__(self, model: Any, score: Score) -> None:
-        self._model = model.eval().requires_grad_(False)
-        self._score = score
-
-    @torch.no_grad()
-    def __call__(self, micro: Micro) -> Tensor:
-        return self._score(self._model, micro)[0]
-
-
-class HostCopy:
-    """A frozen copy in host memory: each layer's weights are on the device only while the layer runs.
-
-    Parameters outside of the layers (embeddings, last norm, output layer) are on the device during a whole score,
-    because the output layer's weight is read without calling its module, so no hook could load it.
+    Returns the parameters outside of the layers (embeddings, last norm, output layer), which must be loaded during a
+    whole score: the output layer's weight is read without calling its module, so no hook could load it.
     """
-
-    def __init__(self, model: Any, score: Score, device: torch.device) -> None:
-        self._copy = FrozenCopy(model, score)
-        for buffer in model.buffers():  # small, and not always inside of a layer
-            buffer.data = buffer.data.to(device)
-        named = list(model.named_parameters())  # a tied parameter appears once
-        self._outer = _OffloadedParameters((p for name, p in named if layer_number(name) is None), device)
-        for layer in _layers(model):
-            parameters = _OffloadedParameters(layer.parameters(), device)
-            layer.register_forward_pre_hook(lambda *_, p=parameters: p.load())
-            layer.register_forward_hook(lambda *_, p=parameters: p.offload(), always_call=True)
-
-    def __call__(self, micro: Micro) -> Tensor:
-        self._outer.load()
-        try:
-            return self._copy(micro)
-        finally:
-            self._outer.offload()
+    for buffer in model.buffers():  # small, and not always inside of a layer
+        buffer.data = buffer.data.to(device)
+    outer = [p for name, p in model.named_parameters() if layer_number(name) is None]  # a tied parameter appears once
+    for name, module in model.named_modules():
+        is_layer = layer_number(name) is not None and layer_number(name.rpartition(".")[0]) is None
+        if is_layer:
+            parameters = OffloadedParameters(module.parameters(), device)
+            module.register_forward_pre_hook(lambda *_, p=parameters: p.load())
+            module.register_forward_hook(lambda *_, p=parameters: p.offload(), always_call=True)
+    return OffloadedParameters(outer, device)
 
 
-class _OffloadedParameters:
+class OffloadedParameters:
     """Parameters in host memory. The device's copy is dropped, not copied back: nothing changes it."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
@@ -126,11 +110,10 @@ class _OffloadedParameters:
         for parameter, data in self._on_host:
             parameter.data = data
 
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The numbered layers, without the modules inside of them."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if layer_number(name) is not None and layer_number(name.rpartition(".")[0]) is None
-    ]
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        self.load()
+        try:
+            yield
+        finally:
+            self.offload()

@@ -23,7 +23,11 @@ def check_trainer(config: TrainConfig, env: Mapping[str, str], model_folder: Pat
     with problems.collected():
         check_sinks(config, env)
     with problems.collected():
-        _check_kernels(config)
+        if config.attention == "flash4" and not has_flash4():
+            raise MissingExtra("--attention flash4 needs flash-attn-4", fix="pip install 'treadle[gpu]'")
+    with problems.collected():
+        if config.fused_kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
+            raise MissingExtra("--fused-kernels liger needs liger-kernel", fix="pip install 'treadle[gpu]'")
     if model_folder is not None:
         with problems.collected():
             check_layers(config, model_folder)
@@ -44,10 +48,3 @@ def has_flash4() -> bool:
     package = importlib.util.find_spec("flash_attn")
     folders = [] if package is None else package.submodule_search_locations or []
     return any((Path(folder) / "cute").is_dir() for folder in folders) and bool(importlib.util.find_spec("cutlass"))
-
-
-def _check_kernels(config: TrainConfig) -> None:
-    if config.attention == "flash4" and not has_flash4():
-        raise MissingExtra("--attention flash4 needs flash-attn-4", fix="pip install 'treadle[gpu]'")
-    if config.fused_kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        raise MissingExtra("--fused-kernels liger needs liger-kernel", fix="pip install 'treadle[gpu]'")

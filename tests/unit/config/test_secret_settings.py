@@ -59,7 +59,7 @@ def test_a_tracker_is_not_given_tokens_of_urls(
 
     given: list[object] = []
     monkeypatch.setattr(process, "build_tracker", lambda *values: given.extend(values))
-    process._open_tracker(config.train)
+    process.open_tracker(config.train)
     settings = given[2]
     assert SECRET not in json.dumps(settings)
     assert json.dumps(settings).count(NOT_STORED) == 1

@@ -13,7 +13,7 @@ from tests.unit.sync.small_engine import RELOAD_S, Faults, SmallEngine, serving
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
 from treadle.sync.modes import SYNC_MODES, choose_sync
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import build_policy
 
 
@@ -110,7 +110,7 @@ def test_two_copies_leave_the_engine_alone_between_publishes(folder, tmp_path):
         trainer.publish(0)
         before = {name: p.detach().clone() for name, p in engine.base.named_parameters()}
         trainer.step(1)
-        trainer.policy.update_live_weights()
+        trainer.policy.write_step()
         assert all(torch.equal(before[name], p) for name, p in engine.base.named_parameters())
         trainer.publish(1)
         assert any(not torch.equal(before[name], p) for name, p in engine.base.named_parameters())

@@ -34,7 +34,7 @@ from treadle.sync.shared_memory import (
     write_bridge_file,
 )
 from treadle.train.checkpoint import Checkpoints, Totals
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import share_policy
 from treadle.train.ranks import Ranks
 

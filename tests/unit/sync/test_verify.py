@@ -194,14 +194,14 @@ def test_an_engine_that_dies_in_the_middle_of_a_publish_is_named_at_once(folder,
         trainer = Trainer(folder, tmp_path, f"http://127.0.0.1:{port}")
         trainer.publish(0)
         trainer.step(1)
-        write = trainer.policy._write
+        write = trainer.policy.write_step
 
         def write_and_kill():  # it is held, the weights are written, and then it is gone
             write()
             process.kill()
             process.wait()
 
-        trainer.policy.on_publish(write_and_kill)
+        trainer.policy.write_step = write_and_kill
         started = time.monotonic()
         with pytest.raises(SyncError, match="ended during POST /bridge/adopt") as error:
             trainer.publish(1)

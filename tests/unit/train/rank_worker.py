@@ -25,10 +25,10 @@ from treadle.sync.modes import OfflineSync
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.feed import open_feed
 from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.process import FollowerSync, FollowerTracker
+from treadle.train.process import write_weights
 from treadle.train.ranks import join_ranks
 from treadle.train.stop import StopRequested
 from treadle.wire.groups import LeasedBatch, ScoredGroup
@@ -86,7 +86,7 @@ class ListFeed:
         raise AssertionError(registration)
 
 
-class ListTracker(FollowerTracker):
+class ListTracker:
     def __init__(self):
         self.rows = []
 
@@ -124,20 +124,20 @@ def run_job(job, ranks):
     optimizer = build_optimizer(policy, config)
     checkpoints = Checkpoints(Path(job["checkpoints"]), model, 2, ranks)
     restored = checkpoints.restore(policy, optimizer) if job.get("resume") else FROM_THE_START
-    tracker = ListTracker() if ranks.leads else FollowerTracker()
+    tracker = ListTracker() if ranks.leads else None
     trouble = Trouble(ranks.rank, **job.get("trouble", {}))
     feed = open_feed(ranks, lambda: None, lambda check: ListFeed(groups, check))
     was_stopped = False
     try:
         train(
-            config, policy, optimizer, feed, OfflineSync(config) if ranks.leads else FollowerSync(), checkpoints,
+            config, policy, optimizer, feed, OfflineSync(config).publish if ranks.leads else write_weights, checkpoints,
             tracker, restored=restored, check_stop=trouble,
         )  # fmt: skip
     except StopRequested:
         was_stopped = True
     weights = {name: p.detach() for name, p in policy.live.items()}
     accumulate_gradients(policy, pack(groups[0], config, token_cost=policy.token_cost), config)
-    optimizer._gradients.collect()
+    ranks.sum_to_owners(optimizer.gradients)
     gradients = {name: g for name, g in optimizer.gradients.items() if name in ranks.owned(policy.live)}
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / f"weights-{ranks.rank}.safetensors")
@@ -161,7 +161,7 @@ def exchange(ranks):
         "sums": [g.abs().max().item() for g in gradients.values()],
         "gathered": [m.decode() for m in ranks.gather("a test", b"x" * ranks.rank)],
         "broadcast": [ranks.broadcast("a test", message * ranks.leads).decode() for message in (b"hello", b"")],
-        "numbers": [ranks.total_number(ranks.rank + 1.0), ranks.largest_number(ranks.rank)],
+        "numbers": [ranks.reduce(ranks.rank + 1.0, "sum"), ranks.reduce(ranks.rank, "max")],
         "owned": sorted(ranks.owned(gradients)),
     }
 

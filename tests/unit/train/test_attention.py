@@ -7,9 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treadle.errors import ConfigError
-from treadle.train.attention import choose_kind, plan_attention
-from treadle.train.attention.cpu import Blocks, SdpaPlan, pieces_of
-from treadle.train.attention.varlen import GatherKeys, VarlenPlan, attend_flash4
+from treadle.train.attention import GATHERING, GatherKeys, attend_flash4, choose_kind, plan_attention
+from treadle.train.attention_cpu import Blocks, SdpaPlan, pieces_of
 from treadle.train.pack import Segment
 
 CPU = torch.device("cpu")
@@ -62,31 +61,33 @@ def test_packed_attention_equals_a_masked_softmax_forward_and_backward(kind, num
 def test_the_plan_for_variable_length_attention_names_every_visible_key(num_root, prompt_length):
     """The kernel needs a GPU, its arguments do not: the keys of each piece end with the piece's own queries."""
     segments, end = lay_segments(num_root, prompt_length, ([3, 1, 7], [2, 2]))
-    plan = VarlenPlan.of(segments, CPU)
-    keys = plan.gathering.token_K if plan.gathering is not None else torch.arange(end)
+    plan = plan_attention(segments, CPU, "varlen")
+    keys = plan["token_K"] if plan["token_K"] is not None else torch.arange(end)
     got = torch.zeros(end, end, dtype=torch.bool)
-    starts_q, starts_k = plan.starts_q.tolist(), plan.starts_k.tolist()
+    starts_q, starts_k = plan["starts_q"].tolist(), plan["starts_k"].tolist()
     for i in range(len(starts_q) - 1):
         num_queries, num_keys = starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i]
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)  # aligned at the end
         rows = torch.arange(starts_q[i], starts_q[i + 1])
         got[rows[:, None], keys[starts_k[i] : starts_k[i + 1]][None, :]] = seen
     assert torch.equal(got, visible(segments, num_root, end))
-    assert plan.longest_k == max(p.num_keys for p in pieces_of(segments))
+    assert plan["longest_k"] == max(p.num_keys for p in pieces_of(segments))
 
 
 def test_the_gradient_of_gathered_keys_is_the_sum_over_their_copies():
     segments, end = lay_segments(3, 4, ([3, 1, 7], [2, 2]))
-    gathering = VarlenPlan.of(segments, CPU).gathering
+    plan = plan_attention(segments, CPU, "varlen")
+    gathering = [plan[name] for name in GATHERING]
+    token_K, _, shared_S, place_D, _ = gathering
     x = torch.randn(end, 2, 8, dtype=torch.float64, requires_grad=True)
-    gathered = GatherKeys.apply(x, *gathering.arguments().values())
-    assert torch.equal(gathered, x[gathering.token_K])
+    gathered = GatherKeys.apply(x, *gathering)
+    assert torch.equal(gathered, x[token_K])
     upstream = torch.randn(gathered.shape, dtype=torch.float64)
     (got,) = torch.autograd.grad(gathered, x, upstream)
-    wanted = torch.zeros_like(x).index_add(0, gathering.token_K, upstream)
+    wanted = torch.zeros_like(x).index_add(0, token_K, upstream)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)  # summed in fp32
-    assert len(gathering.shared_S) == 3 + 2 * 4
-    assert len(gathering.place_D) == len(gathering.token_K) - end  # as many as there are further copies, no padding
+    assert len(shared_S) == 3 + 2 * 4
+    assert len(place_D) == len(token_K) - end  # as many as there are further copies, no padding
 
 
 def test_short_completions_go_in_blocks_and_long_ones_piece_by_piece():

@@ -18,7 +18,7 @@ from treadle.engines.weight_updates import read_weights
 from treadle.errors import ConfigError, DiskFull, TrainingError
 from treadle.train import model_files
 from treadle.train.checkpoint import Checkpoints, Restored, Totals
-from treadle.train.optim import OPTIMIZERS, build_optimizer
+from treadle.train.optimizers import OPTIMIZERS, build_optimizer
 from treadle.train.policy import load_policy
 
 CASES = [(name, lora) for name in OPTIMIZERS for lora in (False, True)]

@@ -17,9 +17,17 @@ from treadle.config import TrainConfig
 from treadle.errors import DiskFull
 from treadle.sync.model_folders import ModelOrigin
 from treadle.train import model_files
-from treadle.train.checkpoint import Checkpoints, Restored, Totals
-from treadle.train.checkpoint_files import CheckpointDamaged, Manifest, _checksum, verify, write_manifest
-from treadle.train.optim import build_optimizer
+from treadle.train.checkpoint import (
+    CheckpointDamaged,
+    Checkpoints,
+    Manifest,
+    Restored,
+    Totals,
+    _checksum,
+    verify,
+    write_manifest,
+)
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import load_policy
 
 

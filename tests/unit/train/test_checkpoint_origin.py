@@ -13,7 +13,7 @@ from treadle.config import TrainConfig
 from treadle.errors import ConfigError
 from treadle.sync.model_folders import origin_of
 from treadle.train.checkpoint import Checkpoints, Totals
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import load_policy
 
 LORA = {"lora": True, "lora_r": 4, "lora_alpha": 8.0, "lora_layer_indices": "0"}

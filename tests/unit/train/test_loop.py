@@ -14,10 +14,10 @@ from treadle.errors import TrainingError
 from treadle.processor import fast_dtype
 from treadle.sync.modes import OfflineSync
 from treadle.track.catalogue import METRICS
-from treadle.track.jsonl import HealthFile
+from treadle.track.files import HealthFile
 from treadle.train.checkpoint import Checkpoints
 from treadle.train.loop import FROM_THE_START, accumulate_gradients, train
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 from treadle.train.stop import StopRequested
@@ -84,7 +84,7 @@ class Harness:
 
     def run(self, restored=FROM_THE_START, check_stop=lambda: None):
         train(
-            self.config, self.policy, self.optimizer, self.feed, OfflineSync(self.config), self.checkpoints,
+            self.config, self.policy, self.optimizer, self.feed, OfflineSync(self.config).publish, self.checkpoints,
             self.tracker, reference=self.reference, restored=restored, check_stop=check_stop,
             health_file=self.health_file,
         )  # fmt: skip

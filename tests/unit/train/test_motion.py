@@ -12,8 +12,7 @@ from torch import Tensor
 from tests.processors import NEEDS_BF16
 from tests.tiny_policy import TinyPolicy, gradients_of
 from treadle.config import TrainConfig
-from treadle.train.optim import OPTIMIZERS, Optimizer, build_optimizer
-from treadle.train.optim.masters import MasterOptimizer
+from treadle.train.optimizers import OPTIMIZERS, MasterOptimizer, Optimizer, build_optimizer
 
 NUM_STEPS = 50
 NUM_MICROS = 2  # whose gradients add up to that of a step

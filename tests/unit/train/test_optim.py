@@ -9,11 +9,10 @@ from tests.processors import NEEDS_BF16
 from tests.tiny_policy import TinyPolicy, gradients_of
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, TrainingError
-from treadle.train.optim import OPTIMIZERS, build_optimizer, learning_rate
-from treadle.train.optim import optimizer as optimizer_module
-from treadle.train.optim.eight_bit import BLOCK, QuantizedMoment, round_stochastically
-from treadle.train.optim.masters import Adafactor
-from treadle.train.optim.optimizer import Gradients
+from treadle.train import optimizer as optimizer_module
+from treadle.train.adamw_8bit import BLOCK, QuantizedMoment, round_stochastically
+from treadle.train.optimizer import Gradients, learning_rate
+from treadle.train.optimizers import OPTIMIZERS, Adafactor, build_optimizer
 
 NAMES = [pytest.param(name, marks=NEEDS_BF16) if name == "muon" else name for name in OPTIMIZERS]
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant"}

@@ -12,7 +12,7 @@ from tests.sample_groups import make_groups
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.train.loop import accumulate_gradients
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
 
@@ -37,7 +37,7 @@ def test_packed_logprobs_equal_one_forward_per_rollout(folder, share, kind):
     policy = load_policy(folder, config)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (micro,) = pack(groups, config).micros
-    assert (micro.num_tokens < sum(len(t) - 1 for g in groups for t in g.tokens)) == (share == "on")
+    assert (len(micro.token_ids_T) < sum(len(t) - 1 for g in groups for t in g.tokens)) == (share == "on")
     logprobs, entropy = policy.score(micro)
     expected, expected_entropy = [], []
     for g in groups:

@@ -29,7 +29,7 @@ from treadle.sync.shared_vllm import SingleCopySync
 from treadle.train import model_files
 from treadle.train.checkpoint import Checkpoints, Totals
 from treadle.train.feed import HubFeed
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import share_policy
 from treadle.train.process import TrainerProgress, WatchedSync, _registration, out_of_memory_error, run_trainer
 from treadle.watch.waits import Waits

@@ -11,13 +11,12 @@ import torch
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
 from treadle.sync.modes import OfflineSync
-from treadle.track.token_files import RolloutTokens, TokenFiles
+from treadle.track.files import RolloutTokens, TokenFiles
 from treadle.train.checkpoint import Checkpoints
-from treadle.train.loop import FrozenLogprobs, NoTokenRecord, accumulate_gradients, train
-from treadle.train.optim import build_optimizer
+from treadle.train.loop import FrozenLogprobs, RecentTokenRecord, accumulate_gradients, train
+from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack
 from treadle.train.policy import load_policy
-from treadle.train.token_record import RecentTokenRecord, open_token_record
 from treadle.wire.binary import pack_group, unpack_group
 from treadle.wire.groups import IGNORED, NO_LOGPROB, LeasedBatch, ScoredGroup, fingerprint
 
@@ -121,10 +120,6 @@ class OneFeed:
         self.seen.append(sorted(path.name for path in self.folder.iterdir()))
 
 
-class NoTracker:
-    def log(self, step, metrics): ...
-
-
 def run(folder, tmp_path, tokens, steps=4):
     config = TrainConfig(steps=steps, **SETTINGS)
     policy = load_policy(folder, config)
@@ -132,7 +127,7 @@ def run(folder, tmp_path, tokens, steps=4):
     feed = OneFeed(tmp_path / "tokens", [group([1.0, 0.0])])
     checkpoints = Checkpoints(tmp_path / "checkpoints", folder, 2)
     optimizer = build_optimizer(policy, config)
-    train(config, policy, optimizer, feed, OfflineSync(config), checkpoints, NoTracker(), tokens=tokens)
+    train(config, policy, optimizer, feed, OfflineSync(config).publish, checkpoints, None, tokens=tokens)
     return feed.seen
 
 
@@ -145,14 +140,6 @@ def test_newest_steps_are_written_before_their_batch_is_acknowledged(folder, tmp
 def test_a_disk_that_refuses_them_does_not_stop_the_training(folder, tmp_path):
     (tmp_path / "a file").write_text("")
     assert run(folder, tmp_path, RecentTokenRecord(tmp_path / "a file" / "tokens", num_steps=2)) == [[]] * 4
-
-
-def test_zero_steps_record_nothing_else_files_are_beside_the_metrics(tmp_path, policy):
-    metrics_file = tmp_path / "run" / "metrics.jsonl"
-    assert isinstance(open_token_record(TrainConfig(keep_token_steps=0), metrics_file, 0), NoTokenRecord)
-    record = open_token_record(TrainConfig(keep_token_steps=1), metrics_file, 3)
-    record.keep(5, pack([group([1.0, 0.0])], TrainConfig(**SETTINGS)), FrozenLogprobs())
-    assert [path.name for path in (tmp_path / "run" / "tokens").iterdir()] == ["step-000005.rank-3"]
 
 
 def test_the_shares_of_several_ranks_are_found_together(tmp_path):

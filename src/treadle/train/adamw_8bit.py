@@ -20,10 +20,11 @@ from torch.nn.functional import pad
 
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError
-from treadle.train.optim.optimizer import Optimizer, part_of
+from treadle.train.optimizer import Optimizer, part_of
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
+
 
 BLOCK = 256
 EPSILON = 1e-8
@@ -137,16 +138,13 @@ class AdamW8bit(Optimizer):
             self._live[name].copy_(weights)
         self._pending_weights = {}
         if self._pending_rate is not None:
-            self._move_own(self._pending_rate)
+            self._num_moves += 1
+            move = self._move_by_kernel if self._has_kernel else self._move_by_chunks
+            for name in self._own:
+                move(name, self._pending_rate)
             self._pending_rate = None
-            self.zero_gradients()
+            self._gradients.zero()
         self._ranks.broadcast_weights(self._live)
-
-    def _move_own(self, rate: float) -> None:
-        self._num_moves += 1
-        move = self._move_by_kernel if self._has_kernel else self._move_by_chunks
-        for name in self._own:
-            move(name, rate)
 
     def _move_by_kernel(self, name: str, rate: float) -> None:
         from treadle.train import kernels

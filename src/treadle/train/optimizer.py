@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 256 << 20  # fp32 copies of low-precision accumulators that exist at the same time
 MAX_SKIPPED_IN_A_ROW = 5
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
+Adder = Callable[[Tensor, Tensor], object]
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -68,19 +70,17 @@ class Gradients:
         self._own = {name: gradient for name, gradient in self.by_name.items() if name in owned}
         buffer = PinnedBuffer(live, device)
         for name, parameter in live.items():
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(self.by_name[name], buffer))
-
-    def collect(self) -> None:
-        """Sum over all ranks at each parameter's owner. Call once per step, before the methods below."""
-        self._ranks.sum_to_owners(self.by_name)
+            accumulator = self.by_name[name]
+            hook = partial(_accumulate, choose_adder(accumulator), accumulator, buffer)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def norm(self) -> float:
-        """The norm over all parameters, in fp32; synchronizes with the device once."""
+        """The norm over all parameters, in fp32, after `Ranks.sum_to_owners`; synchronizes with the device once."""
         own = 0.0
         if self._own:  # there may be more ranks than parameters
             norms = torch._foreach_norm(list(self._own.values()), 2, dtype=torch.float32)
             own = float(torch.linalg.vector_norm(torch.stack(norms)))
-        return self._ranks.total_norm(own)
+        return own if self._ranks.size == 1 else math.sqrt(self._ranks.reduce(own**2, "sum"))
 
     def scale(self, factor: float) -> None:
         torch._foreach_mul_(list(self._own.values()), factor)
@@ -127,18 +127,13 @@ class PinnedBuffer:
         target.copy_(value if value.device == target.device else self.buffer_for(target).copy_(value))
 
 
-def _accumulate_into(accumulator: Tensor, buffer: PinnedBuffer) -> Callable[[Tensor], None]:
-    add = choose_adder(accumulator)
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            add(accumulator, buffer.fetch(parameter.grad, accumulator.device))
-            parameter.grad = None
-
-    return hook
+def _accumulate(add: Adder, accumulator: Tensor, buffer: PinnedBuffer, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        add(accumulator, buffer.fetch(parameter.grad, accumulator.device))
+        parameter.grad = None
 
 
-def choose_adder(accumulator: Tensor) -> Callable[[Tensor, Tensor], object]:
+def choose_adder(accumulator: Tensor) -> Adder:
     """accumulator += gradient; on CUDA by a Triton kernel, because torch is slow at adding bf16 to fp32."""
     if accumulator.is_cuda and accumulator.dtype == torch.float32 and importlib.util.find_spec("triton"):
         from treadle.train import kernels
@@ -171,22 +166,19 @@ class Optimizer(ABC):
     is paused. Publish after every step.
     """
 
-    def __init__(self, policy: Policy, config: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, config: TrainConfig, device: torch.device, rate: Callable[[int], float] | None = None
+    ) -> None:
+        """`rate`: the learning rate of a step, instead of the configured schedule."""
         self.name: str = config.optimizer
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         self._config = config
         self._ranks = policy.ranks
         self._gradients = Gradients(policy.live, getattr(torch, config.gradient_dtype), device, policy.ranks)
-        policy.on_publish(self._write)
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Accumulated since the last step, by parameter name."""
-        return self._gradients.by_name
-
-    def zero_gradients(self) -> None:
-        self._gradients.zero()
+        self.gradients: Mapping[str, Tensor] = self._gradients.by_name  # accumulated since the last step
+        self._rate = rate or partial(learning_rate, config=config)
+        policy.write_step = self._write
 
     def step(self, step: int, *, loss_is_finite: bool = True) -> StepOutcome:
         """Clip the gradients and take step `step`, counted from 1.
@@ -195,11 +187,19 @@ class Optimizer(ABC):
         gradient that is not finite is skipped; five in a row end the training.
         """
         rate = self._rate(step)
-        self._gradients.collect()
+        self._ranks.sum_to_owners(self.gradients)
         norm = self._gradients.norm()
         skipped = not (loss_is_finite and math.isfinite(norm))
         if skipped:
-            self._skip()
+            self._gradients.zero()
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+            if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise TrainingError(
+                    f"the loss or the gradient was not a finite number in {MAX_SKIPPED_IN_A_ROW} steps in a row; "
+                    "the weights were left alone",
+                    fix="lower --train.lr, or look at the rewards and logprobs of the last batches",
+                )
         else:
             self.num_skipped_in_a_row = 0
             if norm > self._config.max_grad_norm:
@@ -219,20 +219,6 @@ class Optimizer(ABC):
         """Restore what `state` returned, and `live.<name>` of the weights; publish after it."""
         for name in COUNTERS:
             setattr(self, name, int(tensors[f"counter.{name}"]))
-
-    def _skip(self) -> None:
-        self.zero_gradients()
-        self.num_skipped += 1
-        self.num_skipped_in_a_row += 1
-        if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"the loss or the gradient was not a finite number in {MAX_SKIPPED_IN_A_ROW} steps in a row; "
-                "the weights were left alone",
-                fix="lower --train.lr, or look at the rewards and logprobs of the last batches",
-            )
-
-    def _rate(self, step: int) -> float:
-        return learning_rate(step, self._config)
 
     @abstractmethod
     def _move(self, rate: float) -> None:

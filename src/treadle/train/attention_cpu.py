@@ -32,11 +32,39 @@ FORBIDDEN = -1e30  # finite, so that rows of padding give unused numbers instead
 
 @dataclass(frozen=True)
 class Rows:
-    """Index maps between rows of blocks and rows of tokens, for one number of heads."""
+    """Index maps between rows of blocks and rows of tokens, for one number of heads. All blocks share one buffer: those
+    of the prompts, then those of the completions."""
 
-    of_blocks: Tensor  # the row of [T * heads] in each row of all blocks, prompts first
+    of_blocks: Tensor  # the row of [T * heads] in each row of all blocks
     of_tokens: Tensor  # the row of all blocks for each row of [T * heads]
     idle: Tensor  # block rows that are padding or repetitions of the root
+    shapes: tuple[tuple[int, int], ...]  # (number of blocks, rows of each) of prompts and of completions
+
+    @classmethod
+    def of(cls, blocks: Sequence[tuple[Tensor, Tensor]], num_row_dims: int) -> Rows:
+        """`blocks`: (row of [T * heads], is a real token), of prompts and of completions; the last `num_row_dims`
+        dimensions are the rows of a block."""
+        of_blocks = torch.cat([rows.reshape(-1) for rows, _ in blocks])
+        is_own = torch.cat([owned.reshape(-1) for _, owned in blocks])
+        places = torch.nonzero(is_own).squeeze(1)
+        of_tokens = torch.empty(len(places), dtype=torch.long)
+        of_tokens[of_blocks[places]] = places
+        shapes = [(rows.shape[:-num_row_dims].numel(), rows.shape[-num_row_dims:].numel()) for rows, _ in blocks]
+        return cls(of_blocks, of_tokens, torch.nonzero(~is_own).squeeze(1), tuple(shapes))
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The buffer of all rows as blocks of prompts and blocks of completions: [blocks, rows, D] each."""
+        parts = flat.split([batch * rows for batch, rows in self.shapes])
+        return [part.view(*shape, flat.shape[-1]) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def gather(self, x: Tensor, scaling: float = 1.0) -> Tensor:
+        """Tokens [T, heads, D] as the buffer of all rows, in fp32."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        return (rows if scaling == 1.0 else rows * scaling).index_select(0, self.of_blocks)
+
+    def back(self, flat: Tensor, like: Tensor) -> Tensor:
+        """The buffer of all rows as tokens, in the shape and dtype of `like`."""
+        return flat.index_select(0, self.of_tokens).to(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
@@ -58,15 +86,15 @@ class Blocks:
         return out
 
     def query_rows(self, num_heads: int, num_kv: int) -> Rows:
-        if ("query", num_heads) not in self._rows:
+        if ("query", num_heads, num_kv) not in self._rows:
             repeats = num_heads // num_kv
             heads = torch.arange(num_heads).view(num_kv, repeats)
             prompt = self.prompt_NP[:, None, None, :] * num_heads + heads[:, :, None]
             own = self.completion_NGC[:, None, :, None] * num_heads + heads[:, None, :, None]
             is_prompt = self.is_prompt_NP[:, None, None].expand(prompt.shape)
             is_own = self.is_completion_NGC[:, None, :, None].expand(own.shape)
-            self._rows["query", num_heads] = _rows([(prompt, is_prompt), (own, is_own)])
-        return self._rows["query", num_heads]
+            self._rows["query", num_heads, num_kv] = Rows.of([(prompt, is_prompt), (own, is_own)], num_row_dims=2)
+        return self._rows["query", num_heads, num_kv]
 
     def key_rows(self, num_kv: int) -> Rows:
         if ("key", num_kv) not in self._rows:
@@ -78,17 +106,20 @@ class Blocks:
             is_prompt = self.is_prompt_NP[:, None].expand(prompt.shape)
             is_completion = self.is_completion_NGC[:, None].expand(own.shape)
             is_own = torch.cat([torch.zeros_like(before, dtype=torch.bool), is_completion], -1)
-            self._rows["key", num_kv] = _rows([(prompt, is_prompt), (torch.cat([before, own], -1), is_own)])
+            own = torch.cat([before, own], -1)
+            self._rows["key", num_kv] = Rows.of([(prompt, is_prompt), (own, is_own)], num_row_dims=1)
         return self._rows["key", num_kv]
 
-
-def _rows(blocks: Sequence[tuple[Tensor, Tensor]]) -> Rows:
-    of_blocks = torch.cat([rows.reshape(-1) for rows, _ in blocks])
-    is_own = torch.cat([owned.reshape(-1) for _, owned in blocks])
-    places = torch.nonzero(is_own).squeeze(1)
-    of_tokens = torch.empty(len(places), dtype=torch.long)
-    of_tokens[of_blocks[places]] = places
-    return Rows(of_blocks, of_tokens, torch.nonzero(~is_own).squeeze(1))
+    def sum_shared(self, d_prompt: Tensor, d_completion: Tensor) -> None:
+        """Prompts are keys of all their completions, and the root of all groups: sum their gradients, the root's in the
+        first group."""
+        num_groups, num_completions, _ = self.completion_NGC.shape
+        _, num_prompt, num_dims = d_prompt.shape
+        prompt = d_prompt.view(num_groups, -1, num_prompt, num_dims)
+        copies = d_completion.view(num_groups, prompt.shape[1], num_completions, -1, num_dims)
+        prompt += copies[:, :, :, :num_prompt].sum(2)
+        root = slice(0, self.num_root)
+        prompt[0, :, root] = prompt[:, :, root].sum(0)
 
 
 def num_pairs(segments: Sequence[Segment]) -> int:
@@ -140,33 +171,35 @@ def plan_blocks(segments: Sequence[Segment]) -> Blocks:
 class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scaling: float) -> Tensor:
-        layout = _BlockShapes(query, key, blocks)
-        _, queries = layout.queries_of(query, scaling)
-        _, keys = layout.keys_of(key)
-        _, values = layout.keys_of(value)
-        out, outs = layout.empty_queries(query.shape[-1])
+        query_rows, key_rows = blocks.query_rows(query.shape[1], key.shape[1]), blocks.key_rows(key.shape[1])
+        flat = query_rows.gather(query, scaling)
+        out = torch.empty_like(flat)
+        queries, outs = query_rows.split(flat), query_rows.split(out)
+        keys, values = (key_rows.split(key_rows.gather(x)) for x in (key, value))
+        num_kv, repeats = key.shape[1], query.shape[1] // key.shape[1]
+        (n, p), (_, g, c) = blocks.prompt_NP.shape, blocks.completion_NGC.shape
+        shapes = ((n, num_kv, repeats, p, p), (n, num_kv, g, repeats, c, p + c))
         probs = []
         for place, bias in enumerate((blocks.prompt_bias, blocks.completion_bias)):
             scores = torch.bmm(queries[place], keys[place].mT)
-            scores.view(layout.score_shapes[place]).add_(bias)
+            scores.view(shapes[place]).add_(bias)
             probs.append(torch.softmax(scores, -1))
             torch.bmm(probs[place], values[place], out=outs[place])
         ctx.save_for_backward(query, key, value, *probs)
         ctx.blocks, ctx.scaling = blocks, scaling
-        return layout.queries_back(out, query)
+        return query_rows.back(out, query)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *probs = ctx.saved_tensors
-        layout = _BlockShapes(query, key, ctx.blocks)
-        _, queries = layout.queries_of(query, ctx.scaling)
-        _, keys = layout.keys_of(key)
-        _, values = layout.keys_of(value)
-        flat, d_outs = layout.queries_of(grads[0], 1.0)
-        flat.index_fill_(0, layout.query_rows.idle, 0.0)  # padding and repetitions have no gradient
-        d_query, d_queries = layout.empty_queries(query.shape[-1])
-        d_key, d_keys = layout.empty_keys(query.shape[-1])
-        d_value, d_values = layout.empty_keys(query.shape[-1])
+        blocks: Blocks = ctx.blocks
+        query_rows, key_rows = blocks.query_rows(query.shape[1], key.shape[1]), blocks.key_rows(key.shape[1])
+        inputs = query_rows.gather(query, ctx.scaling), key_rows.gather(key), key_rows.gather(value)
+        d_query, d_key, d_value = map(torch.empty_like, inputs)
+        d_out = query_rows.gather(grads[0])
+        d_out.index_fill_(0, query_rows.idle, 0.0)  # padding and repetitions have no gradient
+        queries, d_outs, d_queries = (query_rows.split(flat) for flat in (inputs[0], d_out, d_query))
+        keys, values, d_keys, d_values = (key_rows.split(flat) for flat in (*inputs[1:], d_key, d_value))
         for place in range(2):
             torch.bmm(probs[place].mT, d_outs[place], out=d_values[place])
             d_scores = torch.bmm(d_outs[place], values[place].mT).mul_(probs[place])
@@ -174,73 +207,14 @@ class BlockAttention(torch.autograd.Function):
             torch.bmm(d_scores, keys[place], out=d_queries[place])
             torch.bmm(d_scores.mT, queries[place], out=d_keys[place])
         for gradients in (d_keys, d_values):
-            layout.sum_shared(*gradients)
+            blocks.sum_shared(*gradients)
         return (
-            layout.queries_back(d_query.mul_(ctx.scaling), query),
-            layout.keys_back(d_key, key),
-            layout.keys_back(d_value, value),
+            query_rows.back(d_query.mul_(ctx.scaling), query),
+            key_rows.back(d_key, key),
+            key_rows.back(d_value, value),
             None,
             None,
         )
-
-
-class _BlockShapes:
-    """Gathers tokens into blocks and back for the shapes of one layer. All blocks share one buffer."""
-
-    def __init__(self, query: Tensor, key: Tensor, blocks: Blocks) -> None:
-        num_heads, self._num_kv = query.shape[1], key.shape[1]
-        self._blocks = blocks
-        self.query_rows = blocks.query_rows(num_heads, self._num_kv)
-        self.key_rows = blocks.key_rows(self._num_kv)
-        repeats = num_heads // self._num_kv
-        (n, p), (_, g, c) = blocks.prompt_NP.shape, blocks.completion_NGC.shape
-        self._sizes = n, g
-        self._query_shapes = ((n * self._num_kv, repeats * p), (n * self._num_kv * g, repeats * c))
-        self._key_shapes = ((n * self._num_kv, p), (n * self._num_kv * g, p + c))
-        self.score_shapes = ((n, self._num_kv, repeats, p, p), (n, self._num_kv, g, repeats, c, p + c))
-
-    def queries_of(self, x: Tensor, scaling: float) -> tuple[Tensor, list[Tensor]]:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        if scaling != 1.0:
-            rows = rows * scaling
-        flat = rows.index_select(0, self.query_rows.of_blocks)
-        return flat, _split(flat, self._query_shapes)
-
-    def keys_of(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        flat = x.reshape(-1, x.shape[-1]).float().index_select(0, self.key_rows.of_blocks)
-        return flat, _split(flat, self._key_shapes)
-
-    def empty_queries(self, num_dims: int) -> tuple[Tensor, list[Tensor]]:
-        flat = torch.empty(len(self.query_rows.of_blocks), num_dims)
-        return flat, _split(flat, self._query_shapes)
-
-    def empty_keys(self, num_dims: int) -> tuple[Tensor, list[Tensor]]:
-        flat = torch.empty(len(self.key_rows.of_blocks), num_dims)
-        return flat, _split(flat, self._key_shapes)
-
-    def queries_back(self, flat: Tensor, like: Tensor) -> Tensor:
-        return flat.index_select(0, self.query_rows.of_tokens).to(like.dtype).view(like.shape)
-
-    def keys_back(self, flat: Tensor, like: Tensor) -> Tensor:
-        return flat.index_select(0, self.key_rows.of_tokens).to(like.dtype).view(like.shape)
-
-    def sum_shared(self, d_prompt: Tensor, d_completion: Tensor) -> None:
-        """Prompts are keys of all their completions, and the root of all groups: sum their gradients, the root's in the
-        first group."""
-        num_groups, num_completions = self._sizes
-        num_prompt = d_prompt.shape[1]
-        prompt = d_prompt.view(num_groups, self._num_kv, num_prompt, -1)
-        copies = d_completion.view(num_groups, self._num_kv, num_completions, -1, d_completion.shape[-1])
-        prompt += copies[:, :, :, :num_prompt].sum(2)
-        root = slice(0, self._blocks.num_root)
-        prompt[0, :, root] = prompt[:, :, root].sum(0)
-
-
-def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Split a buffer of rows into batches of rows."""
-    sizes = [batch * rows for batch, rows in shapes]
-    parts = flat.split(sizes)
-    return [part.view(*shape, flat.shape[-1]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _causal(size: int) -> Tensor:
@@ -294,7 +268,10 @@ class SdpaPlan:
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> SdpaPlan:
         pieces = tuple(pieces_of(segments))
-        masks = {shape: _mask(*shape, device) for shape in {(p.num_queries, p.num_keys) for p in pieces}}
+        masks = {
+            (q, k): None if q == k else torch.ones(q, k, dtype=torch.bool, device=device).tril(k - q)
+            for q, k in {(p.num_queries, p.num_keys) for p in pieces}
+        }
         return cls(pieces, tuple(masks[p.num_queries, p.num_keys] for p in pieces))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -318,9 +295,3 @@ class SdpaPlan:
 
 def _gather(x: Tensor, piece: Piece) -> Tensor:
     return torch.cat([x[:, :, slice(*span)] for span in (*piece.before, piece.own)], 2)
-
-
-def _mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
-    if num_queries == num_keys:
-        return None
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)

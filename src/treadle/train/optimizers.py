@@ -1,4 +1,11 @@
-"""Optimizers that keep fp32 masters of the weights: AdamW, Adafactor and Muon.
+"""Choose the optimizer by name; the training loop knows only `Optimizer`. Those with fp32 masters are defined here.
+
+name         bytes per parameter   state in addition to the bf16 weights and fp32 gradients (6 bytes)
+adamw        18                    fp32 masters and two fp32 moments, on the device
+adamw_8bit   8.03                  two 8-bit moments; weights are updated in place, with stochastic rounding
+adafactor    10                    fp32 masters; the mean square as one row and one column
+adamw_cpu    2 (and 16 in host)    the state of adamw and the gradients, in host memory
+muon         14                    fp32 masters and one fp32 momentum for matrices; adamw for other parameters
 
       masters (fp32) ──write──> live (bf16, possibly shared with the engine)
           ^                         |
@@ -13,6 +20,7 @@ optional; without it the step size is exactly the learning rate. (Shazeer and St
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +29,8 @@ from torch import Tensor, nn
 from treadle.config import TrainConfig
 from treadle.log import get_logger
 from treadle.processor import fast_dtype
-from treadle.train.optim.optimizer import Optimizer, PinnedBuffer, part_of
+from treadle.train.adamw_8bit import AdamW8bit
+from treadle.train.optimizer import Optimizer, PinnedBuffer, part_of
 
 if TYPE_CHECKING:
     from treadle.train.policy import Policy
@@ -101,7 +110,7 @@ class MasterOptimizer(Optimizer):
         rate: Callable[[int], float] | None = None,
     ) -> None:
         device = device or policy.device
-        super().__init__(policy, config, device)
+        super().__init__(policy, config, device, rate)
         owned = policy.ranks.owned(policy.live)
         self.masters: Masters = {
             name: nn.Parameter(policy.live[name].detach().to(device, torch.float32, copy=True))
@@ -111,7 +120,6 @@ class MasterOptimizer(Optimizer):
         self._live = policy.live
         self._buffer = PinnedBuffer(policy.live, device)
         self._rules = rules(self.masters) if self.masters else []  # there may be more ranks than parameters
-        self._own_rate = rate
 
     def state(self) -> dict[str, Tensor]:
         tensors = super().state() | {f"master.{name}": master.detach() for name, master in self.masters.items()}
@@ -137,9 +145,6 @@ class MasterOptimizer(Optimizer):
                 # A copy: a loaded tensor may be a memory map of a file that is deleted later.
                 rule_of[master].state[master][part] = value.to(master.device, copy=True)
 
-    def _rate(self, step: int) -> float:
-        return super()._rate(step) if self._own_rate is None else self._own_rate(step)
-
     def _move(self, rate: float) -> None:
         for rule in self._rules:
             for group in rule.param_groups:
@@ -151,7 +156,7 @@ class MasterOptimizer(Optimizer):
                 rule.step()
             for name in piece:
                 self.masters[name].grad = None
-        self.zero_gradients()
+        self._gradients.zero()
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -160,14 +165,20 @@ class MasterOptimizer(Optimizer):
         self._ranks.broadcast_weights(self._live)
 
 
-def adamw(policy: Policy, config: TrainConfig) -> MasterOptimizer:
-    return MasterOptimizer(policy, config, lambda masters: [_adamw_rule(masters, config)])
+def adamw(policy: Policy, config: TrainConfig, device: torch.device | None = None) -> MasterOptimizer:
+    """`device` "cpu": everything except the live weights is in host memory. Steps are slow, and 16 bytes per parameter
+    less are on the GPU."""
+    return MasterOptimizer(policy, config, lambda masters: [_adamw_rule(masters, config)], device=device)
 
 
-def adamw_cpu(policy: Policy, config: TrainConfig) -> MasterOptimizer:
-    """Keep everything except the live weights in host memory: slow steps, 16 bytes per parameter less on the device."""
-    host = torch.device("cpu")
-    return MasterOptimizer(policy, config, lambda masters: [_adamw_rule(masters, config)], device=host)
+def _adamw_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        list(masters.values()),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def adafactor(policy: Policy, config: TrainConfig) -> MasterOptimizer:
@@ -187,14 +198,25 @@ def adafactor(policy: Policy, config: TrainConfig) -> MasterOptimizer:
 
 def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
     """Muon for the matrices inside of the layers; AdamW for embeddings, the output layer, and vectors."""
-    tables = {id(table.weight) for table in _vocabulary_tables(policy)}
-    is_matrix = {name: p.ndim == 2 and id(p) not in tables for name, p in policy.live.items()}
+    tables = (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
+    outer = {id(table.weight) for table in tables if table is not None}
+    is_matrix = {name: p.ndim == 2 and id(p) not in outer for name, p in policy.live.items()}
 
     def rules(masters: Masters) -> list[torch.optim.Optimizer]:
-        matrices = {name: master for name, master in masters.items() if is_matrix[name]}
+        matrices = [master for name, master in masters.items() if is_matrix[name]]
         others = {name: master for name, master in masters.items() if not is_matrix[name]}
-        choice = ((_muon_rule, matrices), (_adamw_rule, others))
-        return [rule(part, config) for rule, part in choice if part]  # adapters have only matrices
+        chosen: list[torch.optim.Optimizer] = []
+        if matrices:
+            chosen.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=config.lr,
+                    momentum=MUON_MOMENTUM,
+                    weight_decay=config.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",  # makes one learning rate fit both optimizers
+                )
+            )
+        return [*chosen, _adamw_rule(others, config)] if others else chosen  # adapters have only matrices
 
     if fast_dtype(policy.device.type) != "bfloat16":
         log.warning(
@@ -203,26 +225,15 @@ def muon(policy: Policy, config: TrainConfig) -> MasterOptimizer:
     return MasterOptimizer(policy, config, rules)
 
 
-def _vocabulary_tables(policy: Policy) -> list[nn.Module]:
-    tables = (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
-    return [table for table in tables if table is not None]
+OPTIMIZERS: Mapping[str, Callable[[Policy, TrainConfig], Optimizer]] = {
+    "adamw": adamw,
+    "adamw_8bit": AdamW8bit,
+    "adafactor": adafactor,
+    "adamw_cpu": partial(adamw, device=torch.device("cpu")),
+    "muon": muon,
+}
 
 
-def _muon_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
-    return torch.optim.Muon(
-        list(masters.values()),
-        lr=config.lr,
-        momentum=MUON_MOMENTUM,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",  # makes one learning rate fit both optimizers
-    )
-
-
-def _adamw_rule(masters: Masters, config: TrainConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        list(masters.values()),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def build_optimizer(policy: Policy, config: TrainConfig) -> Optimizer:
+    """Build the optimizer `config.optimizer` for the trainable parameters of `policy`."""
+    return OPTIMIZERS[config.optimizer](policy, config)
