@@ -154,16 +154,18 @@ def plan_blocks(segments: Sequence[Segment]) -> Blocks:
             completion[n, g, : end - start] = torch.arange(start, end)
             is_completion[n, g, : end - start] = True
     no_padding = torch.where(is_prompt, 0.0, FORBIDDEN)
-    causal = _causal(longest).expand(num_groups, -1, -1)
+    size = max(longest, longest_prompt)
+    causal = torch.full((size, size), FORBIDDEN).triu(1)
     is_prompt[1:, :num_root] = False
-    seen = torch.cat([no_padding[:, None].expand(-1, longest, -1), causal], -1)
+    own = causal[:longest, :longest].expand(num_groups, -1, -1)
+    seen = torch.cat([no_padding[:, None].expand(-1, longest, -1), own], -1)
     return Blocks(
         num_root=num_root,
         prompt_NP=prompt,
         completion_NGC=completion,
         is_prompt_NP=is_prompt,
         is_completion_NGC=is_completion,
-        prompt_bias=(no_padding[:, None] + _causal(longest_prompt))[:, None, None],
+        prompt_bias=(no_padding[:, None] + causal[:longest_prompt, :longest_prompt])[:, None, None],
         completion_bias=seen[:, None, None, None],
     )
 
@@ -215,10 +217,6 @@ class BlockAttention(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _causal(size: int) -> Tensor:
-    return torch.full((size, size), FORBIDDEN).triu(1)
 
 
 # ---- pieces
@@ -279,11 +277,13 @@ class SdpaPlan:
         q, k, v = (x.float().transpose(0, 1)[None] for x in (query, key, value))
         outputs = []
         for piece, mask in zip(self.pieces, self.masks, strict=True):
+            spans = [slice(*span) for span in (*piece.before, piece.own)]
+            keys, values = (torch.cat([x[:, :, span] for span in spans], 2) for x in (k, v))
             outputs.append(
                 scaled_dot_product_attention(
-                    q[:, :, slice(*piece.own)],
-                    _gather(k, piece),
-                    _gather(v, piece),
+                    q[:, :, spans[-1]],
+                    keys,
+                    values,
                     attn_mask=mask,
                     is_causal=mask is None,
                     scale=scaling,
@@ -291,7 +291,3 @@ class SdpaPlan:
                 )
             )
         return torch.cat(outputs, 2)[0].transpose(0, 1).to(query.dtype)
-
-
-def _gather(x: Tensor, piece: Piece) -> Tensor:
-    return torch.cat([x[:, :, slice(*span)] for span in (*piece.before, piece.own)], 2)

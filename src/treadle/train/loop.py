@@ -223,8 +223,10 @@ class RecentTokenRecord:
 
 def _tokens_of(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Iterator[RolloutTokens]:
     tokens = micro.loss_tokens
-    differences_L = _small(logprobs_L.float().cpu() - tokens.rollout_logprobs_L)
-    advantages_L = _small(tokens.advantages_L)
+    differences_L, advantages_L = (
+        values_L.numpy().clip(-LARGEST_FLOAT16, LARGEST_FLOAT16).astype("<f2")
+        for values_L in (logprobs_L.float().cpu() - tokens.rollout_logprobs_L, tokens.advantages_L)
+    )
     positions_L = (micro.positions_T[micro.source_L] + 1).numpy()
     ends_S = np.bincount(tokens.sequences_L.numpy(), minlength=tokens.num_sequences).cumsum().tolist()
     for (group, rollout), start, end in zip(micro.origins, [0, *ends_S], ends_S, strict=False):
@@ -237,10 +239,6 @@ def _tokens_of(micro: Micro, logprobs_L: Tensor, names: dict[int, int]) -> Itera
             differences=differences_L[start:end].tobytes(),
             advantages=(advantages[:1] if are_alike else advantages).tobytes(),
         )
-
-
-def _small(values_L: Tensor) -> np.ndarray:
-    return values_L.numpy().clip(-LARGEST_FLOAT16, LARGEST_FLOAT16).astype("<f2")
 
 
 def _runs(positions: np.ndarray) -> list[int]:

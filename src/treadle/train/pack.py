@@ -198,10 +198,6 @@ class _Portion:
     stem: int
 
     @property
-    def stem_tokens(self) -> list[int]:
-        return self.prepared.group.tokens[self.rollouts[0]][: self.stem]
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens of each rollout after the stem, without the last."""
         return [len(self.prepared.tokens[i]) - 1 - self.stem for i in self.rollouts]
@@ -282,7 +278,8 @@ class _MicroBuilder:
         self._portions = portions
         self._weights = weights
         shares = any(portion.stem for portion in portions)
-        num_root = root_length([portion.stem_tokens for portion in portions]) if shares else 0
+        stems = [p.prepared.group.tokens[p.rollouts[0]][: p.stem] for p in portions]
+        num_root = root_length(stems) if shares else 0
         root = portions[0].prepared.tokens[portions[0].rollouts[0]][:num_root]
         self._root = (0, len(root))
         self._ids: list[np.ndarray] = [root]
