@@ -29,9 +29,8 @@ from treadle.config import TrainConfig
 from treadle.engines.models import resolve_model
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.net.listening import take_port
-from treadle.sync.engine_link import EngineLink
 from treadle.sync.modes import choose_sync
-from treadle.sync.protocol import Receipt
+from treadle.sync.protocol import EngineLink, Receipt
 from treadle.train.loop import accumulate_gradients
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack

@@ -29,9 +29,9 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import SyncError
-from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
 from treadle.sync.gate import PublishGate, new_publish_id
+from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_vllm import WeightBroadcaster
 
 PROMPT = [20, 21, 22, 23, 30]

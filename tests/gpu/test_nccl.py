@@ -25,7 +25,7 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
-from treadle.sync.engine_link import EngineLink
+from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_vllm import BroadcastSync, WeightBroadcaster
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack

@@ -11,7 +11,7 @@ import torch
 from tests.e2e.processes import free_port, running, wait_until_healthy
 from tests.tiny_model import write_tiny_model
 from treadle.config import TrainConfig
-from treadle.sync.file_modes import LoraSwapSync
+from treadle.sync.modes import LoraSwapSync
 from treadle.sync.shared_vllm import SingleCopySync
 from treadle.train.optimizers import build_optimizer
 from treadle.train.pack import pack

@@ -68,8 +68,8 @@ class Served:
     """An engine with its HTTP API on an event loop in a thread: `served(engine.generate(...))` from a test."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from treadle.engines.api.app import build_app
-        from treadle.engines.vllm.start import start_vllm
+        from treadle.engines.api import build_app
+        from treadle.engines.vllm import start_vllm
         from treadle.net.listening import take_port
 
         config = with_little_memory(config)

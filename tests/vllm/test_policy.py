@@ -18,8 +18,8 @@ from tests.vllm.reference import load, logits_after, logprobs_of, mean_differenc
 from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
-from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import fingerprint
+from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.sync.shared_vllm import WeightBroadcaster
 

@@ -10,8 +10,7 @@ from tests.vllm.conftest import SAME
 from tests.vllm.reference import load, logits_after
 from treadle.config import TrainConfig
 from treadle.errors import SyncError
-from treadle.sync.engine_link import EngineLink
-from treadle.sync.protocol import TokenScores
+from treadle.sync.protocol import EngineLink, TokenScores
 from treadle.sync.verify import PublishVerifier
 
 LAYER = "model.layers.1."

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from treadle.config import EngineConfig
 from treadle.config.schema import has_vllm
-from treadle.engines.api.app import create_app, engine_access
+from treadle.engines.api import create_app, engine_access
 from treadle.engines.interface import InferenceEngine, ServingStatus
 from treadle.engines.model_folder import base_model_name, is_adapter, read_adapter_settings
 from treadle.engines.models import resolve_model
@@ -188,7 +188,7 @@ def start_engine(config: EngineConfig, folder: Path, on_progress: Callable[[str,
     `on_progress(what, done, total)` reports progress of loading, where it is known.
     """
     if has_vllm(config):
-        from treadle.engines.vllm.start import start_vllm
+        from treadle.engines.vllm import start_vllm
 
         return start_vllm(config, folder, on_progress)
     require("train", "torch", "transformers")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from treadle.errors import SyncError
-from treadle.sync.process_identity import ProcessIdentity
+from treadle.sync.gate import ProcessIdentity
 
 ALIGNMENT = 64  # bytes; a cache line, so that every parameter starts where vector loads are fast
 

@@ -1,16 +1,312 @@
-"""Choose the sync mode by name. Neither the training loop nor the policy knows which one is used."""
+"""Choose the sync mode by name; the modes that publish weights or adapters through files. shared_vllm.py has the other.
+
+reload                  write all weights; the running engine loads them
+delta                   like reload, with only the elements that changed since the engine's version
+lora_only               write an adapter; the engine loads it while it serves
+none, lora_restart      write the model or the adapter, and restart the engine from it
+offline                 no engine
+
+Neither the training loop nor the policy knows which mode is used.
+"""
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
 
 from treadle.config import TrainConfig
 from treadle.errors import ModelError
-from treadle.sync.file_modes import DeltaSync, LoraRestartSync, LoraSwapSync, ReloadSync, RestartSync
-from treadle.sync.protocol import AttachedModel, Publishable, Receipt, SyncMode
+from treadle.log import get_logger
+from treadle.sync.delta import DELTA_FROM, WeightUpdate, as_tensors, find_changes, set_weight, smaller_form
+from treadle.sync.fingerprint import whole_fingerprint
+from treadle.sync.layout import Layout
+from treadle.sync.model_folders import NUM_KEPT, LiveFolder
+from treadle.sync.protocol import (
+    NOT_VERIFIED,
+    AttachedModel,
+    EngineLink,
+    Publishable,
+    Receipt,
+    SyncMode,
+    Verified,
+    attach_adapters,
+    attach_own_weights,
+)
 from treadle.sync.shared_vllm import BroadcastSync, SingleCopySync
+from treadle.sync.verify import ExpectedState, PublishVerifier
+from treadle.wire.bridge import (
+    BridgeInfo,
+    LoadAdapter,
+    LoadedAdapter,
+    ReloadWeights,
+    RestartEngine,
+    UnloadAdapter,
+    Updated,
+)
+
+COMPARED = (torch.bfloat16, torch.float16)  # delta: number formats that are compared element by element
+log = get_logger("sync")
+
+
+class ReloadSync:
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._engine = EngineLink.of_trainer(config)
+        self._verifier = PublishVerifier(config, self._engine)
+        self._live = LiveFolder(config)
+
+    def attach(self) -> AttachedModel:
+        return attach_own_weights(self._config, self._engine)
+
+    def settle(self) -> None:
+        self._verifier.settle()
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._verifier.settle()
+        started = time.monotonic()
+        policy.write_live_weights()
+        folder = self._save(policy, self._live.prepare(), f"weights_v{version}")
+        body = ReloadWeights(path=str(folder), policy_version=version)
+        updated = self._engine.post("/reload_weights", body, Updated)
+        written = time.monotonic()
+        verified = self._verifier.verify(policy, version, updated.policy_version)
+        return Receipt(
+            version=version,
+            wait_s=0.0,
+            write_s=written - started,
+            hold_s=updated.held_s,
+            num_bytes=self._live.keep_newest(folder),
+            verified=verified,
+        )
+
+    def _save(self, policy: Publishable, root: Path, name: str) -> Path:
+        return policy.save_model(root, name)
+
+
+class KnownWeights:
+    """The weights that the engine has: a copy in host memory of 16-bit weights, fingerprints of others.
+
+    A step with a small learning rate changes a small part of nearly every 16-bit weight, so changed elements are sent
+    (delta.py). Of a 32-bit weight nearly every element changes: it is sent whole if its fingerprint changed.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._copies: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, str] = {}
+        for name, weight in weights:
+            if weight.dtype in COMPARED:
+                self._copies[name] = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+            else:
+                self._fingerprints[name] = whole_fingerprint(weight)
+
+    def advance(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, WeightUpdate]:
+        """Return the updates that give the engine `weights`, each in its smaller form, and remember them."""
+        updates: dict[str, WeightUpdate] = {}
+        for name, weight in weights:
+            if name in self._copies:
+                changes = find_changes(weight, self._copies[name])
+                if len(changes.indices):
+                    updates[name] = smaller_form(weight, changes)
+                    set_weight(self._copies[name], changes)
+            elif (now := whole_fingerprint(weight)) != self._fingerprints[name]:
+                updates[name] = weight
+                self._fingerprints[name] = now
+        return updates
+
+
+class DeltaSync(ReloadSync):
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._known: KnownWeights | None = None  # None: everything is sent
+        self._known_version = 0
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        try:
+            if self._engine.get("/bridge/info", BridgeInfo).update_count != self._known_version:
+                self._known = None  # the engine was restarted
+            receipt = super().publish(policy, version)
+        except BaseException:
+            self._known = None  # the engine may have either version, or a mixture
+            raise
+        self._known_version = version
+        return receipt
+
+    def _save(self, policy: Publishable, root: Path, name: str) -> Path:
+        if self._known is None:
+            self._known = KnownWeights(policy.served_weights())
+            return policy.save_model(root, name)
+        tensors = as_tensors(self._known.advance(policy.served_weights()))
+        return policy.save_weights(root, name, tensors, {DELTA_FROM: str(self._known_version)})
+
+
+class _AdapterStatus(msgspec.Struct):
+    name: str
+    policy_version: int | None  # None: loaded by hand, and left alone
+
+
+class _LoraStatus(msgspec.Struct):
+    """The used fields of GET /lora/status."""
+
+    adapters: list[_AdapterStatus]
+
+
+class LoraSwapSync:
+    """Every publish is a new adapter under a new name: engines cache by name, and running requests keep their adapter.
+    The newest two stay loaded. With --single-copy the trainer reads the engine's base model instead of loading it."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._engine = EngineLink.of_trainer(config)
+        self._verifier = PublishVerifier(config, self._engine, compares="adapter")
+        self._live = LiveFolder(config)
+        self._kept: list[str] = []  # adapters that stay loaded
+        self._suffix = secrets.token_hex(3)  # a resumed run must not reuse an adapter name
+
+    def attach(self) -> AttachedModel:
+        attached = attach_adapters(self._config, self._engine)
+        if not self._config.single_copy:
+            return attached
+        layout = self._engine.wait_for("/bridge/state_dict_info", Layout)  # of the base model, without adapters
+        return replace(attached, layout=layout, has_one_copy=True)
+
+    def settle(self) -> None:
+        self._verifier.settle()
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        self._verifier.settle()
+        started = time.monotonic()
+        policy.write_live_weights()
+        folder = policy.save_adapter(self._live.prepare(), f"adapter_v{version}")
+        body = LoadAdapter(
+            adapter_path=str(folder), adapter_name=f"adapter_v{version}-{self._suffix}", policy_version=version
+        )
+        loaded = self._engine.post("/lora/load", body, LoadedAdapter)
+        sent = time.monotonic()
+        verified = self._verifier.verify(policy, version, loaded.policy_version, loaded.adapter_name)
+        num_bytes = self._live.keep_newest(folder)
+        self._kept = [*self._kept, loaded.adapter_name][-NUM_KEPT:]
+        self._unload_older()
+        return Receipt(
+            version=version,
+            wait_s=0.0,
+            write_s=sent - started,
+            num_bytes=num_bytes,
+            verified=verified,
+        )
+
+    def _unload_older(self) -> None:
+        """Unload the policy's adapters that are two publishes old, or from before a resume."""
+        for adapter in self._engine.get("/lora/status", _LoraStatus).adapters:
+            if adapter.policy_version is not None and adapter.name not in self._kept:
+                self._engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
+
+
+class RestartSync:
+    """Publish all weights by a restart; LoraRestartSync publishes an adapter on top of the starting model.
+
+    Training continues while the engine loads. The next publish waits for the restart and its verification; the first
+    and the last publish wait themselves.
+    """
+
+    publishes_adapters = False
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._engine = EngineLink.of_trainer(config)
+        self._verifier = PublishVerifier(
+            config, self._engine, compares="adapter" if self.publishes_adapters else "weights", is_checked_later=True
+        )
+        self._live = LiveFolder(config)
+        self._base = Path(config.model)
+        self._served: int | None = None  # None: nothing published yet
+        self._pending: Future[tuple[int, Verified]] | None = None
+
+    def attach(self) -> AttachedModel:
+        attach = attach_adapters if self.publishes_adapters else attach_own_weights
+        attached = attach(self._config, self._engine)
+        self._base = attached.folder
+        return attached
+
+    def settle(self) -> None:
+        """A restart takes long: the next publish waits for it, not the training."""
+
+    def publish(self, policy: Publishable, version: int) -> Receipt:
+        started = time.monotonic()
+        verified = self._settle()
+        settled = time.monotonic()
+        policy.write_live_weights()
+        expected = self._verifier.expect(policy, version)
+        num_bytes = 0
+        if self._serves_this_already(version):
+            if self.publishes_adapters:
+                expected = replace(expected, fingerprints=None)  # it has no adapter yet, and the trainer's is zero
+            self._served, verified = version, self._verifier.check(expected, version)
+        else:
+            folder = self._save(policy, version)
+            num_bytes = self._live.keep_newest(folder)
+            is_first = self._served is None
+            self._begin(folder, expected)
+            if is_first or version >= self._config.steps:  # needed by the first rollouts and the last evaluation
+                verified = self._settle()
+        return Receipt(
+            version=version if self._served is None else self._served,
+            wait_s=settled - started,
+            write_s=time.monotonic() - settled,
+            num_bytes=num_bytes,
+            verified=verified,
+        )
+
+    def _serves_this_already(self, version: int) -> bool:
+        """Before the first step the engine has the starting model: a restart would change nothing."""
+        if version != 0:
+            return False
+        info = self._engine.get("/bridge/info", BridgeInfo)
+        return info.update_count == 0 and Path(info.model_name).resolve() == self._base.resolve()
+
+    def _save(self, policy: Publishable, version: int) -> Path:
+        if self.publishes_adapters:
+            return policy.save_adapter(self._live.prepare(), f"adapter_v{version}")
+        return policy.save_model(self._live.prepare(), f"weights_v{version}")
+
+    def _begin(self, folder: Path, expected: ExpectedState) -> None:
+        """Restart the engine in a daemon thread."""
+        adapter = str(folder) if self.publishes_adapters else None
+        model = str(self._base.resolve()) if self.publishes_adapters else str(folder)
+        body = RestartEngine(model_path=model, adapter_path=adapter, policy_version=expected.version)
+        self._pending = future = Future[tuple[int, Verified]]()
+
+        def restart() -> None:
+            try:
+                updated = self._engine.post("/bridge/restart", body, Updated)
+                served = updated.policy_version
+                loaded = folder.name if self.publishes_adapters else None  # the adapter's name in the engine
+                future.set_result((served, self._verifier.check(expected, served, adapter=loaded)))
+                log.info("engine_restarted", policy_version=updated.policy_version, seconds=updated.seconds)
+            except BaseException as error:  # raised by the next publish
+                future.set_exception(error)
+
+        threading.Thread(target=restart, name="engine-restart", daemon=True).start()
+
+    def _settle(self) -> Verified:
+        """Wait for a pending restart, and raise its error."""
+        if self._pending is None:
+            return NOT_VERIFIED
+        self._served, verified = self._pending.result()  # the calls it waits for have deadlines
+        self._pending = None
+        return verified
+
+
+class LoraRestartSync(RestartSync):
+    publishes_adapters = True
 
 
 class OfflineSync:

@@ -31,9 +31,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from treadle.errors import ConfigError, DiskFull, SyncError
 from treadle.log import get_logger
-from treadle.sync.gate import PublishGate, gate_beside
+from treadle.sync.gate import PublishGate, gate_beside, this_process
 from treadle.sync.layout import CudaStorage, Layout, Placement, plan_layout
-from treadle.sync.process_identity import this_process
 
 FILE_NAME = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"

@@ -37,14 +37,6 @@ from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.errors import ConfigError, SyncError
 from treadle.loading import choose_device
 from treadle.log import get_logger
-from treadle.sync.engine_link import (
-    QUICK_S,
-    EngineLink,
-    attach_own_weights,
-    attach_remote,
-    check_same_dtype,
-    choose_folder,
-)
 from treadle.sync.gate import PublishGate, new_publish_id
 from treadle.sync.layout import Layout
 from treadle.sync.process_group import (
@@ -57,7 +49,17 @@ from treadle.sync.process_group import (
     host_store,
     local_address_towards,
 )
-from treadle.sync.protocol import AttachedModel, Publishable, Receipt
+from treadle.sync.protocol import (
+    QUICK_S,
+    AttachedModel,
+    EngineLink,
+    Publishable,
+    Receipt,
+    attach_own_weights,
+    attach_remote,
+    check_same_dtype,
+    choose_folder,
+)
 from treadle.sync.shared_memory import find_bridge_file, gpu_uuid, read_bridge_file
 from treadle.sync.verify import PublishVerifier
 from treadle.wire.bridge import (

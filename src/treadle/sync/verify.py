@@ -34,9 +34,8 @@ from treadle.config import TrainConfig
 from treadle.errors import SyncError
 from treadle.log import get_logger
 from treadle.support import CANARY_BOUNDS
-from treadle.sync.engine_link import EngineLink
 from treadle.sync.fingerprint import FingerprintCache, begin_fingerprints, fingerprints
-from treadle.sync.protocol import NOT_VERIFIED, Publishable, TokenScores, Verified
+from treadle.sync.protocol import NOT_VERIFIED, EngineLink, Publishable, TokenScores, Verified
 from treadle.wire.bridge import AskFingerprints, BridgeInfo, Fingerprints
 from treadle.wire.generate import GenerateRequest
 

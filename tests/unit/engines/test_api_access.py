@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.config.schema import has_vllm
-from treadle.engines.api.app import create_app, engine_access
+from treadle.engines.api import create_app, engine_access
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError
 from treadle.net.access import CLIENTS

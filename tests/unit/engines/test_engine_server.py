@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
-from treadle.engines.api.app import create_app, engine_access
+from treadle.engines.api import create_app, engine_access
 from treadle.engines.interface import ServingStatus
 from treadle.engines.model_runner import ModelRunner
 from treadle.engines.server import EngineWatcher, apply_shared_weights_switch

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from treadle.engines.api.context import PublisherCheck
 from treadle.errors import EngineError, RequestError
-from treadle.sync.process_identity import PUBLISHER_HEADER, ProcessIdentity, Publisher, this_publisher
+from treadle.sync.gate import PUBLISHER_HEADER, ProcessIdentity, Publisher, this_publisher
 
 HERE = this_publisher(Path("/runs/a"))
 ENDED = ProcessIdentity(pid=2**22 + 1, started=1)  # beyond the largest pid of Linux

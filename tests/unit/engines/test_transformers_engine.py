@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import lora, transformers_engine
-from treadle.engines.api.app import build_app
+from treadle.engines.api import build_app
 from treadle.engines.interface import Request
 from treadle.engines.lora import read_adapter, read_adapter_header
 from treadle.engines.sampling import SamplingParams

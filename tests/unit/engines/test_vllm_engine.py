@@ -21,10 +21,11 @@ from treadle.config import EngineConfig
 from treadle.engines.interface import EngineFacts, Request
 from treadle.engines.model_folder import ADAPTER_FILES
 from treadle.engines.sampling import SamplingParams
+from treadle.engines.vllm import start_vllm
 from treadle.engines.vllm.client import common_answer
 from treadle.engines.vllm.command import Installation
 from treadle.engines.vllm.engine import VllmEngine
-from treadle.engines.vllm.start import begin_server, start_vllm
+from treadle.engines.vllm.server_process import begin_server
 from treadle.errors import ConfigError, EngineError, RequestError
 
 SOON_S = 10.0
@@ -416,7 +417,7 @@ def test_an_impossible_restart_is_refused_and_the_server_stays(models):
 
 def test_an_untested_version_is_logged_at_the_start(models, monkeypatch, caplog):
     newer = Installation(python="/env/bin/python", version="0.99.0", is_cpu=False, has_flashinfer=True)
-    monkeypatch.setattr("treadle.engines.vllm.start.find_vllm", lambda _: newer)
+    monkeypatch.setattr("treadle.engines.vllm.command.find_vllm", lambda _: newer)
     with pytest.raises(ConfigError, match="a build for GPUs"):
         start_vllm(EngineConfig(device="cpu"), models[0])
     (record,) = [r for r in caplog.records if r.getMessage() == "vllm_version_untested"]

@@ -14,7 +14,7 @@ from tests.unit.sync.test_modes import Trainer
 from treadle.engines.weight_updates import read_weights, write_weights
 from treadle.errors import SyncError
 from treadle.sync.delta import DELTA_FROM
-from treadle.sync.file_modes import KnownWeights
+from treadle.sync.modes import KnownWeights
 from treadle.wire.bridge import Updated
 
 SMALL_PART = {torch.bfloat16: 0.25, torch.float16: 0.75}  # float16 has three more bits for a step to change

@@ -149,7 +149,7 @@ NUMBER = 7
 WAITS = f"""
 import asyncio, sys
 from pathlib import Path
-from treadle.sync.engine_link import EngineLink
+from treadle.sync.protocol import EngineLink
 from treadle.sync.gate import PublishGate, wait_for_trainer
 
 async def main(url, file):

@@ -21,8 +21,8 @@ from tests.e2e.processes import free_port
 from tests.unit.sync.group_peer import SHAPES, Weights, peer, random_weights
 from treadle.background import in_background
 from treadle.errors import SyncError
-from treadle.sync.engine_link import EngineLink
 from treadle.sync.process_group import Bucket, BucketSlice, PeerLost, host_store, local_address_towards, plan_buckets
+from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_vllm import WeightBroadcaster
 from treadle.wire.bridge import Received, ReceiveWeights
 

@@ -17,9 +17,9 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import SmallEngine, serving
 from treadle.config import TrainConfig
 from treadle.errors import ConfigError, SyncError
+from treadle.sync.gate import ProcessIdentity, this_process
 from treadle.sync.layout import Layout, Placement
 from treadle.sync.modes import choose_sync
-from treadle.sync.process_identity import ProcessIdentity, this_process
 from treadle.sync.shared_memory import (
     FILE_NAME,
     bind_parameters,

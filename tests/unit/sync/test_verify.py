@@ -16,7 +16,7 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.small_engine import Faults, SmallEngine, serving
 from tests.unit.sync.test_modes import Trainer
 from treadle.errors import SyncError
-from treadle.sync.engine_link import EngineLink
+from treadle.sync.protocol import EngineLink
 from treadle.sync.verify import check_saved_weights, explain
 from treadle.wire.bridge import BridgeInfo
 

@@ -20,7 +20,7 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.api.app import build_app
+from treadle.engines.api import build_app
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
 from treadle.loading import report_loading

@@ -16,8 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.api.context import ApiContext
-from treadle.engines.api.http import client_left_response, decode, route
+from treadle.engines.api.context import ApiContext, client_left_response, decode, route
 from treadle.engines.interface import (
     CompletionDelta,
     EngineFacts,

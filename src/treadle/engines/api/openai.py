@@ -14,7 +14,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.api.context import ApiContext
+from treadle.engines.api.context import (
+    ApiContext,
+    NotFound,
+    client_left_response,
+    decode,
+    error_body,
+    http_status,
+    route,
+)
 from treadle.engines.api.generate import (
     MAX_PROMPTS,
     GenerationOptions,
@@ -23,7 +31,6 @@ from treadle.engines.api.generate import (
     merge_streams,
     oldest_version,
 )
-from treadle.engines.api.http import NotFound, client_left_response, decode, error_body, http_status, route
 from treadle.engines.interface import CompletionDelta, GenerationResult, Request, SampledCompletion
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import RequestError, TreadleError

@@ -15,8 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from treadle.engines.api.context import ApiContext
-from treadle.engines.api.http import NotFound, decode, resolve_adapter_folder, resolve_weights_folder, route
+from treadle.engines.api.context import (
+    ApiContext,
+    NotFound,
+    decode,
+    resolve_adapter_folder,
+    resolve_weights_folder,
+    route,
+)
 from treadle.engines.model_folder import AdapterSettings, read_adapter_settings
 from treadle.errors import EngineError, RequestError
 from treadle.log import get_logger

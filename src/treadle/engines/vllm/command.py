@@ -20,7 +20,6 @@ from treadle.config.sync import refuse_split_engine
 from treadle.engines.model_folder import CheckpointFacts
 from treadle.errors import ConfigError, MissingExtra
 from treadle.processor import fast_dtype
-from treadle.support import VLLM
 
 _LOOK = """
 import importlib.metadata, importlib.util, json
@@ -78,15 +77,6 @@ class Installation:
     version: str
     is_cpu: bool  # a CPU build, without GPU code
     has_flashinfer: bool
-
-    @property
-    def is_tested(self) -> bool:
-        """Whether the version lies between the oldest and the newest that the tests were run with.
-
-        >>> [Installation("python", version, False, False).is_tested for version in ("0.26.0", "1.2")]
-        [True, False]
-        """
-        return self.version in VLLM
 
 
 def find_vllm(python: str) -> Installation:

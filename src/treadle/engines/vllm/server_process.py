@@ -6,21 +6,42 @@ The child cannot outlive this process (child_guard.py).
 from __future__ import annotations
 
 import io
+import os
 import re
+import secrets
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import httpx
 import msgspec
 
+import treadle
+from treadle.config import EngineConfig
+from treadle.engines.interface import EngineFacts
+from treadle.engines.model_folder import check_model_folder, read_checkpoint_facts
+from treadle.engines.models import cache_folder
 from treadle.engines.vllm import child_guard
-from treadle.engines.vllm.command import MODEL_NAME, ServerCommand, ServerResources
+from treadle.engines.vllm.command import (
+    MODEL_NAME,
+    Installation,
+    ServerCommand,
+    ServerResources,
+    check_supported,
+    lora_rank,
+    max_model_len,
+    server_command,
+    serving_dtype,
+)
 from treadle.engines.vllm.completions import GENERATE, VllmRequest
 from treadle.errors import EngineError
 from treadle.log import get_logger
@@ -81,15 +102,11 @@ def parse_progress_bar(line: str) -> tuple[str, int, int] | None:
     return what[0].lower() + what[1:], int(found["done"]), int(found["total"])
 
 
-def ignore_progress(_what: str, _done: int, _total: int) -> None:
-    """For a restart, which reports no progress."""
-
-
 class ServerProcess:
     """One vLLM server process. `on_progress(what, done, total)` reports progress of its start."""
 
     def __init__(
-        self, command: ServerCommand, resources: ServerResources, on_progress: OnProgress = ignore_progress
+        self, command: ServerCommand, resources: ServerResources, on_progress: OnProgress = lambda *_: None
     ) -> None:
         self.resources = resources
         self._on_progress = on_progress
@@ -135,8 +152,21 @@ class ServerProcess:
         On failure the process is stopped. `stop` from another thread ends the wait at once.
         """
         started = time.monotonic()
+        deadline = started + timeout_s
         try:
-            self._wait_until_ready(timeout_s)
+            with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
+                while not self._answers(client):
+                    death = self.exit_reason()
+                    if death is not None:
+                        raise EngineError(death, fix=suggest_fix([self._first_error, *self._tail]))
+                    if time.monotonic() > deadline:
+                        raise EngineError(
+                            f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._log_tail()}",
+                            fix="raise --start-timeout-s, or see what it waits for",
+                        )
+                    if self._is_stopping.wait(0.1):
+                        raise EngineError("vLLM was stopped while it started", fix="start the engine again")
+                self._sample_one_token(client, max(FIRST_TOKEN_S, deadline - time.monotonic()))
         except BaseException:
             if not self._is_stopping.is_set():
                 self.stop()
@@ -154,22 +184,6 @@ class ServerProcess:
             log.error("vllm_guard_stuck", pid=self._process.pid)
             self._process.kill()
             self._process.wait()
-
-    def _wait_until_ready(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
-            while not self._answers(client):
-                death = self.exit_reason()
-                if death is not None:
-                    raise EngineError(death, fix=suggest_fix([self._first_error, *self._tail]))
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"vLLM was not ready after {timeout_s:.0f} s; the end of its log:\n{self._log_tail()}",
-                        fix="raise --start-timeout-s, or see what it waits for",
-                    )
-                if self._is_stopping.wait(0.1):
-                    raise EngineError("vLLM was stopped while it started", fix="start the engine again")
-            self._sample_one_token(client, max(FIRST_TOKEN_S, deadline - time.monotonic()))
 
     def _answers(self, client: httpx.Client) -> bool:
         try:
@@ -222,3 +236,55 @@ def suggest_fix(tail: list[str]) -> str:
         if re.search(pattern, text, re.IGNORECASE):
             return fix
     return "its log, above, says why"
+
+
+# ---- starting a server for a model
+
+
+def prepare_server(
+    config: EngineConfig, vllm: Installation, folder: Path
+) -> Callable[[], tuple[ServerProcess, EngineFacts]]:
+    """Check the model and settings while an earlier server still serves; returns the function that starts a new one."""
+    check_model_folder(folder)
+    check_supported(config, read_checkpoint_facts(folder), vllm)
+    return partial(begin_server, config, vllm, folder)
+
+
+def begin_server(
+    config: EngineConfig, vllm: Installation, folder: Path, on_progress: OnProgress = lambda *_: None
+) -> tuple[ServerProcess, EngineFacts]:
+    """Start a server; returns while it loads."""
+    model = read_checkpoint_facts(folder)
+    facts = EngineFacts(
+        kind="vllm",
+        version=vllm.version,
+        folder=model.folder,
+        device="cpu" if vllm.is_cpu else "cuda" if config.device == "auto" else config.device,
+        dtype=serving_dtype(config, model, vllm),
+        max_model_len=max_model_len(config, model),
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_ids,
+        logprobs_mode=config.logprobs_mode,
+        max_num_seqs=config.max_num_seqs,
+        has_lora=config.enable_lora,
+        max_lora_rank=lora_rank(config.max_lora_rank) if config.enable_lora else None,
+        quantization=config.quantization,
+    )
+    resources = _allocate_resources(config)
+    try:
+        command = server_command(config, model, vllm, resources, os.environ)
+        return ServerProcess(command, resources, on_progress), facts
+    except BaseException:
+        shutil.rmtree(resources.scratch, ignore_errors=True)  # otherwise child_guard.py deletes it
+        raise
+
+
+def _allocate_resources(config: EngineConfig) -> ServerResources:
+    scratch = Path(tempfile.mkdtemp(prefix="treadle-vllm-"))  # short: a socket's path has at most 107 characters
+    if config.vllm_python:
+        (scratch / "path").mkdir()
+        (scratch / "path" / "treadle").symlink_to(Path(treadle.__file__).parent)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ServerResources(port=port, api_key=secrets.token_urlsafe(32), scratch=scratch, cache=cache_folder() / "vllm")
