@@ -29,8 +29,10 @@ def fingerprints(weights: Iterable[tuple[str, Tensor]], policy_version: int) -> 
     """Equal for equal bytes in any process and on any device.
 
     >>> a, b = torch.arange(12, dtype=torch.float32), torch.ones(5)
-    >>> fingerprints([("a", a), ("b", b)], 0) == {"a": fingerprint(a.clone(), 0), "b": fingerprint(b, 0)}
+    >>> fingerprints([("a", a), ("b", b)], 0) == fingerprints([("a", a.clone())], 0) | fingerprints([("b", b)], 0)
     True
+    >>> fingerprints([("a", a)], 0) == fingerprints([("a", a.flip(0))], 0)
+    False
     """
     return begin_fingerprints(weights, policy_version)()
 
@@ -49,7 +51,10 @@ def begin_fingerprints(
 
     parts = [sampled_part(policy_version)]
     if cache is None:
-        sums = _begin_temporary(named_weights(), parts)
+        sums = []
+        for batch in _in_batches(named_weights(), BATCH_BYTES):
+            sums.append(_WeightBatch(batch).begin_sums(parts))
+            batch.clear()  # frees weights that are computed on demand (merged with adapters) before the next ones
     else:
         sums = [batch.begin_sums(parts) for batch in cache.batches(list(named_weights()))]
     return lambda: dict(zip(names, itertools.chain.from_iterable(read() for read in sums), strict=True))
@@ -80,17 +85,6 @@ class FingerprintCache:
         return batches
 
 
-def fingerprint(weight: Tensor, policy_version: int) -> str:
-    """Fingerprint of one weight.
-
-    >>> a = torch.arange(12, dtype=torch.float32)
-    >>> fingerprint(a, 0) == fingerprint(a.clone(), 0), fingerprint(a, 0) == fingerprint(a.flip(0), 0)
-    (True, False)
-    """
-    (found,) = _WeightBatch([weight]).begin_sums([sampled_part(policy_version)])()
-    return found
-
-
 def whole_fingerprint(weight: Tensor) -> str:
     """Fingerprint of all blocks; to find changes, not for every publish."""
     (found,) = _WeightBatch([weight]).begin_sums(range(PARTS))()
@@ -104,15 +98,6 @@ def sampled_part(policy_version: int) -> int:
     True
     """
     return ((policy_version * _GOLDEN) % 2**64) >> 60
-
-
-def _begin_temporary(weights: Iterable[Tensor], parts: Sequence[int]) -> list[Callable[[], list[str]]]:
-    """For weights that are computed on demand (merged with adapters) and must not all exist at once."""
-    sums = []
-    for batch in _in_batches(weights, BATCH_BYTES):
-        sums.append(_WeightBatch(batch).begin_sums(parts))
-        batch.clear()  # frees them before the next ones are computed
-    return sums
 
 
 def _in_batches(weights: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
@@ -153,7 +138,8 @@ class _WeightBatch:
         self._nothing = words[0].new_empty(0)
         self._factors = _factors(self._nothing.device)
         num_rest_N, self._num_blocks_N = _divided(lengths, self._nothing.device)
-        self._rests = [_rest(own, length) for own, length in pairs if length % BLOCK_WORDS]
+        rests = [(own, length, length % BLOCK_WORDS) for own, length in pairs if length % BLOCK_WORDS]
+        self._rests = [own.as_strided((n,), (1,), own.storage_offset() + length - n) for own, length, n in rests]
         self._ends = [_ends(own, num) for own, num in self._whole]
         self._num_ends = sum(map(len, self._ends))
         rest_row_M, rest_position_M = _rows_and_positions(num_rest_N, sum(map(len, self._rests)))
@@ -217,11 +203,6 @@ def _words(weight: Tensor) -> Tensor:
         return flat.view(torch.int64)
     raw = flat.view(torch.uint8)
     return torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)  # a copy
-
-
-def _rest(words: Tensor, num: int) -> Tensor:
-    rest = num % BLOCK_WORDS
-    return words.as_strided((rest,), (1,), words.storage_offset() + num - rest)
 
 
 def _ends(words: Tensor, num_blocks: int) -> Tensor:

@@ -24,7 +24,6 @@ import fcntl
 import json
 import mmap
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -85,11 +84,6 @@ def this_process() -> ProcessIdentity:
 def this_publisher(save_path: Path) -> Publisher:
     run = f"{save_path.resolve()} on {socket.gethostname()}".encode(errors="replace").decode()
     return Publisher(run=run, machine=_machine(), process=this_process())
-
-
-def read_publisher(header: str) -> Publisher:
-    """Raises msgspec.DecodeError."""
-    return msgspec.json.decode(header, type=Publisher)
 
 
 def _machine() -> str:
@@ -245,8 +239,3 @@ async def wait_for_trainer(pausing: asyncio.Future[Any], gate: PublishGate, publ
 
 def gate_beside(weights_file: Path) -> Path:
     return weights_file.with_name(weights_file.name + ".gate")
-
-
-def new_publish_id() -> int:
-    """Never 0, the value of an unused cell."""
-    return secrets.randbits(62) + 1

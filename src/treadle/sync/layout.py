@@ -29,12 +29,12 @@ class CudaStorage(msgspec.Struct, frozen=True, kw_only=True):
     """One allocation on the engine's GPU, as exported by CUDA IPC (shared_memory.py)."""
 
     device_uuid: str
-    handle: str  # base64, like the other two
+    handle: bytes  # base64 in JSON, like the other two
     num_bytes: int
     offset: int  # of the storage in CUDA's allocation
-    counter_handle: str
+    counter_handle: bytes
     counter_offset: int
-    event_handle: str
+    event_handle: bytes
     needs_event: bool
 
 
@@ -45,10 +45,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file, or of the storage
     storage: int = 0  # index into the layout's storages; 0 for a file
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,7 +33,15 @@ def origin_of(folder: Path) -> ModelOrigin:
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("model*.safetensors")):
-        _add_samples(digest, file)
+        # Header and samples: a base model and its fine-tune differ only in values.
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = min(int.from_bytes(stream.read(8), "little"), size)
+            digest.update(stream.read(header_bytes))
+            start = stream.tell()
+            for number in range(NUM_SAMPLES):
+                stream.seek(start + (size - start) * number // NUM_SAMPLES)
+                digest.update(stream.read(SAMPLE_BYTES))
     config = folder / "config.json"
     hashed = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
     return ModelOrigin(config=hashed, weights=digest.hexdigest())
@@ -90,18 +97,6 @@ def is_called(name: str, folder: Path) -> bool:
     if name == DEFAULT_MODEL:  # its folder's name ends with a hash
         return folder.name.rpartition("-")[0] == name
     return Path(name).name.lower() == folder.name.lower() or f"models--{name.replace('/', '--')}" in folder.parts
-
-
-def _add_samples(digest: Any, file: Path) -> None:
-    """Hash header and samples: a base model and its fine-tune differ only in values."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = min(int.from_bytes(stream.read(8), "little"), size)
-        digest.update(stream.read(header_bytes))
-        start = stream.tell()
-        for number in range(NUM_SAMPLES):
-            stream.seek(start + (size - start) * number // NUM_SAMPLES)
-            digest.update(stream.read(SAMPLE_BYTES))
 
 
 class LiveFolder:

@@ -12,7 +12,6 @@ Neither the training loop nor the policy knows which mode is used.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from treadle.background import in_background
 from treadle.config import TrainConfig
 from treadle.errors import ModelError
 from treadle.log import get_logger
@@ -42,7 +42,7 @@ from treadle.sync.protocol import (
     attach_own_weights,
 )
 from treadle.sync.shared_vllm import BroadcastSync, SingleCopySync
-from treadle.sync.verify import ExpectedState, PublishVerifier
+from treadle.sync.verify import Compared, ExpectedState, PublishVerifier
 from treadle.wire.bridge import (
     BridgeInfo,
     LoadAdapter,
@@ -57,19 +57,29 @@ COMPARED = (torch.bfloat16, torch.float16)  # delta: number formats that are com
 log = get_logger("sync")
 
 
-class ReloadSync:
+class _FileSync:
+    """What the modes share that publish through files; `compares`, `is_checked_later`: see PublishVerifier."""
+
+    compares: Compared = "weights"
+    is_checked_later = False
+
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._engine = EngineLink.of_trainer(config)
-        self._verifier = PublishVerifier(config, self._engine)
+        self._verifier = PublishVerifier(
+            config, self._engine, compares=self.compares, is_checked_later=self.is_checked_later
+        )
         self._live = LiveFolder(config)
 
     def attach(self) -> AttachedModel:
-        return attach_own_weights(self._config, self._engine)
+        attach = attach_adapters if self.compares == "adapter" else attach_own_weights
+        return attach(self._config, self._engine)
 
     def settle(self) -> None:
         self._verifier.settle()
 
+
+class ReloadSync(_FileSync):
     def publish(self, policy: Publishable, version: int) -> Receipt:
         self._verifier.settle()
         started = time.monotonic()
@@ -159,27 +169,23 @@ class _LoraStatus(msgspec.Struct):
     adapters: list[_AdapterStatus]
 
 
-class LoraSwapSync:
+class LoraSwapSync(_FileSync):
     """Every publish is a new adapter under a new name: engines cache by name, and running requests keep their adapter.
     The newest two stay loaded. With --single-copy the trainer reads the engine's base model instead of loading it."""
 
+    compares = "adapter"
+
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._engine = EngineLink.of_trainer(config)
-        self._verifier = PublishVerifier(config, self._engine, compares="adapter")
-        self._live = LiveFolder(config)
+        super().__init__(config)
         self._kept: list[str] = []  # adapters that stay loaded
         self._suffix = secrets.token_hex(3)  # a resumed run must not reuse an adapter name
 
     def attach(self) -> AttachedModel:
-        attached = attach_adapters(self._config, self._engine)
+        attached = super().attach()
         if not self._config.single_copy:
             return attached
         layout = self._engine.wait_for("/bridge/state_dict_info", Layout)  # of the base model, without adapters
         return replace(attached, layout=layout, has_one_copy=True)
-
-    def settle(self) -> None:
-        self._verifier.settle()
 
     def publish(self, policy: Publishable, version: int) -> Receipt:
         self._verifier.settle()
@@ -194,7 +200,10 @@ class LoraSwapSync:
         verified = self._verifier.verify(policy, version, loaded.policy_version, loaded.adapter_name)
         num_bytes = self._live.keep_newest(folder)
         self._kept = [*self._kept, loaded.adapter_name][-NUM_KEPT:]
-        self._unload_older()
+        # Unload the policy's adapters that are two publishes old, or from before a resume.
+        for adapter in self._engine.get("/lora/status", _LoraStatus).adapters:
+            if adapter.policy_version is not None and adapter.name not in self._kept:
+                self._engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
         return Receipt(
             version=version,
             wait_s=0.0,
@@ -203,36 +212,24 @@ class LoraSwapSync:
             verified=verified,
         )
 
-    def _unload_older(self) -> None:
-        """Unload the policy's adapters that are two publishes old, or from before a resume."""
-        for adapter in self._engine.get("/lora/status", _LoraStatus).adapters:
-            if adapter.policy_version is not None and adapter.name not in self._kept:
-                self._engine.post("/lora/unload", UnloadAdapter(adapter_name=adapter.name), dict)
 
-
-class RestartSync:
+class RestartSync(_FileSync):
     """Publish all weights by a restart; LoraRestartSync publishes an adapter on top of the starting model.
 
     Training continues while the engine loads. The next publish waits for the restart and its verification; the first
     and the last publish wait themselves.
     """
 
-    publishes_adapters = False
+    is_checked_later = True
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._engine = EngineLink.of_trainer(config)
-        self._verifier = PublishVerifier(
-            config, self._engine, compares="adapter" if self.publishes_adapters else "weights", is_checked_later=True
-        )
-        self._live = LiveFolder(config)
+        super().__init__(config)
         self._base = Path(config.model)
         self._served: int | None = None  # None: nothing published yet
         self._pending: Future[tuple[int, Verified]] | None = None
 
     def attach(self) -> AttachedModel:
-        attach = attach_adapters if self.publishes_adapters else attach_own_weights
-        attached = attach(self._config, self._engine)
+        attached = super().attach()
         self._base = attached.folder
         return attached
 
@@ -247,7 +244,7 @@ class RestartSync:
         expected = self._verifier.expect(policy, version)
         num_bytes = 0
         if self._serves_this_already(version):
-            if self.publishes_adapters:
+            if self.compares == "adapter":
                 expected = replace(expected, fingerprints=None)  # it has no adapter yet, and the trainer's is zero
             self._served, verified = version, self._verifier.check(expected, version)
         else:
@@ -273,28 +270,25 @@ class RestartSync:
         return info.update_count == 0 and Path(info.model_name).resolve() == self._base.resolve()
 
     def _save(self, policy: Publishable, version: int) -> Path:
-        if self.publishes_adapters:
+        if self.compares == "adapter":
             return policy.save_adapter(self._live.prepare(), f"adapter_v{version}")
         return policy.save_model(self._live.prepare(), f"weights_v{version}")
 
     def _begin(self, folder: Path, expected: ExpectedState) -> None:
         """Restart the engine in a daemon thread."""
-        adapter = str(folder) if self.publishes_adapters else None
-        model = str(self._base.resolve()) if self.publishes_adapters else str(folder)
+        adapter = str(folder) if self.compares == "adapter" else None
+        model = str(self._base.resolve()) if self.compares == "adapter" else str(folder)
         body = RestartEngine(model_path=model, adapter_path=adapter, policy_version=expected.version)
-        self._pending = future = Future[tuple[int, Verified]]()
 
-        def restart() -> None:
-            try:
-                updated = self._engine.post("/bridge/restart", body, Updated)
-                served = updated.policy_version
-                loaded = folder.name if self.publishes_adapters else None  # the adapter's name in the engine
-                future.set_result((served, self._verifier.check(expected, served, adapter=loaded)))
-                log.info("engine_restarted", policy_version=updated.policy_version, seconds=updated.seconds)
-            except BaseException as error:  # raised by the next publish
-                future.set_exception(error)
+        def restart() -> tuple[int, Verified]:
+            updated = self._engine.post("/bridge/restart", body, Updated)
+            served = updated.policy_version
+            loaded = folder.name if self.compares == "adapter" else None  # the adapter's name in the engine
+            verified = self._verifier.check(expected, served, adapter=loaded)
+            log.info("engine_restarted", policy_version=served, seconds=updated.seconds)
+            return served, verified
 
-        threading.Thread(target=restart, name="engine-restart", daemon=True).start()
+        self._pending = in_background("engine-restart", restart)  # its error is raised by the next publish
 
     def _settle(self) -> Verified:
         """Wait for a pending restart, and raise its error."""
@@ -306,7 +300,7 @@ class RestartSync:
 
 
 class LoraRestartSync(RestartSync):
-    publishes_adapters = True
+    compares = "adapter"
 
 
 class OfflineSync:
@@ -357,12 +351,8 @@ class EveryNth:
         return Receipt(version=self._served, wait_s=0.0, write_s=time.monotonic() - started)
 
 
-def _shared(config: TrainConfig) -> SyncMode:
-    return BroadcastSync(config) if config.use_shared_memory else SingleCopySync(config)
-
-
 SYNC_MODES: dict[str, Callable[[TrainConfig], SyncMode]] = {
-    "shared_vllm": _shared,
+    "shared_vllm": lambda config: BroadcastSync(config) if config.use_shared_memory else SingleCopySync(config),
     "lora_only": LoraSwapSync,
     "lora_restart": LoraRestartSync,
     "none": RestartSync,

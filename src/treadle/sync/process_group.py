@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -118,32 +118,31 @@ class WeightGroup:
         self._dtype = dtype
         self._device = device
         self._timeout_s = timeout_s
+        self._num_bytes = sum(bucket.num_elements for bucket in plan) * dtype.itemsize
 
+    @torch.no_grad()
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Send to the engine, in the order of the plan, one weight at a time. Returns the bytes sent."""
         remaining, flat = iter(weights), torch.empty(0)
-
-        def pack(bucket: Bucket, numbers: Tensor) -> None:
-            nonlocal flat
+        for bucket, numbers in self._buffers():
             for part in bucket.slices:
                 if part.start == 0:
                     flat = _next_weight(remaining, part.name)
                 numbers[part.offset : part.offset + part.stop - part.start].copy_(flat[part.start : part.stop])
+            self.broadcast(numbers)
+        return self._num_bytes
 
-        return self._broadcast_all(before=pack, after=_nothing)
-
+    @torch.no_grad()
     def receive(self, weights: Mapping[str, Tensor]) -> int:
         """Receive into `weights`, in place; after an error they are partly overwritten. Returns the bytes received."""
-
-        def unpack(bucket: Bucket, numbers: Tensor) -> None:
+        for bucket, numbers in self._buffers():
+            self.broadcast(numbers)
             for part in bucket.slices:
                 flat = weights[part.name].detach().view(-1)
                 flat[part.start : part.stop].copy_(numbers[part.offset : part.offset + part.stop - part.start])
-
-        num_bytes = self._broadcast_all(before=_nothing, after=unpack)
         for device in {weight.device for weight in weights.values() if weight.is_cuda}:
             torch.cuda.synchronize(device)  # they are read next on other streams
-        return num_bytes
+        return self._num_bytes
 
     def close(self) -> None:
         """Close the connection, whether or not the peer is alive."""
@@ -151,20 +150,15 @@ class WeightGroup:
         with contextlib.suppress(RuntimeError, AttributeError):
             backend.abort()
 
-    @torch.no_grad()
-    def _broadcast_all(
-        self, *, before: Callable[[Bucket, Tensor], None], after: Callable[[Bucket, Tensor], None]
-    ) -> int:
+    def _buffers(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with a buffer of its size, which all share; raises PeerLost after the timeout."""
         deadline = time.monotonic() + self._timeout_s
         longest = max((bucket.num_elements for bucket in self._plan), default=0)
         numbers = torch.empty(longest, dtype=self._dtype, device=self._device)
         for bucket in self._plan:
             if time.monotonic() > deadline:
                 raise PeerLost(f"the broadcast with {self._peer} took over {self._timeout_s:.0f} s", fix=PEER_FIX)
-            before(bucket, numbers)
-            self.broadcast(numbers[: bucket.num_elements])
-            after(bucket, numbers)
-        return sum(bucket.num_elements for bucket in self._plan) * self._dtype.itemsize
+            yield bucket, numbers[: bucket.num_elements]
 
     def broadcast(self, numbers: Tensor) -> None:
         try:
@@ -177,7 +171,8 @@ class WeightGroup:
 def host_store(address: str, timeout_s: float) -> Store:
     """Create the trainer's store; it listens on a free port of this address only."""
     try:
-        listener = socket.create_server((address, 0), family=_family_of(address))
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((address, 0), family=family)
     except OSError as error:
         raise SyncError(
             f"cannot listen on {address}: {error.strerror or error}",
@@ -271,17 +266,10 @@ def _nccl(store: Store, rank: int, _own_address: str, timeout: timedelta) -> Any
     kind = _dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timeout
-    with _environment(NCCL_ERRORS):  # read once, by the constructor
-        return kind(store, rank, 2, options)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables temporarily: other groups of this process are not affected."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    before = {name: os.environ.get(name) for name in NCCL_ERRORS}
+    os.environ.update(NCCL_ERRORS)  # read once, by the constructor; other groups of this process are not affected
     try:
-        yield
+        return kind(store, rank, 2, options)
     finally:
         for name, value in before.items():
             if value is None:
@@ -295,11 +283,3 @@ def _next_weight(remaining: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
     if found != name:
         raise SyncError(f"{found} is to be sent where {name} was agreed on", fix="this is a bug in treadle: report it")
     return weight.detach().reshape(-1)
-
-
-def _nothing(_bucket: Bucket, _numbers: Tensor) -> None:
-    pass
-
-
-def _family_of(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]

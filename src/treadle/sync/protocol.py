@@ -165,10 +165,6 @@ class EngineLink:
     def of_trainer(cls, config: TrainConfig) -> Self:
         return cls(config.engine_url, config.publish_deadline_s, save_path=config.save_path)
 
-    @property
-    def is_on_this_machine(self) -> bool:
-        return is_loopback(self.url)
-
     def post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
         """Send a request that may take as long as a publish."""
         content = msgspec.json.encode(body)

@@ -13,10 +13,10 @@ after a restart; a trainer with --vllm-config-path reads it. The file is replace
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -60,22 +60,18 @@ def share_parameters(model: nn.Module, path: Path, model_folder: str) -> Layout:
     if all(p.is_cuda for p in named.values()):
         layout = locate_parameters({n: p.data for n, p in named.items()}, model_folder, dtypes.pop())
     else:
-        layout = _move_into_file(named, path, model_folder, dtypes.pop())
+        shapes = ((n, tuple(p.shape)) for n, p in named.items())
+        layout = plan_layout(str(path.resolve()), model_folder, dtypes.pop(), shapes)
+        layout = msgspec.structs.replace(layout, owner=this_process())
+        _create(path, layout.num_bytes)
+        views = map_weights(layout)
+        for name, parameter in named.items():
+            views[name].copy_(parameter.data)
+            parameter.data = views[name]
     gate = gate_beside(path.resolve())
     PublishGate.create(gate)
     layout = msgspec.structs.replace(layout, gate=str(gate))
     log.info("weights_shared", path=layout.path, megabytes=layout.num_bytes >> 20, parameters=len(named))
-    return layout
-
-
-def _move_into_file(named: dict[str, nn.Parameter], path: Path, model_folder: str, dtype: str) -> Layout:
-    layout = plan_layout(str(path.resolve()), model_folder, dtype, ((n, tuple(p.shape)) for n, p in named.items()))
-    layout = msgspec.structs.replace(layout, owner=this_process())
-    _create(path, layout.num_bytes)
-    views = map_weights(layout)
-    for name, parameter in named.items():
-        views[name].copy_(parameter.data)
-        parameter.data = views[name]
     return layout
 
 
@@ -139,20 +135,19 @@ def remove_shared_file(path: Path) -> None:
 def map_weights(layout: Layout) -> dict[str, torch.Tensor]:
     """The shared parameters, by name, in place."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    wholes = [open_storage(storage) for storage in layout.storages] or [_map_file(layout)]
+    if layout.storages:
+        wholes = [open_storage(storage) for storage in layout.storages]
+    else:
+        try:
+            wholes = [torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)]
+        except RuntimeError as error:
+            raise SyncError(
+                f"cannot map the shared weights {layout.path}: {error}", fix="engine and trainer must be on one machine"
+            ) from None
     return {
-        p.name: wholes[p.storage][p.offset : p.offset + p.num_elements * dtype.itemsize].view(dtype).view(p.shape)
+        p.name: wholes[p.storage][p.offset : p.offset + math.prod(p.shape) * dtype.itemsize].view(dtype).view(p.shape)
         for p in layout.parameters
     }
-
-
-def _map_file(layout: Layout) -> torch.Tensor:
-    try:
-        return torch.from_file(layout.path, shared=True, size=layout.num_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise SyncError(
-            f"cannot map the shared weights {layout.path}: {error}", fix="engine and trainer must be on one machine"
-        ) from None
 
 
 def _create(path: Path, num_bytes: int) -> None:
@@ -181,8 +176,8 @@ def export_storage(tensor: Tensor) -> CudaStorage:
         raise SyncError(f"CUDA does not share these weights: {error}", fix=BLOCKED) from None
     device, handle, num_bytes, offset, counter_handle, counter_offset, event_handle, needs_event = shared
     return CudaStorage(
-        device_uuid=_uuid(device), handle=_text(handle), num_bytes=num_bytes, offset=offset,
-        counter_handle=_text(counter_handle), counter_offset=counter_offset, event_handle=_text(event_handle),
+        device_uuid=_uuid(device), handle=handle, num_bytes=num_bytes, offset=offset,
+        counter_handle=counter_handle, counter_offset=counter_offset, event_handle=event_handle,
         needs_event=needs_event,
     )  # fmt: skip
 
@@ -217,8 +212,8 @@ def open_storage(storage: CudaStorage) -> Tensor:
     try:
         return rebuild_cuda_tensor(
             Tensor, (storage.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device.index,
-            _raw(storage.handle), storage.num_bytes, storage.offset, False, _raw(storage.counter_handle),
-            storage.counter_offset, _raw(storage.event_handle), storage.needs_event,
+            storage.handle, storage.num_bytes, storage.offset, False, storage.counter_handle,
+            storage.counter_offset, storage.event_handle, storage.needs_event,
         )  # fmt: skip
     except RuntimeError as error:
         raise SyncError(
@@ -251,14 +246,6 @@ def _uuid(index: int) -> str:
     return str(properties.uuid)
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
-
-
-def _raw(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 # ---- vllm_bridge_config.json
 class BridgeFile(Layout, frozen=True, kw_only=True):
     """The content of the file."""
@@ -281,11 +268,7 @@ def bridge_file_path(weights_file: Path, env: Mapping[str, str], here: Path) -> 
     named = _paths_from(env)
     if named:
         return named[0]
-    return here / FILE_NAME if is_switched_on(env) else beside(weights_file)
-
-
-def beside(weights_file: Path) -> Path:
-    return weights_file.with_name(weights_file.name + ".json")
+    return here / FILE_NAME if is_switched_on(env) else weights_file.with_name(weights_file.name + ".json")
 
 
 def find_bridge_file(env: Mapping[str, str], here: Path) -> Path | None:
@@ -295,7 +278,7 @@ def find_bridge_file(env: Mapping[str, str], here: Path) -> Path | None:
 
 
 def write_bridge_file(path: Path, layout: Layout) -> None:
-    strides = {p.name: strides_of(p.shape) for p in layout.parameters}
+    strides = {p.name: torch.empty(p.shape, device="meta").stride() for p in layout.parameters}
     fields = {name: getattr(layout, name) for name in layout.__struct_fields__}
     file = BridgeFile(**fields, strides=strides)
     content = msgspec.json.encode(msgspec.structs.replace(file, checksum=_checksum(file)))
@@ -331,23 +314,9 @@ def read_bridge_file(path: Path) -> Layout:
             fix=f"delete the file, and start the engine again or {ASK}",
         )
     for parameter in file.parameters:
-        if file.strides.get(parameter.name) != strides_of(parameter.shape):
+        if file.strides.get(parameter.name) != torch.empty(parameter.shape, device="meta").stride():
             raise SyncError(f"{path}: the engine keeps {parameter.name} in an order of its own", fix=ASK)
     return Layout(**{name: getattr(file, name) for name in Layout.__struct_fields__})
-
-
-def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor.
-
-    >>> strides_of((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides: tuple[int, ...] = ()
-    step = 1
-    for size in reversed(shape):
-        strides = (step, *strides)
-        step *= size
-    return strides
 
 
 def _checksum(file: BridgeFile) -> str:

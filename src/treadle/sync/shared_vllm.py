@@ -25,11 +25,13 @@ import secrets
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import structs
 
 from treadle.background import in_background
 from treadle.config import TrainConfig
@@ -37,7 +39,8 @@ from treadle.config.sync import FIND_BRIDGE_FILE
 from treadle.errors import ConfigError, SyncError
 from treadle.loading import choose_device
 from treadle.log import get_logger
-from treadle.sync.gate import PublishGate, new_publish_id
+from treadle.net.urls import is_loopback
+from treadle.sync.gate import PublishGate
 from treadle.sync.layout import Layout
 from treadle.sync.process_group import (
     BUCKET_BYTES,
@@ -116,23 +119,17 @@ class SingleCopySync:
         in memory, and whether it is half written.
         """
         layout = self._engine.wait_for("/bridge/state_dict_info", Layout)
-        file = self._bridge_file()
-        if file is not None:
-            self._check_same_weights(file, layout)
-        self._served = layout.policy_version
-        self._gate = PublishGate(Path(layout.gate))
-        return layout
-
-    def _bridge_file(self) -> Path | None:
-        path = self._config.vllm_config_path
-        return find_bridge_file(os.environ, Path.cwd()) if path == FIND_BRIDGE_FILE else path
-
-    def _check_same_weights(self, file: Path, served: Layout) -> None:
-        if read_bridge_file(file) != msgspec.structs.replace(served, policy_version=None, is_held=False):
+        file = self._config.vllm_config_path
+        if file == FIND_BRIDGE_FILE:
+            file = find_bridge_file(os.environ, Path.cwd())
+        if file is not None and read_bridge_file(file) != structs.replace(layout, policy_version=None, is_held=False):
             raise SyncError(
                 f"{file} names other weights than the engine at {self._engine.url} serves",
                 fix="give the file and the --engine-url (--vllm-port) of one engine, or leave --vllm-config-path out",
             )
+        self._served = layout.policy_version
+        self._gate = PublishGate(Path(layout.gate))
+        return layout
 
     def settle(self) -> None:
         self._verifier.settle()
@@ -156,7 +153,8 @@ class SingleCopySync:
         gate = self._gate
         if gate is None:
             raise SyncError("nothing was attached to publish to", fix="attach first")
-        publish_id, timeout_s = new_publish_id(), self._config.publish_deadline_s
+        publish_id = secrets.randbits(62) + 1  # never 0, the value of an unused cell
+        timeout_s = self._config.publish_deadline_s
         order = Adopt(
             policy_version=version, number=publish_id, gate=gate.inode, after_version=self._served, timeout_s=timeout_s
         )
@@ -206,7 +204,11 @@ class WeightBroadcaster:
 
     def join(self, policy: Publishable) -> None:
         weights = [(name, tuple(weight.shape), weight.device) for name, weight in policy.served_weights()]
-        address = self._host or self._local_address()
+        address = self._host
+        if not address:
+            url = urlsplit(self._engine.url)
+            port = url.port or (443 if url.scheme == "https" else 80)
+            address = local_address_towards(url.hostname or "127.0.0.1", port)
         store = host_store(address, self._timeout_s)
         request = JoinGroup(
             group=secrets.token_hex(8),
@@ -218,13 +220,8 @@ class WeightBroadcaster:
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
         )
-
-        def form() -> WeightGroup:
-            return form_group(
-                request, store, TRAINER, own_address=address, peer=f"the engine at {self._engine.url}", device=device
-            )
-
-        device = weights[0][2]
+        peer, device = f"the engine at {self._engine.url}", weights[0][2]
+        form = partial(form_group, request, store, TRAINER, own_address=address, peer=peer, device=device)
         _, self._group = self._both("/bridge/join", request, Joined, in_background("join-engine", form))
         self._name = request.group
         log.info("group_formed", backend=self._backend, host=address, weights=len(weights))
@@ -265,11 +262,6 @@ class WeightBroadcaster:
             )
         return asked.result(), done.result()
 
-    def _local_address(self) -> str:
-        parts = urlsplit(self._engine.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        return local_address_towards(parts.hostname or "127.0.0.1", port)
-
 
 class BroadcastSync(SingleCopySync):
     """The trainer's weights are a separate copy, which is sent at each publish."""
@@ -284,13 +276,14 @@ class BroadcastSync(SingleCopySync):
     def attach(self) -> AttachedModel:
         config, engine = self._config, self._engine
         info = engine.wait_for("/bridge/info", BridgeInfo)
-        can_share = info.shared_weights and engine.is_on_this_machine and config.broadcast_by in ("auto", "memory")
+        is_here = is_loopback(engine.url)
+        can_share = info.shared_weights and is_here and config.broadcast_by in ("auto", "memory")
         layout = self.fetch_layout() if can_share else None
         device = choose_device(config.device)
         transport = choose_transport(
             config.broadcast_by,
             engine.url,
-            is_here=engine.is_on_this_machine,
+            is_here=is_here,
             layout=layout,
             engine_device=info.device,
             own_device=device.type,
@@ -302,14 +295,20 @@ class BroadcastSync(SingleCopySync):
         self._broadcaster = WeightBroadcaster(
             engine, transport, host=config.broadcast_host, timeout_s=config.publish_deadline_s
         )
-        return attach_own_weights(config, engine) if engine.is_on_this_machine else attach_remote(config, info)
+        return attach_own_weights(config, engine) if is_here else attach_remote(config, info)
 
     def _write_weights(self, policy: Publishable, version: int) -> Adopted:
         if self._broadcaster is None:
             return super()._write_weights(policy, version)
         if not self._broadcaster.is_joined:
             self._broadcaster.join(policy)
-        self._check_served_version(self._engine.get("/bridge/info", BridgeInfo).update_count)
+        served = self._engine.get("/bridge/info", BridgeInfo).update_count
+        if self._served not in (None, served):
+            raise SyncError(
+                f"the engine at {self._engine.url} serves version {served}, where {self._served} was published last: "
+                "it was restarted, or another trainer publishes to it",
+                fix="end the other trainer, restart the engine, then treadle run --resume",
+            )
         self._engine.post("/bridge/pause", Pause(mode="keep"), BridgeState)
         paused_at = time.monotonic()
         policy.write_live_weights()
@@ -317,15 +316,6 @@ class BroadcastSync(SingleCopySync):
         written_at = time.monotonic()
         state = self._engine.post("/bridge/resume", Resume(policy_version=version), BridgeState)
         return Adopted(state, paused_at, written_at)
-
-    def _check_served_version(self, served: int) -> None:
-        if self._served in (None, served):
-            return
-        raise SyncError(
-            f"the engine at {self._engine.url} serves version {served}, where {self._served} was published last: it "
-            "was restarted, or another trainer publishes to it",
-            fix="end the other trainer, restart the engine, then treadle run --resume",
-        )
 
     def _num_bytes(self, policy: Publishable) -> int:
         return self._sent or sum(weight.nbytes for _, weight in policy.served_weights())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,14 +83,10 @@ class CanaryAnswer(msgspec.Struct):
     prompt_logprobs: list[Any] | None = None
 
 
-def canary_tokens(vocab_size: int, seed: int = 0) -> list[int]:
+def prepare_canary(policy: Publishable, seed: int = 0) -> Canary:
     """The same tokens on every machine, different ones for each seed."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (NUM_TOKENS,), generator=draw).tolist()
-
-
-def prepare_canary(policy: Publishable, seed: int = 0) -> Canary:
-    token_ids = canary_tokens(policy.vocab_size, seed)
+    token_ids = torch.randint(policy.vocab_size, (NUM_TOKENS,), generator=draw).tolist()
     return Canary(token_ids, policy.score_tokens(token_ids))
 
 
@@ -110,7 +106,8 @@ def ask_canary(engine: EngineLink, canary: Canary, version: int) -> Difference:
         token = following.token_ids[0][0]
         own.append(float(canary.scores.next_logprobs_V[token]))
         engines.append(_logprob_of(following.logprobs[0][0], token))
-    return _difference(torch.tensor(own), torch.tensor(engines))
+    gap = (torch.tensor(own) - torch.tensor(engines)).abs()
+    return Difference(float(gap.mean()), float(gap.max()))
 
 
 def _ask(engine: EngineLink, canary: Canary, version: int, *, prompt_logprobs: int | None) -> CanaryAnswer:
@@ -140,11 +137,6 @@ def _logprob_of(entry: Any, token: int) -> float:
     if isinstance(value, dict):  # {"17": {"logprob": -2.5, ...}}
         value = value.get("logprob")
     return float("nan") if value is None else float(value)
-
-
-def _difference(own: Tensor, engines: Sequence[float] | Tensor) -> Difference:
-    gap = (own - torch.as_tensor(engines)).abs()
-    return Difference(float(gap.mean()), float(gap.max()))
 
 
 # ---- the verifier
@@ -195,7 +187,8 @@ class PublishVerifier:
         elif self._config.verify_publish:
             cache = None if policy.merges_adapters else self._fingerprint_cache
             own = begin_fingerprints(policy.served_weights(), version, cache)
-        if self._config.verify_publish and self._asks_canary(version):
+        is_due = time.monotonic() >= self._canary_due or self._config.canary_share == 1 or version >= self._config.steps
+        if self._config.verify_publish and is_due:
             canary = prepare_canary(policy)
             uncached_canary = None if self._is_checked_later else partial(prepare_canary, policy, UNCACHED_TEXT)
         return ExpectedState(
@@ -207,10 +200,6 @@ class PublishVerifier:
             uncached_canary=uncached_canary,
             seconds=time.monotonic() - started,
         )
-
-    def _asks_canary(self, version: int) -> bool:
-        is_due = time.monotonic() >= self._canary_due or self._config.canary_share == 1
-        return is_due or version >= self._config.steps
 
     def verify(self, policy: Publishable, version: int, echoed_version: int, adapter: str | None = None) -> Verified:
         """Verify an engine that serves the new weights. Without a canary the result is pending until `settle`."""

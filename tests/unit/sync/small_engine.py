@@ -29,7 +29,7 @@ from tests.e2e.processes import free_port
 from treadle.background import in_background
 from treadle.engines.weight_updates import BroadcastReceiver
 from treadle.errors import TreadleError
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.gate import PublishGate, check_publish_order
 from treadle.sync.shared_memory import share_parameters
 from treadle.wire.bridge import Adopt, BridgeInfo, BridgeState, Fingerprints, Joined, JoinGroup, LoadedAdapter, Updated
@@ -119,7 +119,7 @@ class SmallEngine:
         version = body["policy_version"]
         if body.get("adapter") is not None:
             return Fingerprints(policy_version=self.version, fingerprints=self._adapter_fingerprints(version))
-        found = {name: fingerprint(p, version) for name, p in self.base.named_parameters()}
+        found = fingerprints_of(self.base.named_parameters(), version)
         return Fingerprints(policy_version=self.version, fingerprints=found)
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class SmallEngine:
             short = name.removeprefix("base_model.model.").removesuffix(".weight")
             if not (self.faults.skips and short.endswith(self.faults.skips)):
                 matrix = weight.to(self.base.dtype)
-                found[short] = fingerprint(matrix * scale if short.endswith("lora_B") else matrix, version)
+                found |= fingerprints_of([(short, matrix * scale if short.endswith("lora_B") else matrix)], version)
         return found
 
     @torch.no_grad()

@@ -12,13 +12,16 @@ from treadle.sync.fingerprint import (
     PARTS,
     FingerprintCache,
     begin_fingerprints,
-    fingerprint,
     fingerprints,
     whole_fingerprint,
 )
 
 WORD = 8 // 2  # bf16 numbers in a 64-bit word
 BLOCK = BLOCK_WORDS * WORD
+
+
+def fingerprint(weight, version):
+    return fingerprints([("weight", weight)], version)["weight"]
 
 
 def weight(num, seed=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from treadle.errors import SyncError
-from treadle.sync.gate import PublishGate, gate_beside, new_publish_id, wait_for_trainer
+from treadle.sync.gate import PublishGate, gate_beside, wait_for_trainer
+
+PUBLISH_IDS = itertools.count(1)
 
 TRAINER_THAT_ENDS = """
 import sys, time
@@ -37,7 +40,7 @@ def path(tmp_path):
 
 def test_weights_written_during_a_pause_are_visible_after_it(path):
     written, seen = [], []
-    number = new_publish_id()
+    number = next(PUBLISH_IDS)
     trainer, engine = PublishGate(path), PublishGate(path)  # two mappings, as two processes have
 
     def stand():
@@ -57,7 +60,7 @@ def test_weights_written_during_a_pause_are_visible_after_it(path):
 
 def test_leftovers_of_an_earlier_publish_have_no_effect(path):
     trainer, engine = PublishGate(path), PublishGate(path)
-    first, second = new_publish_id(), new_publish_id()
+    first, second = next(PUBLISH_IDS)()
     trainer.mark_written(first)
     engine.wait_for_write(first)
     with ThreadPoolExecutor() as pool:
@@ -69,11 +72,11 @@ def test_leftovers_of_an_earlier_publish_have_no_effect(path):
 
 
 def test_a_trainer_notices_an_engine_that_does_not_pause(path):
-    assert not PublishGate(path).wait_until_paused(new_publish_id(), is_over=lambda: True)
+    assert not PublishGate(path).wait_until_paused(next(PUBLISH_IDS), is_over=lambda: True)
 
 
 def test_abandoning_a_publish_ends_the_pause_with_an_error(path):
-    engine, number = PublishGate(path), new_publish_id()
+    engine, number = PublishGate(path)()
     with ThreadPoolExecutor() as pool:
         pausing = pool.submit(engine.wait_for_write, number)
         PublishGate(path).abandon(number)
@@ -102,9 +105,7 @@ def test_the_death_of_a_trainer_is_noticed_at_once(path):
             pausing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(0.7, trainer.kill)
             started = time.monotonic()
-            return await wait_for_trainer(
-                pausing, PublishGate(path), new_publish_id(), timeout_s=30
-            ), time.monotonic() - started
+            return await wait_for_trainer(pausing, PublishGate(path)(), timeout_s=30), time.monotonic() - started
 
         written, seconds = asyncio.run(look())
         assert not written
@@ -115,7 +116,7 @@ def test_the_death_of_a_trainer_is_noticed_at_once(path):
 
 
 def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
-    number = new_publish_id()
+    number = next(PUBLISH_IDS)
 
     async def look():
         pausing = asyncio.get_running_loop().create_future()
@@ -129,9 +130,7 @@ def test_a_trainer_may_leave_before_the_engine_has_resumed(path):
 
 def test_a_trainer_that_takes_too_long_is_abandoned(path):
     async def look():
-        return await wait_for_trainer(
-            asyncio.get_running_loop().create_future(), PublishGate(path), new_publish_id(), timeout_s=0.6
-        )
+        return await wait_for_trainer(asyncio.get_running_loop().create_future(), PublishGate(path)(), timeout_s=0.6)
 
     with PublishGate(path).publishing():
         assert not asyncio.run(look())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ def test_parameters_are_aligned_and_do_not_overlap():
     for placement in layout.parameters:
         assert placement.offset % ALIGNMENT == 0
         assert placement.offset >= ends
-        ends = placement.offset + placement.num_elements * 4
+        ends = placement.offset + math.prod(placement.shape) * 4
     assert layout.num_bytes >= ends
     assert [p.name for p in layout.parameters] == ["a", "b", "c", "d"]
 
