@@ -15,7 +15,7 @@ def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     """Start `work` in a daemon thread of its own. The caller may stop waiting: `work` may block without a deadline."""
     future = Future[T]()
     future.set_running_or_notify_cancel()  # it cannot be cancelled
-    threading.Thread(target=_complete, args=(future, work), name=name, daemon=True).start()
+    threading.Thread(target=complete, args=(future, work), name=name, daemon=True).start()
     return future
 
 
@@ -39,10 +39,11 @@ class BackgroundWorker:
 
     def _run(self) -> None:
         while True:
-            _complete(*self._work.get())
+            complete(*self._work.get())
 
 
-def _complete(future: Future[T], work: Callable[[], T]) -> None:
+def complete(future: Future[T], work: Callable[[], T]) -> None:
+    """Run `work` and set its result or error."""
     try:
         future.set_result(work())
     except BaseException as error:  # raised by future.result()

@@ -15,19 +15,17 @@ import errno
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from treadle.engines.interface import Adapter, EngineFacts, find_loaded_adapter
+from treadle.engines.interface import Adapter, EngineFacts, check_takes_adapters, find_loaded_adapter
 from treadle.engines.model_folder import ADAPTER_FILES, absolute, read_adapter_settings, read_checkpoint_facts
 from treadle.engines.vllm.client import VllmClient
 from treadle.engines.weight_updates import empty_model
 from treadle.errors import EngineError, RequestError, TreadleError
 from treadle.log import get_logger
 
-ValidateAdapter = Callable[[str, Path, int | None], Adapter]
 log = get_logger("engine")
 
 
@@ -57,9 +55,6 @@ class AdapterRegistry:
         self._entries.append(_Entry(adapter, served_name))
         if adapter.policy_version is not None:
             self.serving = adapter
-
-    def find(self, name: str, path: Path, policy_version: int | None) -> Adapter | None:
-        return find_loaded_adapter(self.loaded(), name, path, policy_version)
 
     def remove(self, name: str) -> None:
         entry = self._find(name)
@@ -112,48 +107,35 @@ class AdapterValidator:
     (see command.py).
     """
 
-    def __init__(self, folder: Path, max_rank: int) -> None:
+    def __init__(self, folder: Path, facts: EngineFacts) -> None:
         self._folder = folder
-        self._max_rank = max_rank
+        self._facts = facts
 
     def __call__(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        from treadle.engines.lora import check_adapter, read_adapter_header
+        from treadle.engines.lora import check_adapter, read_adapter
 
+        check_takes_adapters(self._facts)
         path = absolute(path)
-        files = read_adapter_header(path)
-        check_adapter(files, empty_model(self._folder), self._folder, self._max_rank)
-        self._check_targets(path, {weight.partition(".lora_")[0] for weight in files.shapes})
-        return Adapter(name=name, path=path, rank=files.rank, policy_version=policy_version)
+        files = read_adapter(path, header_only=True)
+        check_adapter(files, empty_model(self._folder), self._folder, self._facts.max_lora_rank or 0)
+        modules = {weight.partition(".lora_")[0] for weight in files.shapes}
+        others = sorted(module for module in modules if module.rpartition(".")[2] not in self._supported)
+        if others:
+            raise RequestError(
+                f"{path} changes {others[0]}, which vLLM cannot serve beside other requests",
+                fix=f"train adapters of the layers only (--lora-target-modules {' '.join(self._supported)})",
+            )
+        return Adapter(name=name, path=path, rank=files.settings.rank, policy_version=policy_version)
 
     @cached_property
     def _supported(self) -> tuple[str, ...]:
         return read_checkpoint_facts(self._folder).linear_modules
 
-    def _check_targets(self, path: Path, modules: set[str]) -> None:
-        supported = self._supported
-        others = sorted(module for module in modules if module.rpartition(".")[2] not in supported)
-        if others:
-            raise RequestError(
-                f"{path} changes {others[0]}, which vLLM cannot serve beside other requests",
-                fix=f"train adapters of the layers only (--lora-target-modules {' '.join(supported)})",
-            )
-
-
-def adapter_validator(folder: Path, facts: EngineFacts) -> ValidateAdapter:
-    """The check for adapters of the model in `folder`."""
-    if facts.max_lora_rank is None:
-        return _check_adapters_enabled
-    return AdapterValidator(folder, facts.max_lora_rank)
-
-
-def _check_adapters_enabled(_name: str, _path: Path, _policy_version: int | None) -> Adapter:
-    raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
-
 
 class AdapterLoader:
     """Loads adapters into one vLLM server process, and unloads them."""
 
-    def __init__(self, client: VllmClient, validate: ValidateAdapter, scratch: Path) -> None:
+    def __init__(self, client: VllmClient, validate: AdapterValidator, scratch: Path) -> None:
         """`scratch`: a folder that is deleted with the server process."""
         self._client = client
         self._validate = validate
@@ -161,21 +143,12 @@ class AdapterLoader:
         self._copies: dict[str, Path] = {}  # by vLLM's adapter names
         self.registry = AdapterRegistry()
 
-    async def check_and_load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        known = self.registry.find(name, absolute(path), policy_version)
+    async def load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
+        known = find_loaded_adapter(self.registry.loaded(), name, absolute(path), policy_version)
         if known is not None:
             return known  # a retried request
         started = time.monotonic()
         adapter, copy = await asyncio.to_thread(self._checked_copy, name, path, policy_version)
-        await self._send_to_vllm(adapter, copy, started)
-        return adapter
-
-    async def load(self, adapter: Adapter) -> None:
-        """Load an adapter that was checked before."""
-        started = time.monotonic()
-        await self._send_to_vllm(adapter, await asyncio.to_thread(self._copy, adapter), started)
-
-    async def _send_to_vllm(self, adapter: Adapter, copy: Path, started: float) -> None:
         served_name, copied = self.registry.next_name(adapter.name), time.monotonic()
         try:
             await self._client.call("/v1/load_lora_adapter", {"lora_name": served_name, "lora_path": str(copy)})
@@ -186,6 +159,7 @@ class AdapterLoader:
         self.registry.add(adapter, served_name)
         now = time.monotonic()
         log.info("adapter_loaded", name=served_name, seconds=now - started, vllm_s=now - copied)
+        return adapter
 
     async def unload_unused(self) -> None:
         """Unload retired adapters; one that vLLM fails to unload is retried at the next call."""
@@ -205,13 +179,18 @@ class AdapterLoader:
 
     def _checked_copy(self, name: str, path: Path, policy_version: int | None) -> tuple[Adapter, Path]:
         adapter = self._validate(name, path, policy_version)
-        return adapter, self._copy(adapter)
-
-    def _copy(self, adapter: Adapter) -> Path:
+        copy = self._scratch / f"adapter-{secrets.token_hex(8)}"
         try:
-            return _copy_files(adapter.path, self._scratch)
-        except OSError as error:
-            raise self._copy_error(adapter.path, error) from None
+            copy.mkdir()
+            for file in ADAPTER_FILES:
+                shutil.copyfile(adapter.path / file, copy / file)
+            read_adapter_settings(copy)  # vLLM reads this copy, which may differ from the files that were checked
+        except BaseException as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise self._copy_error(adapter.path, error) from None
+            raise
+        return adapter, copy
 
     def _copy_error(self, adapter: Path, error: OSError) -> TreadleError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -223,16 +202,3 @@ class AdapterLoader:
         if exit_reason is not None:
             return EngineError(exit_reason, fix="POST /bridge/restart, or start the engine again")
         return RequestError(f"the adapter {adapter} cannot be copied: {error}", fix="save it again, and keep it there")
-
-
-def _copy_files(adapter: Path, scratch: Path) -> Path:
-    copy = scratch / f"adapter-{secrets.token_hex(8)}"
-    copy.mkdir()
-    try:
-        for name in ADAPTER_FILES:
-            shutil.copyfile(adapter / name, copy / name)
-        read_adapter_settings(copy)  # vLLM reads this copy, which may differ from the files that were checked
-    except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    return copy

@@ -138,7 +138,7 @@ class ChangeQueue:
     def is_busy(self) -> bool:
         return self._lock.locked()
 
-    async def run(self, change: Coroutine[None, None, T]) -> T:
+    async def run(self, change: Callable[[], Coroutine[None, None, T]]) -> T:
         """Run a change and wait for it; it is finished even if the client disconnects."""
         begun = self.begin(change)
         try:
@@ -147,10 +147,12 @@ class ChangeQueue:
             begun.add_done_callback(log_failure)
             raise
 
-    def begin(self, change: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    def begin(self, change: Callable[[], Coroutine[None, None, T]]) -> asyncio.Task[T]:
+        """`change` is called when its turn comes: an earlier one may replace the server."""
+
         async def run_exclusively() -> T:
             async with self._lock:
-                return await change
+                return await change()
 
         task = asyncio.ensure_future(run_exclusively())
         self._tasks.add(task)  # the event loop keeps only weak references

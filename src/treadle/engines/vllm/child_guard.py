@@ -41,19 +41,15 @@ def main(scratch: str, argv: list[str]) -> int:
                 os.read(wakeup_reader, 512)
             if _STDIN in readable and not os.read(_STDIN, 512):
                 break
-        _terminate(child)
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=GRACE_S)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(child.pid, signal.SIGKILL)
         shutil.rmtree(scratch, ignore_errors=True)
     return child.wait()
-
-
-def _terminate(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=GRACE_S)
 
 
 if __name__ == "__main__":

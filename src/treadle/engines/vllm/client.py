@@ -45,7 +45,11 @@ class VllmClient:
         try:
             async with aclosing(lines):
                 async for line in lines:
-                    yield _decode_line(line)
+                    try:
+                        output = decode_output(line)
+                    except msgspec.ValidationError:  # an error line in the middle of a stream
+                        raise EngineError(f"vLLM failed: {line[:500]}", fix="its log says more") from None
+                    yield output
         except BadStatus as refused:
             self._refuse(refused.answer)
         except NoAnswer as error:
@@ -128,13 +132,6 @@ def raise_worker_errors(answers: list[Any]) -> None:
         if isinstance(answer, dict) and "error" in answer:
             where = f"worker {rank} of {len(answers)}: " if len(answers) > 1 else ""
             raise RequestError(where + answer["error"], fix=answer["fix"])
-
-
-def _decode_line(data: str) -> VllmOutput:
-    try:
-        return decode_output(data)
-    except msgspec.ValidationError:  # an error line in the middle of a stream
-        raise EngineError(f"vLLM failed: {data[:500]}", fix="its log says more") from None
 
 
 def _message(answer: HttpAnswer) -> str:

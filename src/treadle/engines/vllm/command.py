@@ -159,12 +159,11 @@ def server_command(
         *("--host", "127.0.0.1", "--port", str(resources.port), "--uvicorn-log-level", "warning"),
         *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
         *("--model", str(model.folder), "--served-model-name", MODEL_NAME),
-        *_loading_flags(config),
+        *_weights_flags(config, model),
         *("--dtype", serving_dtype(config, model, vllm)),
         # Not the model's sampling defaults: they would change what a request asks for.
         *("--generation-config", "vllm", "--logprobs-mode", config.logprobs_mode),
         *("--max-model-len", str(max_model_len(config, model)), "--max-num-seqs", str(config.max_num_seqs)),
-        *_weights_flags(config, model),
         *(SCHEDULING_FLAG, "priority"),  # priorities: completions.py
         *_lora_flags(config, model, user_args),
         *_hardware_flags(config, vllm, user_args, max_model_len(config, model)),
@@ -220,17 +219,15 @@ def check_supported(config: EngineConfig, model: CheckpointFacts, vllm: Installa
         )
 
 
-def _loading_flags(config: EngineConfig) -> list[str]:
-    if config.quantization == "none":
-        return [LOAD_FLAG, LOAD_FORMAT]
-    return [LOAD_FLAG, "bitsandbytes", "--quantization", "bitsandbytes"]  # quantizes 16-bit files to nf4
-
-
 def _weights_flags(config: EngineConfig, model: CheckpointFacts) -> list[str]:
-    if config.weights_file is None:
-        return []
-    shared = {"weights_file": str(config.weights_file.resolve()), "model_folder": str(model.folder)}
-    return ["--model-loader-extra-config", json.dumps(shared)]
+    if config.quantization != "none":
+        flags = [LOAD_FLAG, "bitsandbytes", "--quantization", "bitsandbytes"]  # quantizes 16-bit files to nf4
+    else:
+        flags = [LOAD_FLAG, LOAD_FORMAT]
+    if config.weights_file is not None:
+        shared = {"weights_file": str(config.weights_file.resolve()), "model_folder": str(model.folder)}
+        flags += ["--model-loader-extra-config", json.dumps(shared)]
+    return flags
 
 
 def _lora_flags(config: EngineConfig, model: CheckpointFacts, user_args: list[str]) -> list[str]:

@@ -126,20 +126,16 @@ def to_deltas(answer: VllmOutput, request: Request, policy_version: int) -> list
 
 
 def _sampled(choice: VllmChoice, request: Request, policy_versions: list[int], decode: Decode) -> SampledCompletion:
+    text = choice.text
+    if text is None:  # without stop strings; with one, vLLM detokenizes itself
+        # Without the stop token and without an incomplete last character, like vLLM's streams.
+        token_ids = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
+        text = decode(request.prompt_ids, token_ids).rstrip(INCOMPLETE_CHAR)
     return SampledCompletion(
         token_ids=list(choice.token_ids),
         logprobs=list(choice.logprobs),
         tops=list(choice.tops),
         finish_reason=choice.finish_reason,
-        text=_decoded(choice, request, decode) if choice.text is None else choice.text,
+        text=text,
         policy_versions=policy_versions,
     )
-
-
-def _decoded(choice: VllmChoice, request: Request, decode: Decode) -> str:
-    """Text without the stop token and without an incomplete last character, like vLLM's streams.
-
-    For requests without stop strings; with one, vLLM detokenizes itself.
-    """
-    token_ids = choice.token_ids[:-1] if choice.finish_reason == "stop" else choice.token_ids
-    return decode(request.prompt_ids, token_ids).rstrip(INCOMPLETE_CHAR)

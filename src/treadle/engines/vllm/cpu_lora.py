@@ -7,15 +7,12 @@ last slot to rows that have none, so the base model's logprobs are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
-
-Rows = Tensor | slice
 
 
 class BatchedCpuLora(PunicaWrapperCPU):
@@ -47,7 +44,11 @@ def add_adapters(
     scale: float,
     output_slices: tuple[int, ...],
 ) -> None:
-    for slot, rows in _rows_by_slot(slots_L):
+    slots = torch.unique(slots_L).tolist()
+    for slot in slots:
+        if slot < 0:
+            continue
+        rows = slice(None) if len(slots) == 1 else (slots_L == slot).nonzero().squeeze(1)
         x = x_LI[rows].float()
         end = 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
@@ -60,10 +61,3 @@ def use_batched_cpu_lora() -> None:
     """Let models that are loaded from now on compute adapters with BatchedCpuLora."""
     qualified_name = f"{BatchedCpuLora.__module__}.{BatchedCpuLora.__qualname__}"
     current_platform.get_punica_wrapper = lambda: qualified_name
-
-
-def _rows_by_slot(slots_L: Tensor) -> Iterator[tuple[int, Rows]]:
-    found = torch.unique(slots_L).tolist()
-    for slot in found:
-        if slot >= 0:
-            yield slot, slice(None) if len(found) == 1 else (slots_L == slot).nonzero().squeeze(1)

@@ -30,17 +30,10 @@ from treadle.engines.interface import (
     Request,
     ServingStatus,
 )
-from treadle.engines.model_folder import absolute, weights_folder
+from treadle.engines.model_folder import absolute
 from treadle.engines.tokenizer import ModelTokenizer
-from treadle.engines.vllm.adapters import AdapterLoader, ValidateAdapter, adapter_validator
-from treadle.engines.vllm.admission import (
-    Admission,
-    ChangeQueue,
-    RequestCounters,
-    RequestGate,
-    count_sequences,
-    log_failure,
-)
+from treadle.engines.vllm.adapters import AdapterLoader, AdapterValidator
+from treadle.engines.vllm.admission import Admission, ChangeQueue, RequestCounters, RequestGate, log_failure
 from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import (
@@ -89,7 +82,7 @@ class VllmEngine:
         self._drain_timeout_s = drain_timeout_s
         self._gate_file = gate
         self._base_versions = [0]  # versions of the base model's weights, oldest first
-        self._adapters = AdapterLoader(self._client, adapter_validator(facts.folder, facts), server.scratch)
+        self._adapters = AdapterLoader(self._client, AdapterValidator(facts.folder, facts), server.scratch)
         self._changes = ChangeQueue()
         self._transfer = WeightTransfer()
         self._fingerprinting = asyncio.Lock()  # the worker stores the fingerprints of one request only
@@ -145,7 +138,7 @@ class VllmEngine:
                         yield delta
 
     async def hold(self, mode: HoldMode, timeout_s: float) -> None:
-        await self._changes.run(self._hold(mode, timeout_s))
+        await self._changes.run(lambda: self._hold(mode, timeout_s))
 
     async def release(self, policy_version: int | None) -> float:
         async def release_when_held() -> float:
@@ -156,10 +149,10 @@ class VllmEngine:
             self._transfer.update.finish()
             return held_s
 
-        return await self._changes.run(release_when_held())
+        return await self._changes.run(release_when_held)
 
     async def adopt(self, order: Adopt) -> float:
-        return await self._changes.run(self._adopt(order))
+        return await self._changes.run(lambda: self._adopt(order))
 
     async def layout(self) -> Layout | None:
         plain = await self._client.rpc("treadle_layout")
@@ -176,20 +169,20 @@ class VllmEngine:
         return msgspec.convert(found, dict[str, str])
 
     async def reload(self, folder: Path, policy_version: int | None) -> float:
-        return await self._changes.run(self._reload(weights_folder(folder), policy_version))
+        folder = absolute(folder)
+        if not any(folder.glob("*.safetensors")):
+            raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
+        return await self._changes.run(lambda: self._reload(folder, policy_version))
 
     async def join(self, request: JoinGroup) -> None:
-        async def join_now() -> None:
-            await self._transfer.join(self._client, request)
-
-        await self._changes.run(join_now())
+        await self._changes.run(lambda: self._transfer.join(self._client, request))
 
     async def receive(self, body: ReceiveWeights) -> Received:
         async def receive_when_held() -> Received:
             self._check_held()
             return await self._transfer.receive(self._client, body)
 
-        return await self._changes.run(receive_when_held())
+        return await self._changes.run(receive_when_held)
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         model = absolute(folder)
@@ -197,23 +190,19 @@ class VllmEngine:
             begin = await asyncio.to_thread(self._prepare_server, model)
         except UserError as error:
             raise RequestError(error.message, fix=error.fix) from None
-        check = adapter_validator(model, self._facts)
-        on_top = None
-        if adapter is not None:
-            on_top = await asyncio.to_thread(check, adapter.name, adapter, policy_version)
-        await self._changes.run(self._restart(begin, on_top, policy_version, check))
+        validate = AdapterValidator(model, self._facts)
+        if adapter is not None:  # before anything changes; it is checked again when it is loaded
+            await asyncio.to_thread(validate, adapter.name, adapter, policy_version)
+        await self._changes.run(lambda: self._restart(begin, adapter, policy_version, validate))
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        async def load() -> Adapter:
-            return await self._adapters.check_and_load(name, path, policy_version)
-
-        return await self._changes.run(load())
+        return await self._changes.run(lambda: self._adapters.load(name, path, policy_version))
 
     async def unload_adapter(self, name: str) -> None:
         """Make an adapter unavailable at once. vLLM unloads it when no request uses it and no other change runs; this
         waits for that up to the drain timeout."""
         self._adapters.registry.remove(name)
-        unloading = self._changes.begin(self._unload_unused())
+        unloading = self._changes.begin(self._unload_unused)
         await asyncio.wait({unloading}, timeout=self._drain_timeout_s)
         if unloading.done():
             await unloading  # raises its error, if any
@@ -247,7 +236,7 @@ class VllmEngine:
         finally:
             self._counters.leave(num_samples(request))
             if adapter is not None and self._adapters.registry.release(model):
-                self._changes.begin(self._unload_unused()).add_done_callback(log_failure)
+                self._changes.begin(self._unload_unused).add_done_callback(log_failure)
 
     def _check_held(self) -> None:
         if self._request_gate.is_open:
@@ -281,16 +270,12 @@ class VllmEngine:
             await self._pause("keep" if mode == "wait" else mode, timeout_s)
         except EngineError:
             if was_open:
-                await self._reopen()
+                with contextlib.suppress(EngineError):  # vLLM may be frozen nevertheless, or about to be
+                    await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
+                self._held_at = None
+                self._request_gate.open()
             raise
         self._counters.pause()
-
-    async def _reopen(self) -> None:
-        """After a failed hold: vLLM may be frozen nevertheless, or about to be."""
-        with contextlib.suppress(EngineError):
-            await self._client.call("/treadle/release", {"has_new_weights": False, "stay_held": False})
-        self._held_at = None
-        self._request_gate.open()
 
     async def _pause(self, mode: HoldMode, timeout_s: float) -> None:
         order = {"mode": mode, "synchronize": self._facts.device != "cpu"}
@@ -372,16 +357,16 @@ class VllmEngine:
         return held_s
 
     async def _restart(
-        self, begin: BeginServer, adapter: Adapter | None, policy_version: int, check: ValidateAdapter
+        self, begin: BeginServer, adapter: Path | None, policy_version: int, validate: AdapterValidator
     ) -> None:
         self._is_restarting = True
         try:
             await self._drain()
             await self._replace_server(begin)
-            self._adapters = AdapterLoader(self._client, check, self._server.scratch)
+            self._adapters = AdapterLoader(self._client, validate, self._server.scratch)
             self._transfer = WeightTransfer()
             if adapter is not None:
-                await self._adapters.load(adapter)
+                await self._adapters.load(adapter.name, adapter, policy_version)
             self._serve_version(policy_version)
         finally:
             self._is_restarting = False

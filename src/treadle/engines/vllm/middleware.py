@@ -36,7 +36,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from treadle.engines.vllm.command import MODEL_NAME
-from treadle.engines.vllm.completions import GENERATE, LOAD, VllmChoice, VllmOutput, VllmRequest, decode_request
+from treadle.engines.vllm.completions import GENERATE, VllmChoice, VllmOutput, VllmRequest, decode_request
+from treadle.net.bodies import json_answer, unless_gone
 from treadle.sync.gate import PublishGate, wait_for_trainer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -72,16 +73,20 @@ _TURNS_TO_FLUSH = 32  # turns of the event loop; a token needs a handful from it
 _Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]
 
 
-async def generate(scope: MutableMapping[str, Any], receive: Receive) -> Response:
-    order = decode_request(await Request(scope, receive).body())
-    answers = _answers(scope["app"].state, order)
-    # A request is rejected before its first output, so a stream starts only when that is there.
-    first = await _unless_client_leaves(_first(answers) if order.stream else _whole(answers), receive)
+async def _generate(scope: Scope, receive: Receive) -> Response:
+    try:
+        http = Request(scope, receive)
+        order = decode_request(await http.body())
+        answers = _answers(scope["app"].state, order)
+        # A request is rejected before its first output, so a stream starts only when that is there.
+        first = await unless_gone(http, _first(answers) if order.stream else _whole(answers))
+    except Exception as error:  # vLLM's errors have no common base class; all are reported to the client
+        return _error(*describe_error(error))
     if first is None:
         return Response()
     if order.stream:
         return StreamingResponse(_lines(first, answers), media_type="application/x-ndjson")
-    return Response(msgspec.json.encode(first), media_type="application/json")
+    return json_answer(first)
 
 
 def describe_error(error: Exception) -> tuple[int, str]:
@@ -150,23 +155,6 @@ async def _lines(first: VllmOutput, others: AsyncGenerator[VllmOutput, None]) ->
             yield msgspec.json.encode({"error": describe_error(error)[1]}) + b"\n"
 
 
-async def _unless_client_leaves(answer: Awaitable[VllmOutput], receive: Receive) -> VllmOutput | None:
-    """The answer, or None if the client disconnects first; the request is then aborted in vLLM too."""
-    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return await answering if answering.done() else None
-    finally:
-        leaving.cancel()
-        answering.cancel()
-        await asyncio.wait({answering})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def to_output(output: Any, *, has_text: bool, num_top: int) -> VllmOutput:
     """`output`: vLLM's RequestOutput with flat logprobs."""
     prompt = output.prompt_logprobs
@@ -185,7 +173,9 @@ def _choice(completion: Any, *, has_text: bool, num_top: int) -> VllmChoice:
         index=completion.index,
         token_ids=list(completion.token_ids),
         logprobs=[_number(flat.logprobs[start]) for start, _ in spans],
-        tops=[_tops(flat, start, end, num_top) for start, end in spans] if num_top else [],
+        # The sampled token comes first at each position. If it is a top token it is listed again, except where vLLM has
+        # joined two outputs of a stream.
+        tops=[_entries(flat, start + (end - start > num_top), end) for start, end in spans] if num_top else [],
         text=completion.text if has_text else None,
         finish_reason=completion.finish_reason,
     )
@@ -193,12 +183,6 @@ def _choice(completion: Any, *, has_text: bool, num_top: int) -> VllmChoice:
 
 def _spans(flat: Any) -> list[tuple[int, int]]:
     return list(zip(flat.start_indices, flat.end_indices, strict=True))
-
-
-def _tops(flat: Any, start: int, end: int, num_top: int) -> dict[int, float]:
-    """The sampled token comes first at each position. If it is a top token it is listed again, except where vLLM has
-    joined two outputs of a stream."""
-    return _entries(flat, start + (end - start > num_top), end)
 
 
 def _entries(flat: Any, start: int, end: int) -> dict[int, float]:
@@ -257,15 +241,8 @@ class TreadleRoutes:
         try:
             body = json.loads(await Request(scope, receive).body() or b"{}")
             return JSONResponse(await handler(scope["app"].state, body))
-        except Exception as error:  # vLLM's errors have no common base class; all are reported to the client
+        except Exception as error:  # as in _generate
             return _error(500, f"{type(error).__name__}: {error}")
-
-
-async def _generate(scope: Scope, receive: Receive) -> Response:
-    try:
-        return await generate(scope, receive)
-    except Exception as error:  # as in _answer
-        return _error(*describe_error(error))
 
 
 async def _hold(state: Any, body: dict[str, Any]) -> dict[str, float]:

@@ -58,23 +58,19 @@ class TreadleLoader(DefaultModelLoader):
 
 
 def prepare_cpu() -> None:
-    """Change vLLM's behaviour on a CPU, before it loads a model; on a GPU nothing."""
+    """Change vLLM's behaviour on a CPU, before it loads a model; on a GPU nothing.
+
+    vLLM would pack each matrix and drop the original, which a trainer could then not read or write. There is no setting
+    for this: these are the two switches that vLLM's dispatch checks.
+    """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        from treadle.engines.vllm.cpu_lora import use_batched_cpu_lora
-
-        keep_weights_unpacked()
-        use_batched_cpu_lora()
-
-
-def keep_weights_unpacked() -> None:
-    """Stop vLLM from packing each matrix and dropping the original, which a trainer could then not read or write.
-
-    There is no setting for this: these are the two switches that vLLM's dispatch checks.
-    """
+    if not current_platform.is_cpu():
+        return
     import vllm._custom_ops as custom_ops
     import vllm.model_executor.layers.utils as layer_utils
+
+    from treadle.engines.vllm.cpu_lora import use_batched_cpu_lora
 
     for module, switch, off in (
         (custom_ops, "_supports_onednn", False),
@@ -83,6 +79,7 @@ def keep_weights_unpacked() -> None:
         if not hasattr(module, switch):
             raise RuntimeError(f"this vLLM has no {module.__name__}.{switch}: it cannot keep weights unpacked on a CPU")
         setattr(module, switch, off)
+    use_batched_cpu_lora()
 
 
 def _refusals_as_answers(method: Callable[..., Result]) -> Callable[..., Result]:
@@ -106,7 +103,7 @@ class TreadleWorker:
     @_refusals_as_answers
     def treadle_layout(self) -> Result:
         """Addresses of the weights that a trainer may write, in a shared file or on the GPU. None: not shared."""
-        fused = _fused_layout(self)
+        fused: Layout | None = getattr(self.get_model(), SHARED_LAYOUT, None)  # of vLLM's own parameters
         if fused is None:
             return None
         plain: dict[str, Any] = msgspec.to_builtins(place_slices(fused, _slices(self)))
@@ -184,12 +181,6 @@ def _receiver(worker: TreadleWorker) -> BroadcastReceiver:
     """Created on first use: a worker extension has no constructor of its own."""
     receiver: BroadcastReceiver = worker.__dict__.setdefault("treadle_receiver", BroadcastReceiver())
     return receiver
-
-
-def _fused_layout(worker: TreadleWorker) -> Layout | None:
-    """Addresses of vLLM's own parameters, as TreadleLoader stored them."""
-    shared: Layout | None = getattr(worker.get_model(), SHARED_LAYOUT, None)
-    return shared
 
 
 def _weights(worker: TreadleWorker) -> dict[str, Tensor]:
