@@ -6,6 +6,7 @@ Another engine runs these tests by `from tests.contract.test_engine_api import *
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import socket
 import threading
@@ -29,8 +30,8 @@ from tests.tiny_model import write_tiny_model
 from tests.unit.sync.group_peer import Weights
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import SyncError
-from treadle.sync.fingerprint import fingerprint
-from treadle.sync.gate import PublishGate, new_publish_id
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
+from treadle.sync.gate import PublishGate
 from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_vllm import WeightBroadcaster
 
@@ -584,7 +585,7 @@ def test_a_version_is_accepted_only_while_held(api):
 def at_the_gate(api, version, write, **changes):
     """A publish as a trainer makes it: the answer of /bridge/adopt; `write(gate, number)` while it stands still."""
     gate = PublishGate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
-    number = new_publish_id()
+    number = secrets.randbits(62) + 1
     order = {"policy_version": version, "number": number, "gate": gate.inode, "timeout_s": 60.0, **changes}
     with ThreadPoolExecutor(1) as pool:
         with gate.publishing():
@@ -651,7 +652,7 @@ def test_the_engine_cannot_be_released_while_a_trainer_writes(api):
 def test_adopting_without_a_trainer_changes_nothing(api):
     before = api.version()
     gate = PublishGate(Path(api.get("/bridge/state_dict_info").json()["gate"]))
-    answer = api.post("/bridge/adopt", policy_version=before + 1, number=new_publish_id(), gate=gate.inode)
+    answer = api.post("/bridge/adopt", policy_version=before + 1, number=secrets.randbits(62) + 1, gate=gate.inode)
     assert answer.status_code == 400
     assert "no trainer is at the gate" in answer.json()["error"]
     assert api.generate(max_tokens=2)["policy_version"] == before
@@ -695,7 +696,7 @@ def fingerprints(api, version):
 
 
 def expected_fingerprints(file, version):
-    return {name: fingerprint(tensor, version) for name, tensor in load_file(file).items()}
+    return fingerprints_of(load_file(file).items(), version)
 
 
 def test_fingerprints_use_the_trainers_weight_names(api):
@@ -755,7 +756,7 @@ def test_a_subset_of_the_weights_may_be_reloaded(api, other_weights, tmp_path, a
     name = "model.layers.1.mlp.down_proj.weight"
     changed = load_file(other_weights / "model.safetensors")[name]
     save_file({name: changed}, tmp_path / "delta.safetensors")
-    expected = fingerprints(api, 0) | {name: fingerprint(changed, 0)}
+    expected = fingerprints(api, 0) | fingerprints_of([(name, changed)], 0)
     before = api.version()
     assert api.post("/reload_weights", path=str(tmp_path)).json()["policy_version"] == before + 1
     assert fingerprints(api, 0) == expected
@@ -1014,7 +1015,7 @@ def test_adapter_fingerprints_are_of_the_matrices_in_use(api, tmp_path, no_adapt
     for name, saved in load_file(adapter / "adapter_model.safetensors").items():
         weight = saved.to(dtype)
         short = name.removeprefix("base_model.model.").removesuffix(".weight")
-        expected[short] = fingerprint(weight * scale if short.endswith("lora_B") else weight, 3)
+        expected |= fingerprints_of([(short, weight * scale if short.endswith("lora_B") else weight)], 3)
     answer = api.post("/bridge/fingerprints", policy_version=3, adapter="fingerprinted")
     assert answer.json()["fingerprints"] == expected
     assert api.post("/bridge/fingerprints", policy_version=3, adapter="nobody").status_code == 400

@@ -68,7 +68,7 @@ class Served:
     """An engine with its HTTP API on an event loop in a thread: `served(engine.generate(...))` from a test."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from treadle.engines.api import build_app
+        from treadle.engines.api import create_app, engine_access
         from treadle.engines.vllm import start_vllm
         from treadle.net.listening import take_port
 
@@ -80,7 +80,7 @@ class Served:
         self._thread.start()
         listener = take_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = build_app(self.engine, config, {})
+        app = create_app(self.engine, config, engine_access(config, {}))
         self._http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         self._serving = self.begin(self._http.serve(sockets=[listener]))
 

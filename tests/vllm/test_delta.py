@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from treadle.sync.delta import DELTA_FROM, as_tensors, find_changes
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 
 LAYER = "model.layers.1"
 NAMES = (
@@ -61,4 +61,4 @@ def test_a_delta_changes_only_its_elements_and_needs_its_version(served, first_w
     save_file(as_tensors(elements), file, metadata={DELTA_FROM: str(version)})
     taken = post(served, "/reload_weights", path=str(tmp_path), policy_version=version + 1)
     assert taken.json()["policy_version"] == version + 1, taken.text
-    assert fingerprints(served) == before | {name: fingerprint(weight, 0) for name, weight in changed.items()}
+    assert fingerprints(served) == before | fingerprints_of(changed.items(), 0)

@@ -18,7 +18,7 @@ from tests.vllm.reference import load, logits_after, logprobs_of, mean_differenc
 from treadle.engines.interface import Request
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.protocol import EngineLink
 from treadle.sync.shared_memory import bind_parameters, map_weights
 from treadle.sync.shared_vllm import WeightBroadcaster
@@ -215,7 +215,7 @@ def test_broadcast_weights_are_served_and_can_be_restored(served, plain):
         assert [c.policy_versions for c in generation.completions] == [[version]] * 2
         assert mean_difference(reference, PROMPT, generation.completions) < SAME
     fingerprints = served(engine.fingerprints(0))
-    assert fingerprints == {name: fingerprint(weight, 0) for name, weight in saved.items()}
+    assert fingerprints == fingerprints_of(saved.items(), 0)
 
 
 def test_requests_wait_while_held_and_continue_afterwards(served):

@@ -21,7 +21,7 @@ from treadle.config import DEFAULT_MODEL
 from treadle.engines.interface import SampledCompletion
 from treadle.engines.models import resolve_model
 from treadle.engines.tokenizer import ModelTokenizer
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 
 CAPITAL = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 STOP_S = 30.0  # vLLM has six seconds to exit by itself; the rest is for a busy machine
@@ -84,7 +84,7 @@ def test_without_a_weights_file_fingerprints_are_still_reported(engine):
     assert engine.get("/bridge/info").json()["shared_weights"] is False
     assert engine.get("/bridge/state_dict_info").status_code == 404
     theirs = engine.post("/bridge/fingerprints", policy_version=1).json()["fingerprints"]
-    assert theirs == {name: fingerprint(p, 1) for name, p in load(engine.folder).named_parameters()}
+    assert theirs == fingerprints_of(load(engine.folder).named_parameters(), 1)
 
 
 def test_adapters_are_refused_without_enable_lora(engine, tmp_path):

@@ -15,7 +15,7 @@ from tests.vllm.reference import load, mean_difference
 from treadle.engines.interface import Request, SampledCompletion
 from treadle.engines.sampling import SamplingParams
 from treadle.errors import EngineError, RequestError
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.sync.shared_memory import map_weights
 from treadle.sync.verify import check_saved_weights
 
@@ -47,10 +47,10 @@ def check_serves(served, folder, version):
     state = served(served.engine.status())
     assert (state.policy_version, state.is_held, state.failure) == (version, False, None)
     assert served.engine.facts.folder == folder
-    expected = {name: fingerprint(p, 3) for name, p in model.named_parameters()}
+    expected = fingerprints_of(model.named_parameters(), 3)
     assert served(served.engine.fingerprints(3)) == expected
     shared = map_weights(served(served.engine.layout()))
-    assert {name: fingerprint(weight, 3) for name, weight in shared.items()} == expected
+    assert fingerprints_of(shared.items(), 3) == expected
     assert check_saved_weights(shared.items(), folder) == len(expected)
     sampled = served(served.engine.generate(request(n=8)))
     assert mean_difference(model, PROMPT, sampled.completions) < SAME

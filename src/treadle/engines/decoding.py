@@ -11,8 +11,7 @@ batch keeps its rows and the longest row fits. It is captured once that has been
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -56,13 +55,13 @@ class KVCache:
         self.revision += 1
         self._keys = [torch.empty(0)] * self._num_layers
         self._values = [torch.empty(0)] * self._num_layers
-        self._positions_B: Tensor | None = None  # positions a decode writes to; None during a prefill
-        self._mask: Tensor | None = None
-        self._drop_prompts()
+        self.begin_prefill()
 
     def begin_prefill(self) -> None:
-        self._positions_B = None
-        self._drop_prompts()
+        self._positions_B: Tensor | None = None  # positions a decode writes to; None during a prefill
+        self._prompt_keys = [torch.empty(0)] * self._num_layers
+        self._prompt_values = [torch.empty(0)] * self._num_layers
+        self._mask: Tensor | None = None
 
     def continue_prefill(self, num_before: int, num_more: int, device: torch.device) -> None:
         """The next forward continues the last prefill, which had one row, in several rows."""
@@ -73,10 +72,13 @@ class KVCache:
         """Append `copies[i]` rows for prompt i of the last prefill."""
         self.revision += 1
         repeats = torch.tensor(copies, device=self._prompt_keys[0].device)
-        for layer, (keys, values) in enumerate(zip(self._prompt_keys, self._prompt_values, strict=True)):
-            self._keys[layer] = self._append(self._keys[layer], keys.repeat_interleave(repeats, 0))
-            self._values[layer] = self._append(self._values[layer], values.repeat_interleave(repeats, 0))
-        self._drop_prompts()
+        for stored, prompts in ((self._keys, self._prompt_keys), (self._values, self._prompt_values)):
+            for layer, prompt in enumerate(prompts):
+                old, new = stored[layer], prompt.repeat_interleave(repeats, 0)
+                length = max(old.shape[2] if old.numel() else 0, new.shape[2] + 1)
+                new = _grow(new, length)
+                stored[layer] = torch.cat([_grow(old, length), new]) if old.numel() else new
+        self.begin_prefill()
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows and drop all others."""
@@ -127,18 +129,6 @@ class KVCache:
             query, key, value, attn_mask=self._mask, is_causal=self._mask is None, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
-
-    def _drop_prompts(self) -> None:
-        self._prompt_keys = [torch.empty(0)] * self._num_layers
-        self._prompt_values = [torch.empty(0)] * self._num_layers
-        self._mask = None
-
-    @staticmethod
-    def _append(old: Tensor, new: Tensor) -> Tensor:
-        if old.numel() == 0:
-            return _grow(new, new.shape[2] + 1)
-        length = max(old.shape[2], new.shape[2] + 1)
-        return torch.cat([_grow(old, length), _grow(new, length)])
 
 
 def install_attention(model: Any, cache: KVCache) -> None:
@@ -240,34 +230,29 @@ class Decoder:
         try:
             captured = capture(lambda: self._compute(tokens_B, positions_B, span, is_ragged=True))
             captured.replay()
-            difference = _max_difference(captured.out, expected_B)
+            # relative, of the row that differs most
+            difference_B = (captured.out.float() - expected_B.float()).norm(dim=-1) / expected_B.float().norm(dim=-1)
+            difference = float(difference_B.max())
         except RuntimeError as error:
-            if _is_out_of_memory(error):
+            # If a capture is aborted because memory runs out, that is the error's context.
+            if any(isinstance(found, torch.OutOfMemoryError) for found in (error, error.__context__)):
                 self._num_same, self._wait = 0, min(2 * self._wait, MAX_WAIT)
                 log.warning("cuda_graph_not_captured", reason="out of memory", fix="nothing: it is retried later")
-            else:  # for example a model whose code reads values back from the GPU
-                self._give_up(str(error).splitlines()[0])
-            return False
-        if not difference <= MAX_DIFFERENCE[expected_B.dtype]:
-            self._give_up(f"its result differs by {difference:.2g}")
+                return False
+            problem: str | None = str(error).splitlines()[
+                0
+            ]  # for example a model whose code reads values back from the GPU
+        else:
+            is_equal = difference <= MAX_DIFFERENCE[expected_B.dtype]  # False for NaN
+            problem = None if is_equal else f"its result differs by {difference:.2g}"
+        if problem is not None:
+            self._capture = None
+            log.warning(
+                "cuda_graph_not_captured", reason=problem, fix="nothing: decoding continues without CUDA graphs"
+            )
             return False
         self._captured, self._span, self._tokens_B, self._positions_B = captured, span, tokens_B, positions_B
         return True
-
-    def _give_up(self, reason: str) -> None:
-        self._capture = None
-        log.warning("cuda_graph_not_captured", reason=reason, fix="nothing: decoding continues without CUDA graphs")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Also if the error is that of an aborted capture, and running out of memory was its cause."""
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError)
-
-
-def _max_difference(found_B: Tensor, expected_B: Tensor) -> float:
-    """Relative difference of the row that differs most."""
-    difference_B = (found_B.float() - expected_B.float()).norm(dim=-1)
-    return float((difference_B / expected_B.float().norm(dim=-1)).max())
 
 
 class CudaGraphCapture:
@@ -283,34 +268,24 @@ class CudaGraphCapture:
         warnings.filterwarnings("ignore", message="Synchronization debug mode")  # it warns that it is a prototype
 
     def __call__(self, work: Callable[[], Tensor]) -> CapturedStep:
-        current = torch.cuda.current_stream(self._device)
+        current, mode = torch.cuda.current_stream(self._device), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                return self._capture(work)
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    work()  # also does what libraries set up at their first call on a stream, which cannot be captured
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+                torch.cuda.synchronize(self._device)
+                # Return the memory of that run and of earlier graphs; torch would keep it and allocate the same again.
+                torch.cuda.empty_cache()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads may keep using the GPU
+                try:
+                    out = work()
+                finally:
+                    graph.capture_end()
+                return CapturedStep(graph.replay, out)
         finally:
             current.wait_stream(self._stream)
-
-    def _capture(self, work: Callable[[], Tensor]) -> CapturedStep:
-        with _forbid_synchronization():
-            work()  # also runs the set-up that libraries do at their first call on a stream, which cannot be captured
-        torch.cuda.synchronize(self._device)
-        # Return the memory of that run and of earlier graphs; torch would keep it and allocate the same again.
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may keep using the GPU
-        try:
-            out = work()
-        finally:
-            graph.capture_end()
-        return CapturedStep(graph.replay, out)
-
-
-@contextmanager
-def _forbid_synchronization() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from treadle.engines.sampling import SamplingParams
-from treadle.errors import RequestError
+from treadle.errors import EngineError, RequestError
 from treadle.sync.layout import Layout
 from treadle.wire.bridge import Adopt, JoinGroup, Received, ReceiveWeights
 from treadle.wire.generate import Wave
@@ -123,6 +123,11 @@ class Adapter:
     path: Path
     rank: int
     policy_version: int | None  # None: loaded by hand, it is no version of the policy
+
+
+def check_takes_adapters(facts: EngineFacts) -> None:
+    if not facts.has_lora:
+        raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
 
 
 def find_loaded_adapter(

@@ -1,6 +1,6 @@
 """Load LoRA adapters into a serving model with PEFT: several may be loaded, at most one is active.
 
-files = read_adapter(path)                 settings, tensor shapes and tensors (read_adapter_header: without tensors)
+files = read_adapter(path)                 settings, tensor shapes and tensors
 check_adapter(files, model, ...)           refuse an adapter that does not fit, before anything changes
 adapters.add(name, files); adapters.use(name)
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,51 +48,30 @@ class BaseWeightsChanged(EngineError):
 
 
 @dataclass(frozen=True)
-class AdapterHeader:
-    """A saved adapter's settings, and the names and shapes of its tensors."""
+class AdapterFiles:
+    """A saved adapter: its settings, the shapes of its tensors, and the tensors unless only the header was read."""
 
     path: Path
     settings: AdapterSettings
     shapes: Mapping[str, Sequence[int]]
-
-    @property
-    def rank(self) -> int:
-        return self.settings.rank
-
-
-@dataclass(frozen=True)
-class AdapterFiles(AdapterHeader):
-    """A saved adapter with its tensors."""
-
     tensors: Mapping[str, Tensor]
 
 
-def read_adapter_header(path: Path) -> AdapterHeader:
-    """Reads little, because in the engine process each read competes with a busy event loop for the GIL."""
-    settings = read_adapter_settings(path)
-    with _errors_as_unreadable(path), safe_open(path / ADAPTER_FILES[1], "pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
-    return AdapterHeader(path, settings, shapes)
-
-
-def read_adapter(path: Path) -> AdapterFiles:
-    settings = read_adapter_settings(path)
-    with _errors_as_unreadable(path):
-        tensors = load_file(path / ADAPTER_FILES[1])
-    return AdapterFiles(path, settings, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
-
-
-@contextmanager
-def _errors_as_unreadable(path: Path) -> Iterator[None]:
+def read_adapter(path: Path, *, header_only: bool = False) -> AdapterFiles:
+    """`header_only`: reads little, because in the engine process each read competes with the event loop for the GIL."""
+    settings, file = read_adapter_settings(path), path / ADAPTER_FILES[1]
     try:
-        yield
+        tensors = {} if header_only else load_file(file)
+        with safe_open(file, "pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - it is no dict
     except (OSError, ValueError, SafetensorError) as error:
-        raise unreadable(path, f"{ADAPTER_FILES[1]}: {error}") from None
+        raise unreadable(path, f"{file.name}: {error}") from None
+    return AdapterFiles(path, settings, shapes, tensors)
 
 
-def check_adapter(files: AdapterHeader, model: Any, folder: Path, max_rank: int) -> None:
-    """Refuse an adapter whose rank is too large, or that was made for another model."""
-    rank, base_model = files.rank, files.settings.base_model
+def check_adapter(files: AdapterFiles, model: Any, folder: Path, max_rank: int) -> None:
+    """Refuse an adapter whose rank is too large, that was made for another model, or that is incomplete."""
+    rank, base_model = files.settings.rank, files.settings.base_model
     if rank > max_rank:
         raise RequestError(
             f"{files.path} has rank {rank}, this engine takes up to {max_rank}",
@@ -120,7 +98,15 @@ def check_adapter(files: AdapterHeader, model: Any, folder: Path, max_rank: int)
                 f"{files.path} does not fit its own settings: {name} is {list(shape)}, and r is {rank}",
                 fix="its tensors must be as adapter_config.json says",
             )
-    _check_pairs(files)
+    # Of A without B, or B without A, PEFT would initialize the missing matrix randomly.
+    other_half = {
+        name: name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        for name in files.shapes
+    }
+    alone = [name for name, other in other_half.items() if other not in other_half]
+    if alone or not other_half:
+        what = f"{min(alone)} without {other_half[min(alone)]}" if alone else "no tensors"
+        raise RequestError(f"{files.path} has {what}", fix="save the adapter again")
 
 
 def _weight_shape(module: Any) -> list[int] | None:
@@ -129,19 +115,6 @@ def _weight_shape(module: Any) -> list[int] | None:
         return [module.out_features, module.in_features]
     weight = getattr(module, "weight", None)
     return None if weight is None else list(weight.shape)
-
-
-def _check_pairs(files: AdapterHeader) -> None:
-    """Refuse A without B or B without A: PEFT would initialize the missing matrix randomly."""
-    names = set(files.shapes)
-    alone = [name for name in names if _other_half(name) not in names]
-    if alone or not names:
-        what = f"{min(alone)} without {_other_half(min(alone))}" if alone else "no tensors"
-        raise RequestError(f"{files.path} has {what}", fix="save the adapter again")
-
-
-def _other_half(name: str) -> str:
-    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
 class LoraAdapters:
@@ -175,10 +148,18 @@ class LoraAdapters:
     def _inject(self, name: str, files: AdapterFiles) -> None:
         key = _key(name)
         self._is_wrapped = True
+        config = LoraConfig(
+            r=files.settings.rank,
+            lora_alpha=files.settings.alpha,
+            use_rslora=files.settings.uses_rslora,
+            target_modules=sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in files.shapes}),
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+        )
         tensors = {name.removeprefix(WRAPPED): tensor for name, tensor in files.tensors.items()}
         try:
             # With state_dict, PEFT takes the target modules from the tensor names and evaluates no pattern of the file.
-            inject_adapter_in_model(_peft_config(files), self._model, adapter_name=key, state_dict=tensors)
+            inject_adapter_in_model(config, self._model, adapter_name=key, state_dict=tensors)
             outcome = set_peft_model_state_dict(self._model, dict(files.tensors), adapter_name=key)
         except Exception as error:  # PEFT's errors have no common base class; the adapter is active already
             self.remove(name)
@@ -202,8 +183,9 @@ class LoraAdapters:
 
     def use(self, name: str | None) -> None:
         """Activate this adapter, or none."""
-        for layer in self._layers():
-            layer.enable_adapters(name is not None)
+        for layer in self._model.modules() if self._is_wrapped else ():
+            if isinstance(layer, LoraLayer):
+                layer.enable_adapters(name is not None)
         if name is not None:
             set_adapter(self._model, _key(name), inference_mode=True)
         self._used = name
@@ -219,21 +201,6 @@ class LoraAdapters:
             if isinstance(layer, LoraLayer) and key in layer.lora_A:
                 yield f"{module}.lora_A", layer.lora_A[key].weight.to(dtype)
                 yield f"{module}.lora_B", layer.lora_B[key].weight.to(dtype) * layer.scaling[key]
-
-    def _layers(self) -> list[Any]:
-        return [m for m in self._model.modules() if isinstance(m, LoraLayer)] if self._is_wrapped else []
-
-
-def _peft_config(files: AdapterHeader) -> LoraConfig:
-    settings = files.settings
-    return LoraConfig(
-        r=files.rank,
-        lora_alpha=settings.alpha,
-        use_rslora=settings.uses_rslora,
-        target_modules=sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in files.shapes}),
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
 
 
 def _key(name: str) -> str:

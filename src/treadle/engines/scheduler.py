@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from treadle.engines.interface import Adapter, GenerationResult, HoldMode, Request
+from treadle.background import complete
+from treadle.engines.interface import Adapter, GenerationResult, HoldMode, Request, ServingStatus
 from treadle.engines.model_runner import ModelRunner
 from treadle.engines.request_queue import OnDeltas, QueuedRequest, RequestQueue
 from treadle.errors import EngineError, RequestError
@@ -31,19 +32,7 @@ log = get_logger("engine")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _ThreadTask:
-    """A function that the generation thread runs between two tokens."""
-
-    work: Callable[[], Any]
-    future: Future[Any]
-
-    def run(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            try:
-                self.future.set_result(self.work())
-            except BaseException as error:  # raised in the thread that waits for the task
-                self.future.set_exception(error)
+_Task = tuple[Future[Any], Callable[[], Any]]  # a function that the generation thread runs between two tokens
 
 
 class Scheduler:
@@ -56,7 +45,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting = RequestQueue()
         self._running: list[QueuedRequest] = []
-        self._tasks: list[_ThreadTask] = []
+        self._tasks: list[_Task] = []
         self._hold: HoldMode | None = None
         self._held_at: float | None = None  # start of the hold; None: not held
         self._is_stale = False  # the weights changed: running requests must be recomputed
@@ -67,23 +56,11 @@ class Scheduler:
         self._active_adapter: str | None = None  # the one the model computes with now
         self.failure: str | None = None  # set when the generation thread has died; /health reports it
         self._base_version = 0  # of the model's own weights
-        self.generated_tokens = 0
-        self.generating_s = 0.0
-        self.num_steps = 0
+        self._generated_tokens = 0
+        self._generating_s = 0.0
+        self._num_steps = 0
         self._thread = threading.Thread(target=self._loop, name="generation", daemon=True)
         self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def is_held(self) -> bool:
-        return self._hold is not None
 
     @property
     def policy_version(self) -> int:
@@ -96,6 +73,18 @@ class Scheduler:
         return None if self._policy_adapter is None else self.adapters.get(self._policy_adapter)
 
     # Called from any thread
+
+    def status(self) -> ServingStatus:
+        return ServingStatus(
+            policy_version=self.policy_version,
+            is_held=self._hold is not None,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            generated_tokens=self._generated_tokens,
+            generating_s=self._generating_s,
+            num_moves=self._num_steps,
+            failure=self.failure,
+        )
 
     def submit(self, request: Request, on_deltas: OnDeltas | None = None) -> Future[GenerationResult]:
         """Queue a request. Cancelling the returned future removes it from the queue or the batch."""
@@ -111,12 +100,12 @@ class Scheduler:
 
     def between_tokens(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` on the generation thread between two tokens, whether held or not."""
-        task = _ThreadTask(work, Future())
+        future = Future[T]()
         with self._changed:
             self._check_alive()
-            self._tasks.append(task)
+            self._tasks.append((future, work))
             self._changed.notify_all()
-        return task.future
+        return future
 
     def hold(self, mode: HoldMode, timeout_s: float) -> None:
         """No token is sampled once this returns. On a timeout the previous state is restored.
@@ -129,8 +118,10 @@ class Scheduler:
             if before is None or mode != "wait":
                 self._hold = "wait" if mode == "wait" else "keep"
             self._changed.notify_all()
-        is_held_now = self._wait_until_done(timeout_s) if mode == "wait" else self._freeze(mode, timeout_s)
+        is_held_now = mode == "wait" or self._freeze(mode, timeout_s)
         with self._changed:
+            if mode == "wait":
+                is_held_now = self._changed.wait_for(lambda: not self._running or self._hold == "keep", timeout_s)
             if not is_held_now:
                 self._hold = before
                 self._changed.notify_all()
@@ -144,7 +135,7 @@ class Scheduler:
     def release(self, policy_version: int | None) -> float:
         """Resume; returns the seconds held. A new version, after the weights changed, requires a hold."""
         if policy_version is not None:
-            self.between_tokens(lambda: self._adopt(policy_version)).result()
+            self.between_tokens(partial(self.weights_changed, policy_version, must_be_held=True)).result()
         with self._changed:
             held_at, self._held_at = self._held_at, None
             self._hold = None
@@ -181,7 +172,9 @@ class Scheduler:
 
     # Run on the generation thread, as tasks
 
-    def weights_changed(self, policy_version: int) -> None:
+    def weights_changed(self, policy_version: int, *, must_be_held: bool = False) -> None:
+        if must_be_held:
+            self.check_held()
         self._base_version = policy_version
         self._is_stale = True
 
@@ -216,14 +209,9 @@ class Scheduler:
             self._use(None)
         self.runner.adapters.remove(name)
 
-    def _adopt(self, policy_version: int) -> None:
-        self.check_held()
-        self.weights_changed(policy_version)
-
     def _abort_running(self) -> None:
         self.runner.abort(s for job in self._running for s in job.sequences)
-        self._send_deltas()
-        self._answer_finished()
+        self._answer()
 
     # The generation thread
 
@@ -234,8 +222,9 @@ class Scheduler:
             if self._closed:
                 self._fail_all("the engine is shutting down", [*tasks, *self._tasks])
                 return
-            for task in tasks:
-                task.run()
+            for future, work in tasks:
+                if future.set_running_or_notify_cancel():
+                    complete(future, work)
             if tasks:
                 continue
             started = time.monotonic()
@@ -248,10 +237,10 @@ class Scheduler:
                 self._fail_all(f"generation failed ({self.failure}); the engine's log says more", self._tasks)
                 self._on_failure()
                 return
-            self.generating_s += time.monotonic() - started
-            self.num_steps += 1
+            self._generating_s += time.monotonic() - started
+            self._num_steps += 1
 
-    def _wait_for_work(self) -> tuple[list[_ThreadTask], list[QueuedRequest]]:
+    def _wait_for_work(self) -> tuple[list[_Task], list[QueuedRequest]]:
         """Sleep until there is a task, or a request runs or can be admitted (called with the lock held)."""
         while not self._closed:
             self._drop_cancelled()
@@ -292,8 +281,7 @@ class Scheduler:
         if admitted:
             self._begin(admitted)
         self.runner.step()
-        self._send_deltas()
-        self._answer_finished()
+        self._answer()
 
     def _begin(self, admitted: list[QueuedRequest]) -> None:
         adapter = admitted[0].adapter
@@ -333,29 +321,24 @@ class Scheduler:
             self._running = [job for job in self._running if job not in gone]
             self._changed.notify_all()
 
-    def _send_deltas(self) -> None:
+    def _answer(self) -> None:
+        """Send new tokens of streamed requests, and the results of finished ones."""
         for job in self._running:
             if job.on_deltas is not None:
                 job.on_deltas(job.take_deltas())
-
-    def _answer_finished(self) -> None:
-        done = [job for job in self._running if job.is_done]
+        done = [job for job in self._running if all(s.finish_reason for s in job.sequences)]
         if not done:
             return
         with self._changed:
             self._running = [job for job in self._running if job not in done]
             self._changed.notify_all()
         for job in done:
-            self.generated_tokens += sum(len(s.token_ids) for s in job.sequences)
+            self._generated_tokens += sum(len(s.token_ids) for s in job.sequences)
             seconds = time.monotonic() - job.admitted
             with contextlib.suppress(InvalidStateError):  # cancelled by its client
                 job.future.set_result(GenerationResult(list(job.sequences), job.prompt_tops, seconds))
 
     # Waiting for the generation thread
-
-    def _wait_until_done(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._running or self._hold == "keep", timeout_s)
 
     def _freeze(self, mode: HoldMode, timeout_s: float) -> bool:
         """Wait until the generation thread has seen the hold: once a task has run, it samples no further token.
@@ -386,7 +369,7 @@ class Scheduler:
         if self._closed or self.failure is not None:
             raise EngineError(f"generation has ended ({self.failure or 'shutting down'})", fix="restart the engine")
 
-    def _fail_all(self, reason: str, tasks: list[_ThreadTask]) -> None:
+    def _fail_all(self, reason: str, tasks: list[_Task]) -> None:
         with self._changed:
             failed = self._running + self._waiting.drop(lambda _: True)
             self._running, self._tasks = [], []
@@ -394,6 +377,6 @@ class Scheduler:
             self._changed.notify_all()
         for job in failed:
             job.fail(EngineError(reason))
-        for task in tasks:
-            if task.future.set_running_or_notify_cancel():
-                task.future.set_exception(EngineError(reason))
+        for future, _ in tasks:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(reason))

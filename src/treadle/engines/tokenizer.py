@@ -41,8 +41,9 @@ class ModelTokenizer:
             return cls(prepare_tokenizer(_pretrained(folder).backend_tokenizer, folder), folder)
         return cls(load_tokenizer(file, fix=REFETCH_FIX), folder)
 
-    def encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Without special tokens for a rendered chat template, which contains them already."""
+        return encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     @cached_property
     def longest_token(self) -> int:
@@ -99,10 +100,6 @@ class ModelTokenizer:
             raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}", fix="leave it out")
         own = {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         return source, {**special_tokens, "documents": None, **(options or {}), **own}
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered chat template, which contains its special tokens already."""
-        return encode(self._tokenizer, text, add_special_tokens=False)
 
     @property
     def is_chat_loaded(self) -> bool:

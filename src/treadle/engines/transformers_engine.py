@@ -21,6 +21,7 @@ from treadle.engines.interface import (
     HoldMode,
     Request,
     ServingStatus,
+    check_takes_adapters,
     find_loaded_adapter,
 )
 from treadle.engines.model_folder import check_model_folder
@@ -31,6 +32,7 @@ from treadle.engines.weight_updates import (
     REPUBLISH_FIX,
     BroadcastReceiver,
     WeightUpdateState,
+    check_group,
     read_weights,
     write_weights,
 )
@@ -91,17 +93,7 @@ class TransformersEngine:
         return self._scheduler.policy_version
 
     async def status(self) -> ServingStatus:
-        scheduler = self._scheduler
-        return ServingStatus(
-            policy_version=scheduler.policy_version,
-            is_held=scheduler.is_held,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            generated_tokens=scheduler.generated_tokens,
-            generating_s=scheduler.generating_s,
-            num_moves=scheduler.num_steps,
-            failure=scheduler.failure,
-        )
+        return self._scheduler.status()
 
     async def generate(self, request: Request) -> GenerationResult:
         return await asyncio.wrap_future(self._scheduler.submit(request))  # cancelled with this coroutine
@@ -141,27 +133,24 @@ class TransformersEngine:
         return await asyncio.to_thread(resume)
 
     async def adopt(self, order: Adopt) -> float:
-        async def adopt_exclusively() -> float:
-            async with self._changing:
-                return await self._adopt(order)
-
-        return await asyncio.shield(adopt_exclusively())  # continues if the client disconnects: the trainer is writing
+        return await asyncio.shield(self._adopt(order))  # continues if the client disconnects: the trainer is writing
 
     async def _adopt(self, order: Adopt) -> float:
-        layout = self._runner.layout
-        if layout is None:
-            raise RequestError("this engine shares no weights", fix="start it with --weights-file")
-        gate = PublishGate(Path(layout.gate))
-        check_publish_order(order, self.policy_version, gate)
-        # In a daemon thread: an engine that shuts down does not wait for a trainer.
-        waiting = asyncio.wrap_future(in_background("at the gate", lambda: self._wait_for_write(gate, order)))
-        try:
-            if not await wait_for_trainer(waiting, gate, order.number, order.timeout_s):
+        async with self._changing:
+            layout = self._runner.layout
+            if layout is None:
+                raise RequestError("this engine shares no weights", fix="start it with --weights-file")
+            gate = PublishGate(Path(layout.gate))
+            check_publish_order(order, self.policy_version, gate)
+            # In a daemon thread: an engine that shuts down does not wait for a trainer.
+            waiting = asyncio.wrap_future(in_background("at the gate", lambda: self._wait_for_write(gate, order)))
+            try:
+                if not await wait_for_trainer(waiting, gate, order.number, order.timeout_s):
+                    gate.abandon(order.number)
+                return await waiting
+            except BaseException:
                 gate.abandon(order.number)
-            return await waiting
-        except BaseException:
-            gate.abandon(order.number)
-            raise
+                raise
 
     def _wait_for_write(self, gate: PublishGate, order: Adopt) -> float:
         self._scheduler.hold("keep", self._config.pause_timeout_s)
@@ -220,7 +209,7 @@ class TransformersEngine:
     async def receive(self, body: ReceiveWeights) -> Received:
         def write() -> Received:
             self._scheduler.check_held()
-            self._receiver.check_name(body.group)
+            check_group(self._receiver.name, body.group)
             self._update.begin()
             try:
                 received = self._receiver.receive(body.group, self._runner.weights)
@@ -235,9 +224,13 @@ class TransformersEngine:
 
     async def restart(self, folder: Path, adapter: Path | None, policy_version: int) -> None:
         if adapter is not None:
-            self._check_adapters_enabled()
+            check_takes_adapters(self.facts)
         async with self._changing:
-            files = None if adapter is None else await asyncio.to_thread(_read_adapter, adapter)
+            files = None
+            if adapter is not None:
+                from treadle.engines.lora import read_adapter  # imports PEFT, which is slow and rarely needed
+
+                files = await asyncio.to_thread(read_adapter, adapter)
             try:
                 await asyncio.to_thread(check_model_folder, folder)
                 await self._between_tokens(lambda: self._replace_runner(folder, files, policy_version))
@@ -259,11 +252,11 @@ class TransformersEngine:
         name = files.path.name
         runner.adapters.add(name, files)
         self._scheduler.replace_runner(runner, policy_version)
-        self._scheduler.add_adapter(Adapter(name, files.path, files.rank, policy_version))
+        self._scheduler.add_adapter(Adapter(name, files.path, files.settings.rank, policy_version))
         self._scheduler.move_running_to(name)
 
     async def load_adapter(self, name: str, path: Path, policy_version: int | None) -> Adapter:
-        self._check_adapters_enabled()
+        check_takes_adapters(self.facts)
         async with self._changing:
             known = find_loaded_adapter(self.adapters(), name, path, policy_version)
             return known or await self._load(name, path, policy_version)
@@ -281,19 +274,15 @@ class TransformersEngine:
         return self._scheduler.policy_adapter
 
     async def close(self) -> None:
-        self._scheduler.stop()
+        self._scheduler.stop()  # not in a thread: all of them may wait for the scheduler
         await asyncio.to_thread(self._scheduler.join)
-
-    def _check_adapters_enabled(self) -> None:
-        if not self._config.enable_lora:
-            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
 
     async def _load(self, name: str, path: Path, policy_version: int | None) -> Adapter:
         from treadle.engines.lora import BaseWeightsChanged, check_adapter, read_adapter
 
         files = await asyncio.to_thread(read_adapter, path)
         check_adapter(files, self._runner.model, self._runner.folder, self._config.max_lora_rank)
-        adapter = Adapter(name, path, files.rank, policy_version)
+        adapter = Adapter(name, path, files.settings.rank, policy_version)
 
         def add() -> None:
             try:
@@ -311,9 +300,3 @@ class TransformersEngine:
     async def _between_tokens(self, work: Callable[[], T]) -> T:
         """Run `work` on the generation thread; it is finished even if the client disconnects."""
         return await asyncio.shield(asyncio.wrap_future(self._scheduler.between_tokens(work)))
-
-
-def _read_adapter(path: Path) -> AdapterFiles:
-    from treadle.engines.lora import read_adapter  # imports PEFT, which is slow and rarely needed
-
-    return read_adapter(path)

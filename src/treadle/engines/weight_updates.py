@@ -77,33 +77,32 @@ class BroadcastReceiver:
     """
 
     def __init__(self) -> None:
-        self._name: str | None = None  # None: not in a group
+        self.name: str | None = None  # of the group; None: in none
         self._group: WeightGroup | None = None
 
     def join(self, request: JoinGroup, weights: Mapping[str, Tensor]) -> None:
         device = next(iter(weights.values())).device
         check_same_weights(request, weights)
-        check_backend(request, device)
+        if request.backend == "nccl" and device.type != "cuda":
+            raise RequestError(
+                f"NCCL is between GPUs, and this engine's weights are on {device}", fix="set --broadcast-by gloo"
+            )
         own_address = local_address_towards(request.host, request.port)
         store = connect_store(request.host, request.port, request.timeout_s)
         peer = f"the trainer at {request.host}"
         group = form_group(request, store, ENGINE, own_address=own_address, peer=peer, device=device)
         self.leave()  # only now: a trainer that fails to join must not end the present group
-        self._group, self._name = group, request.group
+        self._group, self.name = group, request.group
         log.info("joined", backend=request.backend, trainer=request.host, weights=len(weights))
 
     def leave(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._name = self._group = None
-
-    def check_name(self, name: str) -> None:
-        """Refuse a trainer of another group; call this before anything is written."""
-        check_group(self._name, name)
+        self.name = self._group = None
 
     def receive(self, name: str, weights: Mapping[str, Tensor]) -> Received:
         """Receive a broadcast of the group `name` into `weights`."""
-        self.check_name(name)
+        check_group(self.name, name)
         assert self._group is not None  # noqa: S101 - set together with the name
         started = time.monotonic()
         try:
@@ -115,6 +114,7 @@ class BroadcastReceiver:
 
 
 def check_group(own: str | None, asked: str) -> None:
+    """Refuse a trainer of another group; call this before anything is written."""
     if own != asked:
         raise RequestError(
             "this engine is in no group with this trainer: it was restarted, or another trainer has joined since",
@@ -149,13 +149,6 @@ def check_same_weights(request: JoinGroup, weights: Mapping[str, Tensor]) -> Non
         raise RequestError(f"this engine has {missing}, which the trainer does not publish", fix=SAME_MODEL)
 
 
-def check_backend(request: JoinGroup, device: torch.device) -> None:
-    if request.backend == "nccl" and device.type != "cuda":
-        raise RequestError(
-            f"NCCL is between GPUs, and this engine's weights are on {device}", fix="set --broadcast-by gloo"
-        )
-
-
 def read_weights(
     folder: Path, weights: Mapping[str, Tensor], policy_version: int, *, must_be_all: bool = False
 ) -> dict[str, WeightUpdate]:
@@ -173,9 +166,12 @@ def read_weights(
         try:
             with safe_open(file, framework="pt") as opened:
                 base = (opened.metadata() or {}).get(DELTA_FROM)
-            if base is not None:
-                _check_delta_base(file, base, policy_version)
-                is_delta = True
+            if base not in (None, str(policy_version)):
+                raise RequestError(
+                    f"{file} holds what changed since version {base}, and the engine has version {policy_version}",
+                    fix="send all weights; a trainer that is started again (treadle run --resume) does",
+                )
+            is_delta = is_delta or base is not None
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise RequestError(f"{file} cannot be read: {error}", fix="save it again") from None
@@ -215,14 +211,6 @@ def _check_complete(found: Mapping[str, WeightUpdate], folder: Path, weights: Ma
         raise RequestError(
             f"the engine's weights are a mixture since a publish broke off, and {folder} has not all of {missing}",
             fix="load all weights, or POST /bridge/restart",
-        )
-
-
-def _check_delta_base(file: Path, base: str, policy_version: int) -> None:
-    if base != str(policy_version):
-        raise RequestError(
-            f"{file} holds what changed since version {base}, and the engine has version {policy_version}",
-            fix="send all weights; a trainer that is started again (treadle run --resume) does",
         )
 
 

@@ -49,7 +49,7 @@ def test_a_wave_waits_for_its_last_member(scheduler):
     first = [scheduler.submit(ask(i, wave=wave(i))) for i in (2, 0)]
     time.sleep(0.3)
     assert not any(f.done() for f in first)
-    assert scheduler.num_running == 0
+    assert scheduler.status().num_running == 0
     last = scheduler.submit(ask(1, wave=wave(1)))
     for future in (*first, last):
         assert len(future.result(30).completions[0].token_ids) == 8
@@ -91,7 +91,7 @@ def test_a_client_that_comes_back_replaces_its_old_request(scheduler):
 
 def test_pause_lets_what_runs_finish_and_holds_the_rest(scheduler):
     running = scheduler.submit(ask(max_tokens=60))
-    while scheduler.num_running == 0:
+    while scheduler.status().num_running == 0:
         time.sleep(0.001)
     scheduler.hold("wait", 30)
     assert running.done()
@@ -105,11 +105,11 @@ def test_pause_lets_what_runs_finish_and_holds_the_rest(scheduler):
 
 def test_a_pause_that_times_out_is_undone(scheduler):
     futures = [scheduler.submit(ask(max_tokens=200)) for _ in range(8)]
-    while scheduler.num_running == 0:
+    while scheduler.status().num_running == 0:
         time.sleep(0.001)
     with pytest.raises(EngineError, match="still running"):
         scheduler.hold("wait", 0.01)
-    assert not scheduler.is_held
+    assert not scheduler.status().is_held
     assert all(f.result(60) for f in futures)
 
 
@@ -177,7 +177,7 @@ def test_after_a_hold_every_token_comes_from_the_new_weights_alone(scheduler, fo
     wait_until_running(scheduler)
     for version in (4, 5):
         scheduler.hold("keep", 30)
-        assert scheduler.num_running == 2
+        assert scheduler.status().num_running == 2
         shake(scheduler.runner, version)
         weights[version] = copied(scheduler.runner)
         counts = [len(s.token_ids) for job in scheduler._running for s in job.sequences]
@@ -229,7 +229,7 @@ def test_a_frozen_engine_stays_frozen_in_every_hold_mode(scheduler):
     assert not future.done()
     scheduler.hold("abort", 30)
     assert future.result(5).completions[0].finish_reason == "abort"
-    assert scheduler.is_held
+    assert scheduler.status().is_held
     scheduler.release(None)
     assert scheduler.submit(ask()).result(30)
 
@@ -283,7 +283,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_queue(scheduler):
     running.cancel()
     waiting.cancel()
     assert behind.result(5)
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.runner.num_running) == (0, 0, 0)
+    assert (scheduler.status().num_running, scheduler.status().num_waiting, scheduler.runner.num_running) == (0, 0, 0)
 
 
 def test_a_frozen_request_can_be_cancelled(scheduler):
@@ -292,7 +292,7 @@ def test_a_frozen_request_can_be_cancelled(scheduler):
     scheduler.hold("keep", 30)
     future.cancel()
     deadline = time.monotonic() + 5
-    while scheduler.num_running:
+    while scheduler.status().num_running:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     scheduler.release(1)

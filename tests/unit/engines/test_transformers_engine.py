@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig
 from treadle.engines import lora, transformers_engine
-from treadle.engines.api import build_app
+from treadle.engines.api import create_app, engine_access
 from treadle.engines.interface import Request
-from treadle.engines.lora import read_adapter, read_adapter_header
+from treadle.engines.lora import read_adapter
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.server import POLL_S, EngineLifespan, EngineWatcher, split_adapter
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import EngineError, RequestError
-from treadle.sync.fingerprint import fingerprint
+from treadle.sync.fingerprint import fingerprints as fingerprints_of
 from treadle.watch.waits import Waits
 from treadle.watch.watchdog import Watchdog
 
@@ -123,7 +124,7 @@ def test_a_wrong_rank_is_refused_and_the_serving_adapter_stays(server, folder, t
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("read", [read_adapter_header, read_adapter])
+@pytest.mark.parametrize("read", [partial(read_adapter, header_only=True), read_adapter])
 def test_half_an_adapter_is_refused(folder, tmp_path, read):
     weights = write_adapter(folder, tmp_path, 1) / "adapter_model.safetensors"
     whole = weights.read_bytes()
@@ -323,7 +324,7 @@ def test_adapters_leave_the_models_own_weights_and_their_names_alone(server, fol
         other = write_tiny_model(tmp_path / "other", seed=4)
         await server.reload(other, 2)  # under an adapter, by the names that the model had before
         own = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-        assert await server.fingerprints(0) == {n: fingerprint(p, 0) for n, p in own.named_parameters()}
+        assert await server.fingerprints(0) == fingerprints_of(own.named_parameters(), 0)
         check(await server.generate(ask()), other, path)
 
     asyncio.run(scenario())
@@ -346,7 +347,7 @@ def test_a_dead_engine_is_not_healthy(server, config):
         raise RuntimeError("out of memory")
 
     server._runner.admit = broken
-    api = TestClient(build_app(server, config, {}), base_url="http://127.0.0.1")
+    api = TestClient(create_app(server, config, engine_access(config, {})), base_url="http://127.0.0.1")
     answer = api.post("/generate", json={"prompt": "hi", "max_tokens": 4})
     assert (answer.status_code, "RuntimeError" in answer.json()["error"]) == (503, True)
     health = api.get("/health")
@@ -378,7 +379,8 @@ def test_a_loaded_adapter_has_no_effect_before_it_is_used(server, folder, tmp_pa
 
 
 def test_requests_may_use_the_served_model_name(config, folder, server):
-    app = build_app(server, config.model_copy(update={"served_model_name": "my-policy"}), {})
+    named = config.model_copy(update={"served_model_name": "my-policy"})
+    app = create_app(server, named, engine_access(named, {}))
     with TestClient(app, base_url="http://127.0.0.1") as api:
         assert [model["id"] for model in api.get("/v1/models").json()["data"]] == ["my-policy"]
         asked = {"prompt": PROMPT, "max_tokens": 2}

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import msgspec
 import prometheus_client
 import pytest
+from starlette.requests import Request
 
 from treadle.engines.vllm import middleware
-from treadle.engines.vllm.completions import VllmChoice, VllmLoad, VllmOutput
-from treadle.engines.vllm.middleware import MIN_LOGPROB, _unless_client_leaves, to_output
+from treadle.engines.vllm.completions import VllmChoice, VllmOutput
+from treadle.engines.vllm.middleware import MIN_LOGPROB, to_output
+from treadle.net.bodies import unless_gone
 from treadle.sync.gate import PublishGate
 
 
@@ -105,7 +107,7 @@ def test_a_request_is_aborted_when_its_client_disconnects():
             return {"type": "http.disconnect"}
 
         asyncio.get_running_loop().call_later(0.01, has_left.set)
-        assert await _unless_client_leaves(generating(), receive) is None
+        assert await unless_gone(Request({"type": "http"}, receive), generating()) is None
         await asyncio.wait_for(dropped.wait(), 5)
 
     asyncio.run(leave())

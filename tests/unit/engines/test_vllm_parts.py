@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import free_port
-from treadle.engines.interface import Adapter, Request
+from treadle.engines.interface import Adapter, Request, find_loaded_adapter
 from treadle.engines.sampling import SamplingParams
 from treadle.engines.vllm import child_guard
 from treadle.engines.vllm.adapters import AdapterRegistry
@@ -302,10 +302,10 @@ def test_a_reused_adapter_name_is_new_to_vllm():
 def test_a_repeated_load_is_idempotent_and_a_name_clash_refused():
     registry = AdapterRegistry()
     registry.add(adapter("mine", 1), registry.next_name("mine"))
-    assert registry.find("mine", Path("/a/mine"), 1) == adapter("mine", 1)
-    assert registry.find("other", Path("/a/other"), 1) is None
+    assert find_loaded_adapter(registry.loaded(), "mine", Path("/a/mine"), 1) == adapter("mine", 1)
+    assert find_loaded_adapter(registry.loaded(), "other", Path("/a/other"), 1) is None
     with pytest.raises(RequestError, match="choose a new name"):
-        registry.find("mine", Path("/a/other"), 1)
+        find_loaded_adapter(registry.loaded(), "mine", Path("/a/other"), 1)
 
 
 def test_unloading_the_serving_adapter_restores_the_base_model():

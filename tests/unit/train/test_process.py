@@ -20,7 +20,7 @@ from tests.e2e.processes import free_port
 from tests.hub_process import HubProcess
 from tests.tiny_model import write_tiny_model
 from treadle.config import EngineConfig, TrainConfig
-from treadle.engines.api import build_app
+from treadle.engines.api import create_app, engine_access
 from treadle.engines.transformers_engine import TransformersEngine
 from treadle.errors import ConfigError, DiskFull, HubError, ModelError, OutOfMemory, SyncError
 from treadle.loading import report_loading
@@ -82,7 +82,7 @@ def serving(app):
 def engine_url(folder, tmp_path):
     config = EngineConfig(dtype="float32", threads=1, device="cpu", weights_file=tmp_path / "shared.weights")
     engine = TransformersEngine(config, folder)
-    with serving(build_app(engine, config, {})) as url:
+    with serving(create_app(engine, config, engine_access(config, {}))) as url:
         yield url
     asyncio.run(engine.close())
 

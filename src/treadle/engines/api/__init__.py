@@ -26,17 +26,8 @@ from treadle.net.exposition import CONTENT_TYPE, Page
 from treadle.wire.bridge import TOKEN_VARIABLE
 
 
-def metrics_route(context: ApiContext) -> Route:
-    async def metrics(_: HttpRequest) -> Response:
-        page = Page()
-        _add_state(page, await context.engine.status(), len(context.engine.adapters()))
-        _add_requests(page, context.stats)
-        return Response(page.text(), media_type=CONTENT_TYPE)
-
-    return route("/metrics", metrics, context.stats)
-
-
-def _add_state(page: Page, state: ServingStatus, num_adapters: int) -> None:
+def _metrics_page(state: ServingStatus, num_adapters: int, stats: RequestStats) -> str:
+    page = Page()
     page.family("engine_up", "gauge", "1 if the engine can generate").add(int(state.failure is None))
     page.family("engine_held", "gauge", "1 while the engine is held for a weight update").add(int(state.is_held))
     page.family("engine_policy_version", "gauge", "served policy version").add(state.policy_version)
@@ -45,20 +36,13 @@ def _add_state(page: Page, state: ServingStatus, num_adapters: int) -> None:
     page.family("engine_adapters", "gauge", "loaded LoRA adapters").add(num_adapters)
     page.family("engine_generated_tokens_total", "counter", "sampled tokens").add(state.generated_tokens)
     page.family("engine_generating_seconds_total", "counter", "time spent generating").add(state.generating_s)
-
-
-def _add_requests(page: Page, stats: RequestStats) -> None:
     answered = page.family("engine_http_requests_total", "counter", "HTTP requests by route and status")
     for (path, status), count in sorted(stats.requests.items()):
         answered.add(count, {"route": path, "status": str(status)})
     seconds = page.family("engine_http_request_seconds", "histogram", "HTTP request latency by route")
     for path, histogram in sorted(stats.seconds.items()):
         seconds.add_histogram(histogram, {"route": path})
-
-
-def build_app(engine: InferenceEngine, config: EngineConfig, env: Mapping[str, str]) -> Guard:
-    """The application without a lifespan: the caller closes the engine."""
-    return create_app(engine, config, engine_access(config, env))
+    return page.text()
 
 
 def engine_access(config: EngineConfig, env: Mapping[str, str]) -> Access:
@@ -74,17 +58,12 @@ def engine_access(config: EngineConfig, env: Mapping[str, str]) -> Access:
     return Access.of(rules, env)
 
 
-@contextlib.asynccontextmanager
-async def _no_lifespan() -> AsyncIterator[None]:
-    yield
-
-
 def create_app(
     engine: InferenceEngine,
     config: EngineConfig,
     access: Access,
     *,
-    lifespan: Callable[[], AbstractAsyncContextManager[None]] = _no_lifespan,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     bridge_file: Path | None = None,
 ) -> Guard:
     """`lifespan` surrounds the time in which the application serves; `bridge_file` exists during that time."""
@@ -108,6 +87,10 @@ def create_app(
         bridge_file=bridge_file,
     )
 
+    async def metrics(_: HttpRequest) -> Response:
+        text = _metrics_page(await engine.status(), len(engine.adapters()), context.stats)
+        return Response(text, media_type=CONTENT_TYPE)
+
     async def list_endpoints(_: HttpRequest) -> Response:
         found = [{"path": r.path, "methods": sorted((r.methods or set()) - {"HEAD"})} for r in routes]
         return json_answer({"endpoints": found})
@@ -121,7 +104,7 @@ def create_app(
         *openai_routes(context),
         *BridgeRoutes(context).routes(),
         *AdapterRoutes(context).routes(),
-        metrics_route(context),
+        route("/metrics", metrics, context.stats),
         route("/bridge/list_endpoints", list_endpoints, context.stats),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={HTTPException: no_route}, lifespan=app_lifespan), access)

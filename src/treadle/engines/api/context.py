@@ -30,14 +30,13 @@ from starlette.routing import Route
 from treadle.chat_template import TemplateWorker
 from treadle.engines.interface import InferenceEngine
 from treadle.engines.model_folder import ADAPTER_FILES
-from treadle.engines.tokenizer import ModelTokenizer
 from treadle.errors import EngineError, RequestError, TreadleError, UserError
 from treadle.log import get_logger
 from treadle.net.access import EVERYBODY, why_refused
 from treadle.net.bodies import json_answer, read_json
 from treadle.net.exposition import Histogram
 from treadle.net.tokens import Role
-from treadle.sync.gate import PUBLISHER_HEADER, Publisher, read_publisher
+from treadle.sync.gate import PUBLISHER_HEADER, Publisher
 from treadle.sync.layout import Layout
 from treadle.sync.shared_memory import remove_bridge_file, write_bridge_file
 
@@ -66,10 +65,17 @@ class PublisherCheck:
                 raise RequestError(f"the trainer of {before.run} publishes to this engine", fix=_FIX)
             yield
             return
-        self._refuse_other(asking)
-        self._publisher = asking
+        if any(asking.is_same_process(former) for former in self._replaced):
+            raise RequestError(f"another trainer of {asking.run} publishes to this engine now", fix=_FIX)
         if before is not None and not before.is_same_process(asking):
+            if before.run != asking.run:
+                raise RequestError(f"this engine serves versions of {before.run}, not of {asking.run}", fix=_FIX)
+            if not before.may_be_gone:
+                raise RequestError(
+                    f"another trainer of {asking.run} publishes to this engine (process {before.process.pid})", fix=_FIX
+                )
             self._replaced.append(before)
+        self._publisher = asking
         try:
             yield
         except RequestError:  # nothing has changed
@@ -82,26 +88,13 @@ class PublisherCheck:
         if _publisher_of(http) is None:
             self._publisher, self._replaced = None, []
 
-    def _refuse_other(self, asking: Publisher) -> None:
-        if any(asking.is_same_process(former) for former in self._replaced):
-            raise RequestError(f"another trainer of {asking.run} publishes to this engine now", fix=_FIX)
-        known = self._publisher
-        if known is None or known.is_same_process(asking):
-            return
-        if known.run != asking.run:
-            raise RequestError(f"this engine serves versions of {known.run}, not of {asking.run}", fix=_FIX)
-        if not known.may_be_gone:
-            raise RequestError(
-                f"another trainer of {asking.run} publishes to this engine (process {known.process.pid})", fix=_FIX
-            )
-
 
 def _publisher_of(http: HttpRequest) -> Publisher | None:
     header = http.headers.get(PUBLISHER_HEADER)
     if header is None:
         return None
     try:
-        return read_publisher(header)
+        return msgspec.json.decode(header, type=Publisher)
     except msgspec.DecodeError as error:
         raise RequestError(f"the header {PUBLISHER_HEADER} cannot be read: {error}") from None
 
@@ -147,10 +140,6 @@ class ApiContext:
     templates: TemplateWorker = field(default_factory=TemplateWorker)
     publishers: PublisherCheck = field(default_factory=PublisherCheck)
 
-    @property
-    def tokenizer(self) -> ModelTokenizer:
-        return self.engine.tokenizer
-
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -160,7 +149,7 @@ class ApiContext:
         options: Mapping[str, Any] | None,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the model's chat template."""
-        tokenizer = self.tokenizer
+        tokenizer = self.engine.tokenizer
         if not tokenizer.is_chat_loaded:
             await asyncio.to_thread(tokenizer.load_chat)
         source, values = tokenizer.chat_template(
@@ -168,17 +157,17 @@ class ApiContext:
         )
         rendered = await self.templates.render_async(source, values)
         self._check_length(rendered)
-        return tokenizer.encode_rendered(rendered)
+        return tokenizer.encode(rendered, add_special_tokens=False)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt; refuses one that cannot fit."""
         self._check_length(prompt)
-        return self.tokenizer.encode(prompt)
+        return self.engine.tokenizer.encode(prompt)
 
     def _check_length(self, prompt: str) -> None:
         """Encoding megabytes of text takes seconds, and blocks all other requests."""
         max_tokens = self.engine.facts.max_model_len
-        if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.tokenizer.longest_token:
+        if len(prompt) > MIN_CHARS_ENCODED and len(prompt) > max_tokens * self.engine.tokenizer.longest_token:
             raise RequestError(f"a prompt of {len(prompt):,} characters is longer than --max-model-len {max_tokens}")
 
     async def write_bridge_file(self) -> None:
@@ -227,7 +216,7 @@ def route(path: str, handler: Handler, stats: RequestStats, *, method: str = "GE
         except TreadleError as error:
             response = error_response(path, http_status(error), str(error))
         except ClientDisconnect:
-            response = client_left_response()  # before its whole body had arrived
+            response = Response(status_code=CLIENT_LEFT)  # before its whole body had arrived
         stats.count(path, response.status_code, time.monotonic() - started)
         return response
 
@@ -256,10 +245,6 @@ async def decode(http: Request, kind: type[T]) -> T:
     if not content_type.startswith("application/json"):
         raise RequestError(f"the body must be application/json, not {content_type[:60]}")
     return await read_json(http, kind, max_bytes=MAX_BODY_BYTES)
-
-
-def client_left_response() -> Response:
-    return Response(status_code=CLIENT_LEFT)
 
 
 def resolve_weights_folder(path: str, root: Path, model_folder: Path) -> Path:

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from treadle.engines.api.context import ApiContext, client_left_response, decode, route
+from treadle.engines.api.context import CLIENT_LEFT, ApiContext, decode, route
 from treadle.engines.interface import (
     CompletionDelta,
     EngineFacts,
@@ -170,14 +170,16 @@ def generate_routes(context: ApiContext) -> list[Route]:
     async def generate(http: HttpRequest) -> Response:
         body = await decode(http, GenerateRequest)
         prompts = _prompts(body)
-        requests = [build_request(_encoded(context, prompt), _options(body), engine.facts) for prompt in prompts]
+        options = GenerationOptions(**{field.name: getattr(body, field.name) for field in fields(GenerationOptions)})
+        encoded = [context.encode(p) if isinstance(p, str) else p.get("prompt_token_ids") for p in prompts]
+        requests = [build_request(ids, options, engine.facts) for ids in encoded]
         if body.stream:
             if body.prompt_logprobs is not None:
                 raise RequestError("a streamed answer has no prompt_logprobs", fix='leave "stream" out')
             return StreamingResponse(_lines(context, body, prompts[0], requests[0]), media_type="application/x-ndjson")
         generations = await unless_gone(http, generate_all(engine, requests))
         if generations is None:
-            return client_left_response()
+            return Response(status_code=CLIENT_LEFT)
         answers = [_answer(context, body, *each) for each in zip(prompts, requests, generations, strict=True)]
         return json_answer(answers if isinstance(body.prompt, list) else answers[0])
 
@@ -226,15 +228,6 @@ def _prompts(body: GenerateRequest) -> list[Prompt]:
     return prompts
 
 
-def _encoded(context: ApiContext, prompt: Prompt) -> object:
-    """The prompt's token ids, unchecked: `build_request` checks them."""
-    return context.encode(prompt) if isinstance(prompt, str) else prompt.get("prompt_token_ids")
-
-
-def _options(body: GenerateRequest) -> GenerationOptions:
-    return GenerationOptions(**{field.name: getattr(body, field.name) for field in fields(GenerationOptions)})
-
-
 async def _lines(context: ApiContext, body: GenerateRequest, prompt: Prompt, request: Request) -> AsyncIterator[bytes]:
     """JSON lines: one per delta, then the full response. An error is a line too, as the status has been sent."""
     started = time.monotonic()
@@ -243,7 +236,15 @@ async def _lines(context: ApiContext, body: GenerateRequest, prompt: Prompt, req
         async with contextlib.aclosing(context.engine.stream(request)) as stream:  # type: ignore[type-var]
             async for delta in stream:
                 _append_delta(completions[delta.index], delta)
-                yield msgspec.json.encode(_chunk(delta, wants_logprobs=body.logprobs is not None)) + b"\n"
+                chunk = GenerateChunk(
+                    index=delta.index,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    policy_version=delta.policy_version,
+                    logprobs=_logprobs(delta) if body.logprobs is not None else None,
+                    finish_reason=delta.finish_reason,
+                )
+                yield msgspec.json.encode(chunk) + b"\n"
     except TreadleError as error:
         yield msgspec.json.encode({"error": str(error)}) + b"\n"
         return
@@ -261,24 +262,13 @@ def _append_delta(sampled: SampledCompletion, delta: CompletionDelta) -> None:
         sampled.policy_versions.append(delta.policy_version)
 
 
-def _chunk(delta: CompletionDelta, *, wants_logprobs: bool) -> GenerateChunk:
-    return GenerateChunk(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        policy_version=delta.policy_version,
-        logprobs=_logprobs(delta) if wants_logprobs else None,
-        finish_reason=delta.finish_reason,
-    )
-
-
 def _answer(
     context: ApiContext, body: GenerateRequest, prompt: Prompt, request: Request, generation: GenerationResult
 ) -> GenerateAnswer:
     completions, tops = generation.completions, generation.prompt_tops
     return GenerateAnswer(
         text=[s.text for s in completions],
-        prompt=prompt if isinstance(prompt, str) else context.tokenizer.decode(request.prompt_ids),
+        prompt=prompt if isinstance(prompt, str) else context.engine.tokenizer.decode(request.prompt_ids),
         finish_reasons=[s.finish_reason or "length" for s in completions],
         token_ids=[s.token_ids for s in completions],
         prompt_token_ids=request.prompt_ids,

@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from treadle.engines.api.context import (
+    CLIENT_LEFT,
     ApiContext,
     NotFound,
-    client_left_response,
     decode,
     error_body,
     http_status,
@@ -53,33 +53,6 @@ from treadle.wire.openai import (
 Kind = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 
 
-def chat_logprobs(sampled: SampledCompletion | CompletionDelta, tokenizer: ModelTokenizer) -> ChatLogprobs:
-    tops = sampled.tops or [{}] * len(sampled.token_ids)
-    content = []
-    for token, logprob, top in zip(sampled.token_ids, sampled.logprobs, tops, strict=True):
-        own = _entry(token, logprob, tokenizer)
-        others = [_entry(other, value, tokenizer) for other, value in top.items()]
-        content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others))
-    return ChatLogprobs(content=content)
-
-
-def completion_logprobs(
-    sampled: SampledCompletion | CompletionDelta, tokenizer: ModelTokenizer, num_chars: int
-) -> CompletionLogprobs:
-    """`num_chars`: length of the text that was sent before this part."""
-    tokens = [tokenizer.token(token) for token in sampled.token_ids]
-    offsets = [num_chars, *accumulate((len(token) for token in tokens), initial=num_chars)][1:-1]
-    tops = None
-    if sampled.tops:
-        tops = [{tokenizer.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
-    return CompletionLogprobs(
-        tokens=tokens,
-        token_logprobs=sampled.logprobs,
-        top_logprobs=tops,
-        text_offset=offsets,
-    )
-
-
 def _entry(token: int, logprob: float, tokenizer: ModelTokenizer) -> TokenLogprob:
     shown = tokenizer.token(token)
     return TokenLogprob(token=shown, logprob=logprob, bytes=list(shown.encode()))
@@ -99,11 +72,13 @@ class OpenAIReply(ABC):
         self._created = int(time.time())
         self._model = body.model or context.model_name
         self._wants_ids = body.return_token_ids
+        self._wants_logprobs = body.logprobs is not None and body.logprobs is not False  # 0 in a completion: wanted
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def full(self, generations: Sequence[GenerationResult]) -> Answer:
         completions = [sampled for generation in generations for sampled in generation.completions]
-        answer = self._answer(self.kind, [self._full_choice(i, sampled) for i, sampled in enumerate(completions)])
+        choices = [self._choice(i, sampled, sampled.policy_versions) for i, sampled in enumerate(completions)]
+        answer = self._answer(self.kind, choices)
         answer.policy_version = oldest_version(completions)
         answer.usage = self._usage(sum(len(sampled.token_ids) for sampled in completions))
         return answer
@@ -114,9 +89,7 @@ class OpenAIReply(ABC):
     def chunk(self, request_index: int, delta: CompletionDelta, num_chars: int) -> Answer:
         """One delta of a request, after `num_chars` characters of the completion's text."""
         index = request_index * self.requests[0].n + delta.index
-        choice = self._choice(index, delta, [delta.policy_version], num_chars)
-        self._set_delta(choice, delta.text)
-        answer = self._answer(self.chunk_kind, [choice])
+        answer = self._answer(self.chunk_kind, [self._choice(index, delta, [delta.policy_version], num_chars)])
         answer.policy_version = delta.policy_version
         return answer
 
@@ -129,31 +102,20 @@ class OpenAIReply(ABC):
         return [last]
 
     @abstractmethod
-    def _set_text(self, choice: Choice, text: str) -> None: ...
-
-    @abstractmethod
-    def _set_delta(self, choice: Choice, text: str) -> None: ...
-
-    @abstractmethod
-    def _logprobs(
-        self, sampled: SampledCompletion | CompletionDelta, num_chars: int
-    ) -> ChatLogprobs | CompletionLogprobs | None: ...
-
-    def _full_choice(self, index: int, sampled: SampledCompletion) -> Choice:
-        choice = self._choice(index, sampled, sampled.policy_versions, 0)
-        self._set_text(choice, sampled.text)
-        return choice
+    def _set_content(self, choice: Choice, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> None:
+        """Set the text, or new text, and the logprobs."""
 
     def _choice(
-        self, index: int, sampled: SampledCompletion | CompletionDelta, policy_versions: list[int], num_chars: int
+        self, index: int, sampled: SampledCompletion | CompletionDelta, policy_versions: list[int], num_chars: int = 0
     ) -> Choice:
-        return Choice(
+        choice = Choice(
             index=index,
             finish_reason=sampled.finish_reason,
             policy_versions=policy_versions,
-            logprobs=self._logprobs(sampled, num_chars),
             token_ids=sampled.token_ids if self._wants_ids else None,
         )
+        self._set_content(choice, sampled, num_chars)
+        return choice
 
     def _answer(self, kind: Kind, choices: list[Choice]) -> Answer:
         return Answer(id=self._id, object=kind, created=self._created, model=self._model, choices=choices)
@@ -169,20 +131,22 @@ class CompletionReply(OpenAIReply):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, context: ApiContext, body: CompletionRequest, requests: list[Request]) -> None:
-        super().__init__(context, body, requests)
-        self._wants_logprobs = body.logprobs is not None
-
-    def _set_text(self, choice: Choice, text: str) -> None:
-        choice.text = text
-        if self._wants_ids:
+    def _set_content(self, choice: Choice, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> None:
+        choice.text = sampled.text
+        if self._wants_ids and isinstance(sampled, SampledCompletion):
             choice.prompt_token_ids = self.requests[choice.index // self.requests[0].n].prompt_ids
-
-    def _set_delta(self, choice: Choice, text: str) -> None:
-        choice.text = text
-
-    def _logprobs(self, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> CompletionLogprobs | None:
-        return completion_logprobs(sampled, self.context.tokenizer, num_chars) if self._wants_logprobs else None
+        if not self._wants_logprobs:
+            return
+        tokenizer, tops = self.context.engine.tokenizer, None
+        tokens = [tokenizer.token(token) for token in sampled.token_ids]
+        if sampled.tops:
+            tops = [{tokenizer.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
+        choice.logprobs = CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=sampled.logprobs,
+            top_logprobs=tops,
+            text_offset=[num_chars, *accumulate((len(token) for token in tokens), initial=num_chars)][1:-1],
+        )
 
 
 class ChatReply(OpenAIReply):
@@ -191,10 +155,6 @@ class ChatReply(OpenAIReply):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, context: ApiContext, body: ChatRequest, request: Request) -> None:
-        super().__init__(context, body, [request])
-        self._wants_logprobs = bool(body.logprobs)
 
     def first_chunks(self) -> list[Answer]:
         """The role, once per choice."""
@@ -205,14 +165,20 @@ class ChatReply(OpenAIReply):
         )
         return [self._answer(self.chunk_kind, [choice]) for choice in choices]
 
-    def _set_text(self, choice: Choice, text: str) -> None:
-        choice.message = {"role": "assistant", "content": text}
-
-    def _set_delta(self, choice: Choice, text: str) -> None:
-        choice.delta = {"content": text}
-
-    def _logprobs(self, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> ChatLogprobs | None:
-        return chat_logprobs(sampled, self.context.tokenizer) if self._wants_logprobs else None
+    def _set_content(self, choice: Choice, sampled: SampledCompletion | CompletionDelta, num_chars: int) -> None:
+        if isinstance(sampled, SampledCompletion):
+            choice.message = {"role": "assistant", "content": sampled.text}
+        else:
+            choice.delta = {"content": sampled.text}
+        if not self._wants_logprobs:
+            return
+        tokenizer, content = self.context.engine.tokenizer, []
+        tops = sampled.tops or [{}] * len(sampled.token_ids)
+        for token, logprob, top in zip(sampled.token_ids, sampled.logprobs, tops, strict=True):
+            own = _entry(token, logprob, tokenizer)
+            others = [_entry(other, value, tokenizer) for other, value in top.items()]
+            content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others))
+        choice.logprobs = ChatLogprobs(content=content)
 
     def _answer(self, kind: Kind, choices: list[Choice]) -> Answer:
         answer = super()._answer(kind, choices)
@@ -254,7 +220,7 @@ def openai_routes(context: ApiContext) -> list[Route]:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         request = build_request(prompt_ids, options, context.engine.facts)
-        return await _serve(http, ChatReply(context, body, request), is_streamed=bool(body.stream))
+        return await _serve(http, ChatReply(context, body, [request]), is_streamed=bool(body.stream))
 
     async def models(_: HttpRequest) -> Response:
         facts, stats = context.engine.facts, context.stats
@@ -282,7 +248,7 @@ async def _serve(http: HttpRequest, reply: OpenAIReply, *, is_streamed: bool) ->
     if is_streamed:
         return StreamingResponse(_events(reply), media_type="text/event-stream")
     generations = await unless_gone(http, generate_all(reply.context.engine, reply.requests))
-    return client_left_response() if generations is None else json_answer(reply.full(generations))
+    return Response(status_code=CLIENT_LEFT) if generations is None else json_answer(reply.full(generations))
 
 
 async def _events(reply: OpenAIReply) -> AsyncIterator[bytes]:

@@ -23,8 +23,9 @@ from treadle.engines.api.context import (
     resolve_weights_folder,
     route,
 )
-from treadle.engines.model_folder import AdapterSettings, read_adapter_settings
-from treadle.errors import EngineError, RequestError
+from treadle.engines.interface import check_takes_adapters
+from treadle.engines.model_folder import read_adapter_settings
+from treadle.errors import RequestError
 from treadle.log import get_logger
 from treadle.net.bodies import json_answer
 from treadle.wire.bridge import (
@@ -164,7 +165,9 @@ class BridgeRoutes:
     async def reload_weights(self, http: HttpRequest) -> Response:
         body, started = await decode(http, ReloadWeights), time.monotonic()
         path = str(self._context.model_folder) if body.path is None else body.path
-        folder = await asyncio.to_thread(self._folder, path)
+        folder = await asyncio.to_thread(
+            resolve_weights_folder, path, self._context.adapter_root, self._context.model_folder
+        )
         with self._context.publishers.authorize(http):
             held_s = await self._engine.reload(folder, body.policy_version)
         return await self._updated(started, held_s)
@@ -173,7 +176,7 @@ class BridgeRoutes:
         body, started = await decode(http, RestartEngine), time.monotonic()
         root, path = self._context.adapter_root, body.adapter_path
         adapter = None if path is None else resolve_adapter_folder(path, root)
-        folder = await asyncio.to_thread(self._folder, body.model_path)
+        folder = await asyncio.to_thread(resolve_weights_folder, body.model_path, root, self._context.model_folder)
         with self._context.publishers.authorize(http, allow_anonymous=True):
             await self._engine.restart(folder, adapter, body.policy_version)
         self._context.publishers.reset(http)
@@ -185,9 +188,6 @@ class BridgeRoutes:
         facts = msgspec.to_builtins(self._engine.facts, enc_hook=str)
         state = msgspec.to_builtins(await self._engine.status())
         return json_answer({"facts": facts, "state": state, "adapters": adapters})
-
-    def _folder(self, path: str) -> Path:
-        return resolve_weights_folder(path, self._context.adapter_root, self._context.model_folder)
 
     def _now(self, status: str, held_s: float = 0.0) -> Response:
         return json_answer(BridgeState(status=status, policy_version=self._engine.policy_version, held_s=held_s))
@@ -266,7 +266,12 @@ class AdapterRoutes:
                 adapter_name=name,
                 adapter_id=number,
                 load_count=self._context.stats.num_adapter_loads,
-                adapter_config=_config_answer(settings),
+                adapter_config={
+                    "r": settings.rank,
+                    "lora_alpha": settings.alpha,
+                    "target_modules": settings.target_modules,
+                    "base_model": settings.base_model or None,
+                },
                 policy_version=(await self._engine.status()).policy_version,
                 seconds=time.monotonic() - started,
             )
@@ -300,8 +305,7 @@ class AdapterRoutes:
         return serving is not None and serving.name == name
 
     def _folder(self, path: str) -> Path:
-        if not self._engine.facts.has_lora:
-            raise EngineError("this engine takes no adapters", fix="start it with --enable-lora")
+        check_takes_adapters(self._engine.facts)
         return resolve_adapter_folder(path, self._context.adapter_root)
 
     def _version_of(self, name: str, requested: int | None) -> int:
@@ -331,12 +335,3 @@ class AdapterRoutes:
         if not name or len(name) > MAX_NAME_CHARS or name in (self._context.model_name, str(folder), folder.name):
             raise RequestError(f"an adapter cannot be called '{name[:60]}'", fix="choose another name")
         return name
-
-
-def _config_answer(settings: AdapterSettings) -> dict[str, object]:
-    return {
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
-        "target_modules": settings.target_modules,
-        "base_model": settings.base_model or None,
-    }
