@@ -61,7 +61,7 @@ def read_adapter(path: Path, *, header_only: bool = False) -> AdapterFiles:
     """`header_only`: reads little, because in the engine process each read competes with the event loop for the GIL."""
     settings, file = read_adapter_settings(path), path / ADAPTER_FILES[1]
     try:
-        tensors = {} if header_only else load_file(file)
+        tensors: Mapping[str, Tensor] = {} if header_only else load_file(file)
         with safe_open(file, "pt") as opened:
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - it is no dict
     except (OSError, ValueError, SafetensorError) as error:

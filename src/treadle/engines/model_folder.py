@@ -303,14 +303,14 @@ _NAMES = str | list[str] | None, "names"
 # Types of the accepted values by setting. Settings without effect on a loaded adapter accept any value of their type.
 _PLAIN: Mapping[str, tuple[Any, str]] = {
     "peft_type": (Literal["LORA"], '"LORA"'),
-    "task_type": (Literal["CAUSAL_LM"] | None, 'null or "CAUSAL_LM"'),
+    "task_type": (Literal["CAUSAL_LM", None], 'null or "CAUSAL_LM"'),
     "r": (Annotated[int, msgspec.Meta(ge=1)], "a whole number from 1"),
     "lora_alpha": (Annotated[float, msgspec.Meta(ge=-_MAX, le=_MAX)], "a number"),  # finite
     "use_rslora": _FLAG,
     "target_modules": (str | list[str], "names of modules"),
-    "bias": (Literal["none"] | None, 'null or "none"'),
+    "bias": (Literal["none", None], 'null or "none"'),
     # overwritten by the saved A and B
-    "init_lora_weights": (bool | Literal["gaussian"] | None, 'null or true or false or "gaussian"'),
+    "init_lora_weights": (bool | Literal["gaussian", None], 'null or true or false or "gaussian"'),
     # no effect on a loaded adapter
     "lora_dropout": (Annotated[float, msgspec.Meta(ge=0, le=1)], "a number from 0 to 1"),
     "layers_to_transform": (int | list[int] | None, "numbers of layers"),

@@ -137,14 +137,13 @@ class CompletionReply(OpenAIReply):
             choice.prompt_token_ids = self.requests[choice.index // self.requests[0].n].prompt_ids
         if not self._wants_logprobs:
             return
-        tokenizer, tops = self.context.engine.tokenizer, None
+        tokenizer = self.context.engine.tokenizer
         tokens = [tokenizer.token(token) for token in sampled.token_ids]
-        if sampled.tops:
-            tops = [{tokenizer.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
+        tops = [{tokenizer.token(token): logprob for token, logprob in top.items()} for top in sampled.tops]
         choice.logprobs = CompletionLogprobs(
             tokens=tokens,
             token_logprobs=sampled.logprobs,
-            top_logprobs=tops,
+            top_logprobs=tops or None,
             text_offset=[num_chars, *accumulate((len(token) for token in tokens), initial=num_chars)][1:-1],
         )
 
@@ -172,7 +171,8 @@ class ChatReply(OpenAIReply):
             choice.delta = {"content": sampled.text}
         if not self._wants_logprobs:
             return
-        tokenizer, content = self.context.engine.tokenizer, []
+        tokenizer = self.context.engine.tokenizer
+        content = []
         tops = sampled.tops or [{}] * len(sampled.token_ids)
         for token, logprob, top in zip(sampled.token_ids, sampled.logprobs, tops, strict=True):
             own = _entry(token, logprob, tokenizer)
