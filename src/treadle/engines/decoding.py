@@ -239,9 +239,8 @@ class Decoder:
                 self._num_same, self._wait = 0, min(2 * self._wait, MAX_WAIT)
                 log.warning("cuda_graph_not_captured", reason="out of memory", fix="nothing: it is retried later")
                 return False
-            problem: str | None = str(error).splitlines()[
-                0
-            ]  # for example a model whose code reads values back from the GPU
+            # For example a model whose code reads values back from the GPU.
+            problem: str | None = str(error).splitlines()[0]
         else:
             is_equal = difference <= MAX_DIFFERENCE[expected_B.dtype]  # False for NaN
             problem = None if is_equal else f"its result differs by {difference:.2g}"
