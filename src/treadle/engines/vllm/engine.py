@@ -33,7 +33,14 @@ from treadle.engines.interface import (
 from treadle.engines.model_folder import absolute
 from treadle.engines.tokenizer import ModelTokenizer
 from treadle.engines.vllm.adapters import AdapterLoader, AdapterValidator
-from treadle.engines.vllm.admission import Admission, ChangeQueue, RequestCounters, RequestGate, log_failure
+from treadle.engines.vllm.admission import (
+    Admission,
+    ChangeQueue,
+    RequestCounters,
+    RequestGate,
+    count_sequences,
+    log_failure,
+)
 from treadle.engines.vllm.client import VllmClient, WeightTransfer, common_answer
 from treadle.engines.vllm.command import MODEL_NAME
 from treadle.engines.vllm.completions import (

@@ -36,7 +36,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from treadle.engines.vllm.command import MODEL_NAME
-from treadle.engines.vllm.completions import GENERATE, VllmChoice, VllmOutput, VllmRequest, decode_request
+from treadle.engines.vllm.completions import GENERATE, LOAD, VllmChoice, VllmOutput, VllmRequest, decode_request
 from treadle.net.bodies import json_answer, unless_gone
 from treadle.sync.gate import PublishGate, wait_for_trainer
 
