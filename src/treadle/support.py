@@ -64,7 +64,9 @@ class WeightMode:
     split_engine: bool = False  # works with an engine that is split over several GPUs (tensor parallel)
     single_copy: bool = False  # one copy of the weights for engine and trainer is possible
     quantized_base: bool = False  # works with a frozen base model in 4 bits
+    in_memory: bool = False  # the engine takes whole weights from memory: one copy that it shares, or a broadcast
     uses_folder: bool = True  # weights or adapters pass through a folder that the engine reads
+    publishes: bool = True  # new weights reach an engine
     every_step: bool = False  # each step is published: no interval
     interval: int = 1  # steps from one publish to the next, by default
     deadline_s: float = 180.0  # for one publish, by default
@@ -73,13 +75,13 @@ class WeightMode:
 # An adapter is small, and vLLM splits it itself; all other modes write whole weights, where each GPU has a part.
 _ADAPTERS = {"adapters": True, "split_engine": True, "quantized_base": True}
 WEIGHT_MODES: dict[str, WeightMode] = {
-    "shared_vllm": WeightMode(single_copy=True, uses_folder=False, every_step=True),
+    "shared_vllm": WeightMode(single_copy=True, in_memory=True, uses_folder=False, every_step=True),
     "lora_only": WeightMode(**_ADAPTERS, single_copy=True),
     "lora_restart": WeightMode(**_ADAPTERS, restarts=True, interval=3, deadline_s=900.0),
     "none": WeightMode(restarts=True, interval=3, deadline_s=900.0),
     "reload": WeightMode(),
     "delta": WeightMode(),
-    "offline": WeightMode(split_engine=True, quantized_base=True, uses_folder=False, every_step=True),
+    "offline": WeightMode(split_engine=True, quantized_base=True, uses_folder=False, publishes=False, every_step=True),
 }
 # Nats per token that trainer and engine may differ by on the canary on average; a single token may differ ten times as
 # much (sync/verify.py).

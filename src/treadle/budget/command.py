@@ -178,7 +178,7 @@ def _job(
         mode=_mode(run, values, is_one_device=train_gpus == 1 and engine_gpus == 0),
         train_gpus=train_gpus,
         engine_gpus=engine_gpus,
-        is_shared_vllm=train.weight_bridge_mode == "shared_vllm",
+        weight_mode=train.weight_bridge_mode,
         weight_bytes=_weight_bytes(run, has_gpu=has_gpu),
         optimizer=train.optimizer,
         gradient_bytes=4 if train.gradient_dtype == "float32" else 2,
@@ -218,9 +218,10 @@ def _utilization(engine: EngineConfig, explicit: frozenset[str]) -> float | None
 
 def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) -> Mode:
     """--mode, else what the trainer does with these settings (train/policy.py)."""
+    broadcasts = run.train.use_shared_memory
     if values._mode is not None:
         mode: Mode = values._mode
-        if mode == "single-copy" and run.train.lora and not _can_share_base(run):
+        if mode == "single-copy" and run.train.lora and not (run.train.mode.single_copy and not broadcasts):
             raise ConfigError(
                 "one copy of the base model is for --train.weight-bridge-mode lora_only",
                 fix="leave --train.use-shared-memory and other modes out, or --mode",
@@ -233,15 +234,10 @@ def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) ->
         return mode
     if run.train.lora:
         return "single-copy" if run.train.single_copy else "lora"
-    if run.train.weight_bridge_mode == "offline":
+    if not run.train.mode.publishes:
         return "none"
-    is_shared = run.train.weight_bridge_mode == "shared_vllm" and not run.train.use_shared_memory
+    is_shared = run.train.mode.in_memory and not broadcasts
     return "single-copy" if is_shared and is_one_device and run.train.epochs == 1 else "two-copies"
-
-
-def _can_share_base(run: RunConfig) -> bool:
-    """Whether the weight bridge mode is the default, or the one that publishes adapters to a live engine."""
-    return run.train.weight_bridge_mode in ("shared_vllm", "lora_only") and not run.train.use_shared_memory
 
 
 def _weight_bytes(run: RunConfig, *, has_gpu: bool) -> int:

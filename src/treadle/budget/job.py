@@ -13,6 +13,7 @@ from treadle.budget.hardware import SAFE_SHARE, Machine
 from treadle.budget.shapes import ModelShape
 from treadle.config.sync import Quantization, refuse_split_engine
 from treadle.errors import ConfigError
+from treadle.support import WeightModeName
 
 Mode = Literal["single-copy", "two-copies", "lora", "none"]
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight: 4 bits, a scale for 64 of them, a scale for 256 scales
@@ -30,7 +31,7 @@ class PlannedJob:
     mode: Mode = "two-copies"
     train_gpus: int = 1  # weights and gradients are whole on each; the optimizer's states are divided
     engine_gpus: int = 0  # 0: the engine runs on the trainer's GPU, on the first of several
-    is_shared_vllm: bool = True  # the weight bridge mode
+    weight_mode: WeightModeName = "shared_vllm"
     weight_bytes: int = 2
     # training
     optimizer: OptimizerName = "adamw"
@@ -157,7 +158,7 @@ def _check_modes(job: PlannedJob) -> None:
             f"mode '{job.mode}' and train.lora {str(job.lora).lower()} do not go together",
             fix="give --train.lora true and leave --mode out, or --mode single-copy for one copy of the base model",
         )
-    refuse_split_engine(job.engine_gpus, {"lora": "lora_only", "none": "offline"}.get(job.mode, "shared_vllm"))
+    refuse_split_engine(job.engine_gpus, job.weight_mode)
     if job.shape.num_heads % job.tensor_parallel:
         raise ConfigError(
             f"the {job.shape.num_heads} attention heads cannot be divided among {job.tensor_parallel} engine GPUs",

@@ -53,7 +53,7 @@ class StartCommands:
         settings = {key: str(value) for key, value in given(values).items()}
         if run.train.lora and values._mode == "single-copy":
             settings = {**settings, **settings_of(SHARED_BASE)}
-        elif run.train.weight_bridge_mode == "shared_vllm":
+        elif run.train.mode.in_memory:
             settings = {**_OF_MODE.get(values._mode, {}), **settings}
         return cls(run, settings, values._config, values._params is None)
 
@@ -80,14 +80,15 @@ class StartCommands:
                 "engine.tensor_parallel_size": split,
                 "train.device": f"cuda:{split}",  # the engine takes the first ones
             }
-        return settings_of(separate_engine_gpu(is_broadcast=job.is_shared_vllm))
+        return settings_of(separate_engine_gpu(job.weight_mode))
 
     def _by_hand(self, job: PlannedJob, settings: Settings) -> list[str]:
         """torchrun gives GPU N to rank N, so the engine takes the GPUs after those, or shares the first one.
 
         Settings that `treadle run` copies from one section to another are given to both processes.
         """
-        run, mode = self.run, settings.get("train.weight_bridge_mode", self.run.train.weight_bridge_mode)
+        run = self.run
+        mode = WEIGHT_MODES[settings.get("train.weight_bridge_mode", run.train.weight_bridge_mode)]
         common = {"model": settings.get("model", run.model)}
         engine = common | _section("engine", settings)
         train = common | {"steps": str(run.steps)} | _section("train", settings)
@@ -98,17 +99,17 @@ class StartCommands:
         age = str(run.env.max_age if run.max_age is None or "env.max_age" in settings else run.max_age)
         if not run.envs and run.env.pace != "stream":
             train = {"max_age": age} | train
-        if WEIGHT_MODES[mode].adapters:
+        if mode.adapters:
             engine |= {"enable_lora": "true", "max_lora_rank": str(job.lora_r)}
             if job.base_quantization != "none":
                 engine = {"quantization": job.base_quantization} | engine
         if job.engine_gpus == 0:
             engine = {"device": "cuda:0"} | engine
-            if mode == "shared_vllm" or job.mode == "single-copy":
+            if mode.in_memory or job.mode == "single-copy":
                 engine = {"weights_file": "/dev/shm/mine.weights"} | engine  # noqa: S108 - memory, as in the README
         elif job.engine_gpus == 1:
             engine = {"device": f"cuda:{job.train_gpus}"} | engine
-            if mode == "shared_vllm":
+            if mode.in_memory:
                 train = {"use_shared_memory": "true"} | train
         visible = ""
         if job.engine_gpus > 1:

@@ -23,6 +23,7 @@ from treadle.budget.estimate import estimate
 from treadle.budget.hardware import Machine
 from treadle.budget.job import Budget, PlannedJob, Verdict
 from treadle.errors import ConfigError
+from treadle.support import WEIGHT_MODES
 
 Accepts = Callable[[tuple[str, ...]], bool]
 MAX_SUGGESTIONS = 4
@@ -58,10 +59,10 @@ NF4_BASE = ("--train.weight-bridge-mode lora_only", "--train.base-quantization n
 SHARED_BASE = ("--train.weight-bridge-mode lora_only", "--train.single-copy true")  # one copy of the frozen base model
 
 
-def separate_engine_gpu(*, is_broadcast: bool) -> tuple[str, ...]:
-    """Flags for two GPUs; `is_broadcast`: weights that would be shared on one GPU are broadcast."""
+def separate_engine_gpu(weight_mode: str) -> tuple[str, ...]:
+    """Flags for two GPUs; weights that would be shared on one GPU are broadcast."""
     devices = ("--engine.device cuda:1", "--train.device cuda:0")
-    return (*devices, "--train.use-shared-memory true") if is_broadcast else devices
+    return (*devices, "--train.use-shared-memory true") if WEIGHT_MODES[weight_mode].in_memory else devices
 
 
 def settings_of(flags: Iterable[str]) -> dict[str, str]:
@@ -147,7 +148,7 @@ def _placements(job: PlannedJob) -> Iterator[_Change]:
     """Other uses of GPUs: one for the engine, some of the engine's for the trainer, or more for the trainer."""
     if job.engine_gpus == 0 and job.train_gpus == 1:
         # `treadle run` can start this one, unlike several trainers
-        yield _Change((("engine_gpus", 1),), separate_engine_gpu(is_broadcast=job.is_shared_vllm), 30.0)
+        yield _Change((("engine_gpus", 1),), separate_engine_gpu(job.weight_mode), 30.0)
     for engine_gpus in range(1, job.engine_gpus):
         train_gpus = job.train_gpus + job.engine_gpus - engine_gpus
         flags = (f"--train-gpus {train_gpus}", f"--engine-gpus {engine_gpus}")

@@ -96,8 +96,8 @@ class SyncOptions(Section):
                 "single_copy is one copy of the weights for engine and trainer, use_shared_memory is two: give one of "
                 "the two"
             )
-        one_copy = [name for name, mode in WEIGHT_MODES.items() if mode.single_copy]
-        modes = one_copy if self.single_copy else ["shared_vllm"]
+        needed = "single_copy" if self.single_copy else "in_memory"
+        modes = [name for name, mode in WEIGHT_MODES.items() if getattr(mode, needed)]
         if given and self.weight_bridge_mode not in modes:
             raise ValueError(
                 f"{given[0]} is a way of weight_bridge_mode {' and '.join(modes)}, and the mode is "

@@ -250,7 +250,7 @@ def _port_flag(url: str) -> str:
 
 def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:
     """For a new run: until it is restarted, an engine takes the weights of one run (engines/surface/publishing.py)."""
-    if config.train.weight_bridge_mode == "offline":
+    if not config.train.mode.publishes:
         return
     where = f"the engine at {shown_url(config.engine_url)}"
     fix = "restart the engine, or leave --engine-url out: the run then starts one"
@@ -311,10 +311,9 @@ def settle_engine(
 def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[str, Any], str]:
     """Settings by which new weights reach an engine that this run did not start, and a note for the user."""
     train, where = config.train, f"the engine at {shown_url(config.engine_url)}"
-    mode = train.weight_bridge_mode
     if train.mode.adapters and not info.has_lora:
         raise ConfigError(
-            f"{where} takes no adapters, which weight_bridge_mode {mode} publishes",
+            f"{where} takes no adapters, which weight_bridge_mode {train.weight_bridge_mode} publishes",
             fix=f"start it with treadle engine --enable-lora --max-lora-rank {train.lora_r}",
         )
     if train.mode.adapters and info.max_lora_rank is not None and train.lora_r > info.max_lora_rank:
@@ -322,7 +321,7 @@ def _choose_weight_transfer(config: RunConfig, info: BridgeInfo) -> tuple[dict[s
             f"{where} takes adapters up to rank {info.max_lora_rank}, and train.lora_r is {train.lora_r}",
             fix=f"--train.lora-r {info.max_lora_rank}, or start it with treadle engine --max-lora-rank {train.lora_r}",
         )
-    if mode != "shared_vllm" and not train.single_copy:
+    if not train.mode.in_memory and not train.single_copy:
         return {}, ""
     is_here = is_loopback_host(urlsplit(config.engine_url).hostname or "")
     if info.shared_weights and is_here:

@@ -47,6 +47,7 @@ from treadle.report.page import PAGE_FILE, render_report
 from treadle.report.record import read_record
 from treadle.report.summary import load_summary
 from treadle.support import MATRIX_MODES as MODES
+from treadle.support import WEIGHT_MODES
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 
@@ -74,7 +75,9 @@ def parse_modes(text: str) -> tuple[str, ...]:
     for name in text.replace("-", "_").replace(",", " ").split():
         if name not in MODES and name not in _SEVERAL:
             known = f"known: {', '.join([*MODES, *_SEVERAL])}"
-            hint = "it trains from recorded batches, without an engine" if name == "offline" else suggest(name, MODES)
+            hint = suggest(name, MODES)
+            if name in WEIGHT_MODES and not WEIGHT_MODES[name].publishes:
+                hint = "it trains from recorded batches, without an engine"
             raise ConfigError(f"--modes: there is no mode '{name}' to compare", fix=f"{hint}; {known}".lstrip("; "))
         found |= dict.fromkeys(_SEVERAL.get(name, (name,)))
     if not found:

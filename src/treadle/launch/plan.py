@@ -266,7 +266,7 @@ def engine_of_mode(
     train: TrainConfig, run_folder: Path, facts: MachineFacts, explicit: frozenset[str]
 ) -> dict[str, Any]:
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
-    by_memory = train.weight_bridge_mode == "shared_vllm" and train.broadcast_by in ("auto", "memory")
+    by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory")
     shares = by_memory or train.single_copy
     settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
     saved = train.save_path if "train.save_path" in explicit else run_folder

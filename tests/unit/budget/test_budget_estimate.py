@@ -154,7 +154,7 @@ def test_with_host_offload_every_process_has_gradients_of_its_own() -> None:
 
 
 def test_engine_gpus_of_their_own_take_the_engine_away_from_the_trainer() -> None:
-    budget = estimate(PlannedJob(LLAMA_8B, mode="lora", lora=True, engine_gpus=2), H100)
+    budget = estimate(PlannedJob(LLAMA_8B, mode="lora", weight_mode="lora_only", lora=True, engine_gpus=2), H100)
     assert budget.pool(TRAINER_GPU).find("KV cache") == 0
     engine = budget.pool(ENGINE_GPU)
     assert engine.find("engine's weights") == NUM_8B
@@ -162,7 +162,7 @@ def test_engine_gpus_of_their_own_take_the_engine_away_from_the_trainer() -> Non
 
 
 def test_kv_heads_are_not_divided_below_one() -> None:
-    job = PlannedJob(LLAMA_8B, mode="lora", lora=True, engine_gpus=16)
+    job = PlannedJob(LLAMA_8B, mode="lora", weight_mode="lora_only", lora=True, engine_gpus=16)
     assert kv_bytes_per_token(job) == 2 * 32 * 1 * 128 * 2
 
 
@@ -220,7 +220,7 @@ def test_the_default_job_on_a_cpu_is_predicted_within_15_per_cent() -> None:
         ({"mode": "single-copy", "train_gpus": 2}, "the same, single GPU"),
         ({"mode": "single-copy", "engine_gpus": 1}, "the same, single GPU"),
         ({"lora": True}, "do not go together"),
-        ({"mode": "lora", "lora": True, "engine_gpus": 3}, "cannot be divided among 3"),
+        ({"mode": "lora", "weight_mode": "lora_only", "lora": True, "engine_gpus": 3}, "cannot be divided among 3"),
         ({"mode": "two-copies", "engine_gpus": 2}, "split over 2 GPUs .* takes adapters only"),
         ({"train_layers": (32,)}, "layers from 0 to 31"),
         ({"mode": "lora", "lora": True, "lora_targets": ("qkv",)}, "no linear layer 'qkv'"),

@@ -74,7 +74,9 @@ def test_24b_on_192_gb_needs_host_memory_unless_weights_are_shared() -> None:
 
 
 def test_72b_fits_on_no_number_of_80_gb_gpus_with_replicated_weights() -> None:
-    job = PlannedJob(find_shape("Qwen2.5-72B"), mode="lora", lora=True, train_gpus=2, engine_gpus=4)
+    job = PlannedJob(
+        find_shape("Qwen2.5-72B"), mode="lora", lora=True, train_gpus=2, engine_gpus=4, weight_mode="lora_only"
+    )
     budget = estimate(job, H100)
     assert [place.verdict for place in budget.pools] == ["does not fit", "fits", "not known"]
     assert budget.pool("trainer GPU").find("weights") == 2 * 72_706_203_648  # of 84.9 GB
@@ -93,7 +95,7 @@ def test_a_gpu_for_the_engine_is_suggested_before_several_trainers() -> None:
     found = offers(PlannedJob(find_shape("Qwen3-4B"), mode="single-copy"), H100)
     placed = "--engine.device cuda:1 --train.device cuda:0 --train.use-shared-memory true"
     assert [command for _, command in found if placed in command]
-    reloading = offers(PlannedJob(find_shape("Qwen3-4B"), is_shared_vllm=False), H100)
+    reloading = offers(PlannedJob(find_shape("Qwen3-4B"), weight_mode="reload"), H100)
     assert not [command for _, command in reloading if "use-shared-memory" in command]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from typing import get_args
@@ -24,6 +25,19 @@ def test_every_weight_mode_is_a_setting_has_code_and_is_documented() -> None:
     rows = re.findall(r"^\| `(\w+)[^|]*\|", (ROOT / "docs/weights.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(WEIGHT_MODES) <= set(rows)
     assert set(MATRIX_MODES) <= set(rows)
+
+
+def test_code_asks_the_table_and_compares_no_mode_by_its_name() -> None:
+    names = set(WEIGHT_MODES) - {"none"}  # a word of other settings too
+    found = [
+        f"{file.name}:{node.lineno}"
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        for word in ast.walk(node)
+        if isinstance(word, ast.Constant) and word.value in names
+    ]
+    assert found == []
 
 
 def test_the_flags_of_each_mode_of_the_matrix_are_documented() -> None:
