@@ -19,7 +19,10 @@ import torch
 from step import make_groups
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from treadle.budget import Machine, PlannedJob, estimate, find_shape
+from treadle.budget.estimate import estimate
+from treadle.budget.hardware import Machine
+from treadle.budget.job import PlannedJob
+from treadle.budget.shapes import find_shape
 from treadle.config import TrainConfig
 from treadle.config.load import parse
 from treadle.train.loop import accumulate_gradients

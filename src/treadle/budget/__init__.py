@@ -10,25 +10,3 @@ command       flags -> PlannedJob + Machine; `treadle plan` and `treadle run --f
 
 No model is loaded, and torch is never imported.
 """
-
-from __future__ import annotations
-
-from treadle.budget.estimate import estimate
-from treadle.budget.hardware import Machine
-from treadle.budget.job import Budget, Component, MemoryPool, PlannedJob
-from treadle.budget.shapes import ModelShape, find_shape
-from treadle.budget.suggestions import Suggestion, largest_micro_tokens, suggest
-
-__all__ = [
-    "Budget",
-    "Component",
-    "Machine",
-    "MemoryPool",
-    "ModelShape",
-    "PlannedJob",
-    "Suggestion",
-    "estimate",
-    "find_shape",
-    "largest_micro_tokens",
-    "suggest",
-]

@@ -16,8 +16,8 @@ from treadle.budget.estimate import HOST, estimate
 from treadle.budget.hardware import Machine, card_bytes, find_gpu, host_memory
 from treadle.budget.job import Budget, Mode, PlannedJob
 from treadle.budget.output import StartCommands, as_json, show
-from treadle.budget.shapes import ModelShape, find_shape, shape_of_size
-from treadle.budget.suggestions import largest_micro_tokens, settings_of, suggest, take_less
+from treadle.budget.shapes import find_shape, shape_of_size
+from treadle.budget.suggestions import SAFE, largest_micro_tokens, settings_of, suggest, take_less
 from treadle.config.keys import (
     explicit_keys,
     fitting_group_size,
@@ -27,7 +27,7 @@ from treadle.config.keys import (
     with_fitting_groups,
     with_values,
 )
-from treadle.config.schema import EngineConfig, RunConfig, has_vllm
+from treadle.config.schema import RunConfig, has_vllm
 from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, ModelError, TreadleError
 from treadle.formatting import gigabytes
@@ -116,7 +116,8 @@ def accepts(run: RunConfig, flags: Sequence[str]) -> bool:
 def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
     """(GPUs of the trainer, additional GPUs of the engine), from the flags of the plan, else from those of the run."""
     engine, split = run.engine, run.engine.tensor_parallel_size
-    has_own_gpu = split > 1 or bool(run.engine_url) or _gpu_index(engine.device) != _gpu_index(run.train.device)
+    indices = {device.partition(":")[2] or "0" for device in (engine.device, run.train.device)}
+    has_own_gpu = split > 1 or bool(run.engine_url) or len(indices) > 1
     engine_gpus = (split if has_own_gpu else 0) if values._engine_gpus is None else values._engine_gpus
     if split not in (1, engine_gpus):
         raise ConfigError(
@@ -124,16 +125,6 @@ def _gpus(run: RunConfig, values: argparse.Namespace) -> tuple[int, int]:
             fix="give only one of them",
         )
     return run.train.world_size if values._train_gpus is None else values._train_gpus, engine_gpus
-
-
-def _gpu_index(device: str) -> str:
-    return device.partition(":")[2] or "0"
-
-
-def _shape(run: RunConfig, values: argparse.Namespace, explicit: frozenset[str]) -> ModelShape:
-    if values._params is not None:
-        return shape_of_size(values._params)
-    return find_shape(run.train.model if "train.model" in explicit else run.model)
 
 
 def _machine(run: RunConfig, values: argparse.Namespace, *, has_several_gpus: bool) -> Machine:
@@ -168,13 +159,16 @@ def _job(
         prompt = hardware.BUILT_IN_PROMPT_TOKENS.get(run.env.name, max(1, longest - completion))
     if prompt < 1:
         raise ConfigError(f"--prompt-tokens {prompt} is no length", fix="--prompt-tokens 512")
+    model = train.model if "train.model" in explicit else run.model
     has_liger = train.fused_kernels == "liger"
+    # vLLM reserves its share of the GPU; the transformers engine allocates on demand.
+    has_share = "engine.gpu_memory_utilization" in explicit or has_vllm(engine)
     # A micro-batch is never larger than a step with the longest completions. On a GPU full micro-batches are planned
     # anyway: the small built-in tasks are not what a GPU is used for.
     num_groups = max(1, train.sequences_per_step // run.env.group_size)
     step_tokens = num_groups * (prompt + run.env.group_size * completion)
     return PlannedJob(
-        _shape(run, values, explicit),
+        find_shape(model) if values._params is None else shape_of_size(values._params),
         mode=_mode(run, values, is_one_device=train_gpus == 1 and engine_gpus == 0),
         train_gpus=train_gpus,
         engine_gpus=engine_gpus,
@@ -206,14 +200,8 @@ def _job(
         is_reference_offloaded=train.reference_offload,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=longest,
-        gpu_memory_utilization=_utilization(engine, explicit),
+        gpu_memory_utilization=engine.gpu_memory_utilization if has_share else None,
     )
-
-
-def _utilization(engine: EngineConfig, explicit: frozenset[str]) -> float | None:
-    """The share of the GPU that vLLM reserves; None for the transformers engine, which allocates on demand."""
-    is_vllm = "engine.gpu_memory_utilization" in explicit or has_vllm(engine)
-    return engine.gpu_memory_utilization if is_vllm else None
 
 
 def _mode(run: RunConfig, values: argparse.Namespace, *, is_one_device: bool) -> Mode:
@@ -282,7 +270,7 @@ def fit_run(
         fix = "leave --fit out, or give a folder with a config.json by --model"
         raise ModelError(f"--fit cannot plan this run: {error.message}", fix=fix) from None
     budget = estimate(job, machine)
-    if budget.verdict in ("fits", "not known"):
+    if budget.verdict in SAFE:
         say(f"--fit changes nothing: {_peaks(budget)}")
         return run
     offers = suggest(job, machine, partial(accepts, run))

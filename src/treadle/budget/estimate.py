@@ -79,7 +79,9 @@ def _state_parts(job: PlannedJob) -> list[Component]:
         return parts
     masters, moments = optimizer_bytes(job)
     note = "fp32" if job.gradient_bytes == 4 else "bf16"
-    share = _largest_share(job)
+    # Those of one parameter are never split among GPUs.
+    is_largest_trained = not job.lora and job.train_layers is None
+    share = max(1 / job.train_gpus, job.shape.num_largest / job.num_trained if is_largest_trained else 0.0)
     states = (
         ("gradients", job.num_trained * job.gradient_bytes, f"{note} accumulators"),
         ("masters", masters * share, "fp32 copy of the weights"),
@@ -88,12 +90,6 @@ def _state_parts(job: PlannedJob) -> list[Component]:
     parts += [_part(name, size, "trainer", text) for name, size, text in states]
     parts.append(_part("optimizer scratch", _step_scratch(job), "trainer", "fp32, a piece at a time", ("step",)))
     return parts
-
-
-def _largest_share(job: PlannedJob) -> float:
-    """Largest share of the optimizer states on one GPU: those of one parameter are never split."""
-    is_largest_trained = not job.lora and job.train_layers is None
-    return max(1 / job.train_gpus, job.shape.num_largest / job.num_trained if is_largest_trained else 0.0)
 
 
 def _step_scratch(job: PlannedJob) -> float:
@@ -161,8 +157,8 @@ def _fresh_gradient_parts(job: PlannedJob) -> list[Component]:
 def _engine_parts(job: PlannedJob, gpu_bytes: int) -> list[Component]:
     """Components of each engine GPU: weights and KV cache are split among the GPUs."""
     parts: list[Component] = []
-    if job.engine_gpus or job.has_own_engine_copy:
-        parts.append(_part("engine's weights", _engine_weights(job), "engine", "a second copy"))
+    if job.mode != "single-copy":
+        parts.append(_part("engine's weights", job.model_bytes / job.tensor_parallel, "engine", "a second copy"))
     one_sequence = job.max_model_len * kv_bytes_per_token(job)
     if job.gpu_memory_utilization is None:
         cache, note = job.max_num_seqs * one_sequence, f"{job.max_num_seqs} x {job.max_model_len:,} tokens"
@@ -178,10 +174,6 @@ def _engine_parts(job: PlannedJob, gpu_bytes: int) -> list[Component]:
     ]
 
 
-def _engine_weights(job: PlannedJob) -> float:
-    return job.model_bytes / job.tensor_parallel
-
-
 def _engine_workspace(job: PlannedJob) -> float:
     shape = job.shape
     forward = (
@@ -194,7 +186,8 @@ def _engine_workspace(job: PlannedJob) -> float:
 def _beside_cache(job: PlannedJob) -> float:
     """Memory in vLLM's share of the GPU besides its KV cache."""
     places = sum(part.bytes for part in _adapter_places(job))
-    return _engine_weights(job) + _engine_workspace(job) + hardware.CUDA_CONTEXT_BYTES + places
+    weights = job.model_bytes / job.tensor_parallel
+    return weights + _engine_workspace(job) + hardware.CUDA_CONTEXT_BYTES + places
 
 
 def _too_small_share(job: PlannedJob, gpu_bytes: int) -> str:
@@ -254,7 +247,7 @@ def _cpu(job: PlannedJob, capacity: int | None) -> MemoryPool:
     parts = [part for part in _trainer_parts(job) if part.name != "CUDA context"]
     if job.optimizer == "adamw_cpu":  # on a CPU that is AdamW
         parts += [part for part in _host_parts(job) if part.name in ("gradients", "masters and moments")]
-    if job.has_own_engine_copy:
+    if job.mode != "single-copy":
         parts.append(_part("engine's weights", job.model_bytes, "engine", "a second copy"))
     seen = f"{job.max_num_seqs} x {positions:,} tokens, twice"
     parts += [
@@ -275,7 +268,7 @@ def _gpu(name: str, parts: list[Component], capacity: int, problem: str = "") ->
 
 def _transient(parts: list[Component]) -> int:
     """Peak of the components that do not exist during the whole step."""
-    transient = [part for part in parts if part.is_transient]
+    transient = [part for part in parts if part.moments != ALL]
     return max(sum(part.bytes for part in transient if moment in part.moments) for moment in ALL)
 
 
@@ -313,13 +306,17 @@ def kept_per_layer(job: PlannedJob) -> dict[str, float]:
     # The scaled copy of the input is kept for the gradient of the norm's weight.
     norm = size if is_fused else _FP32 + (0 if job.lora else size)
     mlp = (2 if job.lora else 3) if is_fused else (3 if job.lora else 4)
+    if job.has_block_attention:  # dense blocks keep every probability
+        repeated_keys, kept_scores = 1.0, float(job.sequence_tokens)
+    else:  # fused attention gathers the keys of a shared prompt for every completion, and keeps one number per query
+        repeated_keys, kept_scores = job.sequence_tokens / job.tokens_per_completion, 1.0
     return {
         "norms": 2 * (norm * shape.hidden + _FP32),
         "normed inputs": 0 if job.lora else 2 * size * shape.hidden,
         "query and key norms": shape.has_qk_norm * (norm * widths + _FP32 * (shape.num_heads + shape.num_kv_heads)),
-        "query, key, value": size * (shape.query_width + 2 * shape.kv_width * job.keys_per_token),
+        "query, key, value": size * (shape.query_width + 2 * shape.kv_width * repeated_keys),
         "attention output": size * shape.query_width,
-        "attention weights": _attention_weights(job),
+        "attention weights": _FP32 * shape.num_heads * kept_scores,
         "mlp": mlp * size * shape.ffn,
         "adapters": _adapters(job) if job.lora else 0,
     }
@@ -330,7 +327,9 @@ def kept_bytes(job: PlannedJob) -> float:
     shape = job.shape
     last_norm = (_FP32 + 2 * job.weight_bytes) * shape.hidden
     layer = job.weight_bytes * shape.hidden if job.is_checkpointed else sum(kept_per_layer(job).values())
-    return job.tokens_at_once * (job.num_backward_layers * layer + last_norm)
+    chosen = job.lora_layers if job.lora else job.train_layers
+    num_layers = shape.num_layers - (min(chosen) if chosen else 0)  # the backward pass ends at the first trained one
+    return job.tokens_at_once * (num_layers * layer + last_norm)
 
 
 def backward_bytes(job: PlannedJob) -> float:
@@ -347,12 +346,6 @@ def logits_bytes(job: PlannedJob) -> float:
     """One chunk of the logits of every loss token, and the hidden states of these tokens."""
     entries = min(job.logprob_chunk, job.shape.vocab) * hardware.LOGITS_BYTES_PER_ENTRY
     return job.loss_tokens * (entries + hardware.HIDDEN_BYTES_AT_LOSS * job.shape.hidden)
-
-
-def _attention_weights(job: PlannedJob) -> float:
-    """Fused attention keeps one fp32 number per query and head; dense blocks keep every probability."""
-    keys = job.sequence_tokens if job.has_block_attention else 1
-    return _FP32 * job.shape.num_heads * keys
 
 
 def _adapters(job: PlannedJob) -> float:

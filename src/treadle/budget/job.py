@@ -97,11 +97,6 @@ class PlannedJob:
         return max(1, self.engine_gpus)
 
     @property
-    def has_own_engine_copy(self) -> bool:
-        """Whether the engine has a second copy of the weights on the trainer's device."""
-        return self.engine_gpus == 0 and self.mode != "single-copy"
-
-    @property
     def model_bytes(self) -> float:
         """One copy of the model. nf4 quantizes the matrices of the layers; embeddings, output layer and norms stay."""
         shape = self.shape
@@ -121,23 +116,12 @@ class PlannedJob:
         return self.shape.num_params
 
     @property
-    def num_backward_layers(self) -> int:
-        """Layers that the backward pass reaches: from the first trained one to the last."""
-        chosen = self.lora_layers if self.lora else self.train_layers
-        return self.shape.num_layers - (min(chosen) if chosen else 0)
-
-    @property
     def tokens_per_completion(self) -> float:
         """Tokens forwarded per completion: its own, and its share of the prompt."""
         # Completions of one prompt that fit into a micro-batch.
         fitting = (self.tokens_at_once - self.prompt_tokens) // self.completion_tokens
         num_sharing = min(self.group_size, fitting) if self.shares_prompts else 1
         return self.prompt_tokens / num_sharing + self.completion_tokens
-
-    @property
-    def keys_per_token(self) -> float:
-        """A shared prompt is forwarded once, but fused attention gathers its keys again for every completion."""
-        return 1.0 if self.has_block_attention else self.sequence_tokens / self.tokens_per_completion
 
     @property
     def loss_tokens(self) -> int:
@@ -200,10 +184,6 @@ class Component:
     note: str = ""
     moments: tuple[Moment, ...] = ALL
 
-    @property
-    def is_transient(self) -> bool:
-        return self.moments != ALL
-
 
 @dataclass(frozen=True)
 class MemoryPool:
@@ -262,6 +242,3 @@ class Budget:
         verdicts = {pool.verdict for pool in self.pools}
         order: tuple[Verdict, ...] = ("does not fit", "tight", "fits")
         return next((verdict for verdict in order if verdict in verdicts), "not known")
-
-    def pool(self, name: str) -> MemoryPool:
-        return next(pool for pool in self.pools if pool.name == name)

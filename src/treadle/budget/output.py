@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ BY_HAND = "start it with, each in a terminal of its own (treadle run starts one 
 _WIDE_TERMINAL = 110
 _BARS = {_WIDE_TERMINAL: 34, 80: 16, 0: 8}  # least terminal width in columns -> width of a bar
 _COLOURS: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red", "not known": "dim"}
+_CAN_START: tuple[Verdict, ...] = ("fits", "tight")
 _OWNERS = {"trainer": "cyan", "engine": "magenta", "both": "blue", "others": "white"}
 _OF_TORCHRUN = ("world_size", "trainer_rank", "init_method", "device")  # set by torchrun for each trainer process
 _OF_MODE: Mapping[str, Settings] = {
@@ -56,9 +57,6 @@ class StartCommands:
         elif run.train.mode.in_memory:
             settings = {**_OF_MODE.get(values._mode, {}), **settings}
         return cls(run, settings, values._config, values._params is None)
-
-    def heading(self, job: PlannedJob) -> str:
-        return "start it with" if job.train_gpus == 1 else BY_HAND
 
     def commands(self, job: PlannedJob, flags: Iterable[str] = ()) -> list[str]:
         """Empty if no model was named. `flags`: of a suggestion, such as ("--train.optimizer adamw_8bit",)."""
@@ -153,14 +151,20 @@ def draw(
     warning = _warning(budget)
     lines: list[RenderableType] = [_heading(budget), *([Text(warning, "yellow")] if warning else []), Text()]
     for pool in budget.pools:
-        if pool.capacity is None:
-            lines += [_in_a_line(pool), Text()]
+        if pool.capacity is None:  # no bars
+            parts = ", ".join(f"{part.name} {gigabytes(part.bytes)}" for part in pool.components)
+            note = (f"  {parts} (--host-memory-gb gives a verdict)", "dim")
+            lines += [Text.assemble(("host memory  ", "bold"), gigabytes(pool.peak), note), Text()]
         else:
             lines += [_table(pool, _pool_name(budget, pool), width), _verdict(pool, pool.capacity), Text()]
     if largest_micro is not None and budget.verdict == "fits":
         largest = f"--train.micro-tokens {largest_micro} would still fit"
         lines += [Text.assemble(("largest micro  ", "dim"), largest), Text()]
-    for title, offers in _by_number_of_trainers(budget, suggestions).items():
+    here = [s for s in suggestions if s.budget.job.train_gpus in (1, budget.job.train_gpus)]
+    # `treadle run` starts one trainer process.
+    elsewhere = [s for s in suggestions if s not in here]
+    more = "on more trainer GPUs: with these flags treadle plan prints the commands that start it"
+    for title, offers in (("what would make it fit, the least harm first", here), (more, elsewhere)):
         if offers:
             lines += [Text(title, style="bold"), _offers(offers), Text()]
     if not suggestions and budget.verdict == "does not fit":
@@ -173,16 +177,6 @@ def draw(
     while isinstance(lines[-1], Text) and not lines[-1].plain:
         lines.pop()
     return Group(*lines)
-
-
-def _by_number_of_trainers(budget: Budget, suggestions: list[Suggestion]) -> dict[str, list[Suggestion]]:
-    """`treadle run` starts one trainer process; for more, `treadle plan` with these flags prints the commands."""
-    here = [s for s in suggestions if s.budget.job.train_gpus in (1, budget.job.train_gpus)]
-    more = [s for s in suggestions if s not in here]
-    return {
-        "what would make it fit, the least harm first": here,
-        "on more trainer GPUs: with these flags treadle plan prints the commands that start it": more,
-    }
 
 
 def as_json(
@@ -200,9 +194,20 @@ def as_json(
         "warning": _warning(budget),
         "machine": budget.machine.name,
         "verdict": budget.verdict,
-        "places": [_pool_json(pool) for pool in budget.pools],
+        "places": [
+            {
+                "name": pool.name,
+                "capacity": pool.capacity,
+                "peak": pool.peak,
+                "peak_moment": pool.peak_moment,
+                "verdict": pool.verdict,
+                "trainer_tensors": pool.trainer_tensors,
+                "components": [asdict(part) for part in pool.components],
+            }
+            for pool in budget.pools
+        ],
         "largest_micro_tokens": largest_micro,
-        "commands": start.commands(budget.job) if _can_start(budget) else [],
+        "commands": start.commands(budget.job) if budget.verdict in _CAN_START else [],
         "suggestions": [
             {
                 "flags": suggestion.command,
@@ -224,37 +229,23 @@ def show(
 ) -> None:
     """`start`: also print how to start the job, if it fits."""
     console.print(draw(budget, suggestions, largest_micro, width=console.width))
-    commands = start.commands(budget.job) if start is not None and _can_start(budget) else []
+    commands = start.commands(budget.job) if start is not None and budget.verdict in _CAN_START else []
     if start is not None and commands:
-        console.print(Text(f"\n{start.heading(budget.job)}", "bold"))
+        heading = "start it with" if budget.job.train_gpus == 1 else BY_HAND
+        console.print(Text(f"\n{heading}", "bold"))
         for command in commands:  # not wrapped, so that they can be copied
             console.print(Text(command), soft_wrap=True)
 
 
-def _can_start(budget: Budget) -> bool:
-    return budget.verdict in ("fits", "tight")
-
-
-def _pool_json(pool: MemoryPool) -> dict[str, Any]:
-    return {
-        "name": pool.name,
-        "capacity": pool.capacity,
-        "peak": pool.peak,
-        "peak_moment": pool.peak_moment,
-        "verdict": pool.verdict,
-        "trainer_tensors": pool.trainer_tensors,
-        "components": [
-            {"name": c.name, "bytes": c.bytes, "owner": c.owner, "moments": list(c.moments), "note": c.note}
-            for c in pool.components
-        ],
-    }
-
-
 def _heading(budget: Budget) -> Text:
-    job = budget.job
+    job, machine = budget.job, budget.machine.name
+    copies = "one copy" if job.mode == "single-copy" else "two copies"
+    weights = f"{copies} of the {'base model' if job.lora else 'weights'}"
+    num_gpus = job.train_gpus + job.engine_gpus
+    where = f"{num_gpus} x {machine}" if num_gpus > 1 else machine
     return Text.assemble(
         (job.shape.name, "bold"),
-        f"  {_count(job.shape.num_params)} parameters, {_training(job)}, {_weights(job)}, on {_machines(budget)}",
+        f"  {_count(job.shape.num_params)} parameters, {_training(job)}, {weights}, on {where}",
     )
 
 
@@ -274,7 +265,9 @@ def _table(pool: MemoryPool, title: str, width: int) -> Table:
     for part in pool.components:
         if pool.peak_moment in part.moments:
             end = begin + part.bytes * scale
-            table.add_row(part.name, gigabytes(part.bytes), _bar(begin, end, _OWNERS[part.owner]), part.note)
+            # A thin line if the size rounds to 0.
+            bar = Text(" " * int(begin) + ("█" * round(end - begin) or "▏"), style=_OWNERS[part.owner])
+            table.add_row(part.name, gigabytes(part.bytes), bar, part.note)
             begin = end
     size = (pool.capacity or 0) * scale
     total = Text.assemble(
@@ -283,11 +276,6 @@ def _table(pool: MemoryPool, title: str, width: int) -> Table:
     )
     table.add_row("total", gigabytes(pool.peak), total, f"of {gigabytes(pool.capacity or 0)}", style="bold")
     return table
-
-
-def _bar(begin: float, end: float, colour: str) -> Text:
-    """From one column to another; a thin line if the difference rounds to 0."""
-    return Text(" " * int(begin) + ("█" * round(end - begin) or "▏"), style=colour)
 
 
 def _verdict(pool: MemoryPool, capacity: int) -> Text:
@@ -299,14 +287,6 @@ def _verdict(pool: MemoryPool, capacity: int) -> Text:
     if pool.problem:
         words = pool.problem if left >= 0 else f"{words}; {pool.problem}"
     return Text.assemble((pool.verdict, f"bold {_COLOURS[pool.verdict]}"), f": {words}")
-
-
-def _in_a_line(pool: MemoryPool) -> Text:
-    """Memory of unknown capacity has no bars."""
-    parts = ", ".join(f"{part.name} {gigabytes(part.bytes)}" for part in pool.components)
-    return Text.assemble(
-        ("host memory  ", "bold"), gigabytes(pool.peak), (f"  {parts} (--host-memory-gb gives a verdict)", "dim")
-    )
 
 
 def _offers(suggestions: list[Suggestion]) -> Table:
@@ -339,19 +319,9 @@ def _training(job: PlannedJob) -> str:
     return f"full fine-tune with {job.optimizer}"
 
 
-def _weights(job: PlannedJob) -> str:
-    what = "base model" if job.lora else "weights"
-    return f"one copy of the {what}" if job.mode == "single-copy" else f"two copies of the {what}"
-
-
 def _warning(budget: Budget) -> str:
     """A note on the copies of the weights, or ""."""
     return "offline: the engine's copy never changes" if budget.job.mode == "none" else ""
-
-
-def _machines(budget: Budget) -> str:
-    num_gpus = budget.job.train_gpus + budget.job.engine_gpus
-    return f"{num_gpus} x {budget.machine.name}" if num_gpus > 1 else budget.machine.name
 
 
 def _count(number: int) -> str:

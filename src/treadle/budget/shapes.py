@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ def find_shape(model: str) -> ModelShape:
             return KNOWN[max(fitting, key=len)]
     raise ModelError(
         f"the shape of the model '{model}' is not known here, and there is no such folder",
-        fix=f"{suggest(name, KNOWN) or 'known: ' + _names(KNOWN.values())}; "
+        fix=f"{suggest(name, KNOWN) or 'known: ' + ', '.join(shape.name for shape in KNOWN.values())}; "
         "else give a folder with a config.json, or a size as in --params 24e9",
     )
 
@@ -205,7 +204,3 @@ def _from_settings(name: str, kind: str, settings: dict[str, Any]) -> ModelShape
         has_o_bias=has_bias,
         has_mlp_bias=bool(settings.get("mlp_bias")),
     )
-
-
-def _names(shapes: Iterable[ModelShape]) -> str:
-    return ", ".join(shape.name for shape in shapes)

@@ -26,6 +26,7 @@ from treadle.errors import ConfigError
 from treadle.support import WEIGHT_MODES
 
 Accepts = Callable[[tuple[str, ...]], bool]
+SAFE: tuple[Verdict, ...] = ("fits", "not known")
 MAX_SUGGESTIONS = 4
 _MORE_GPUS = (2, 4, 8, 16, 32)
 _SMALLEST_MICRO = {True: 2048, False: 256}  # with and without a GPU; below this size a GPU is mostly idle
@@ -78,7 +79,13 @@ def take_less(
     """The cheapest combination for each way of training that fits here and needs at most `most` bytes of each pool, in
     the order of cost. `accepts` says whether a run can have these flags."""
     found = [_cheapest_fit(job, machine, way, most) for way in _ways(job, machine)]
-    as_placed = [s for s in found if s is not None and _placement(s.budget.job) == _placement(job) and accepts(s.flags)]
+    as_placed = [
+        s
+        for s in found
+        if s is not None
+        and (s.budget.job.train_gpus, s.budget.job.engine_gpus) == (job.train_gpus, job.engine_gpus)
+        and accepts(s.flags)
+    ]
     return sorted(as_placed, key=lambda suggestion: suggestion.cost)[:MAX_SUGGESTIONS]
 
 
@@ -90,10 +97,10 @@ def suggest(job: PlannedJob, machine: Machine, accepts: Accepts = lambda _: True
     found = [best for way in _ways(job, machine) if (best := _cheapest_fit(job, machine, way)) is not None]
     ways = sorted((s for s in found if accepts(s.flags)), key=lambda suggestion: suggestion.cost)
     here = [s for s in ways if _num_gpus(s.budget.job) == _num_gpus(job)]
-    safe = [s for s in here if _is_safe(s.budget.verdict)]
-    more = [s for s in ways if _num_gpus(s.budget.job) > _num_gpus(job) and _is_safe(s.budget.verdict)]
+    safe = [s for s in here if s.budget.verdict in SAFE]
+    more = [s for s in ways if _num_gpus(s.budget.job) > _num_gpus(job) and s.budget.verdict in SAFE]
     as_placed = [s for s in here if s.budget.job.train_gpus == job.train_gpus]
-    tight = [] if any(_is_safe(s.budget.verdict) for s in as_placed) else as_placed[:2]
+    tight = [] if any(s.budget.verdict in SAFE for s in as_placed) else as_placed[:2]
     return [*safe[:MAX_SUGGESTIONS], *tight, *_smallest_machines(more)]
 
 
@@ -101,7 +108,7 @@ def largest_micro_tokens(job: PlannedJob, machine: Machine) -> int | None:
     """The largest --train.micro-tokens with which the job fits; None if one sequence does not fit."""
 
     def fits(micro_tokens: int) -> bool:
-        return _is_safe(estimate(replace(job, micro_tokens=micro_tokens), machine).verdict)
+        return estimate(replace(job, micro_tokens=micro_tokens), machine).verdict in SAFE
 
     low = -(-job.sequence_tokens // _MICRO_STEP)
     if not fits(low * _MICRO_STEP):
@@ -184,7 +191,7 @@ def _cheapest_fit(
             continue
         flags = tuple(flag for change in chosen for flag in change.flags)
         suggestion = Suggestion(flags, sum(change.cost for change in chosen), budget)
-        if _is_safe(budget.verdict):
+        if budget.verdict in SAFE:
             return suggestion
         tight = tight or suggestion
     return tight
@@ -235,13 +242,5 @@ def _smallest_machines(more: list[Suggestion]) -> list[Suggestion]:
     return [more[0], *(s for s in faithful if s is not more[0])]
 
 
-def _placement(job: PlannedJob) -> tuple[int, int]:
-    return job.train_gpus, job.engine_gpus
-
-
 def _num_gpus(job: PlannedJob) -> int:
     return job.train_gpus + job.engine_gpus
-
-
-def _is_safe(verdict: Verdict) -> bool:
-    return verdict in ("fits", "not known")

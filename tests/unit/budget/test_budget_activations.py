@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treadle.budget import ModelShape, PlannedJob
 from treadle.budget.estimate import backward_bytes, kept_bytes, kept_per_layer, logits_bytes
+from treadle.budget.job import PlannedJob
+from treadle.budget.shapes import ModelShape
 
 NUM_TOKENS = 256
 WIDTHS = {"hidden_size": 200, "intermediate_size": 600, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.budget import find_shape
-from treadle.budget.shapes import KNOWN, shape_of_size
+from treadle.budget.shapes import KNOWN, find_shape, shape_of_size
 from treadle.errors import ModelError
 
 PUBLISHED = {

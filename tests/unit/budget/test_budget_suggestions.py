@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from treadle.budget import Machine, PlannedJob, estimate, find_shape, largest_micro_tokens, suggest
-from treadle.budget.hardware import card_bytes
+from treadle.budget.estimate import estimate
+from treadle.budget.hardware import Machine, card_bytes
+from treadle.budget.job import PlannedJob
+from treadle.budget.shapes import find_shape
+from treadle.budget.suggestions import largest_micro_tokens, suggest
 
 H100 = Machine("h100", card_bytes("h100"), None)
 A100 = Machine("a100-80gb", card_bytes("a100-80gb"), None)
@@ -79,7 +82,7 @@ def test_72b_fits_on_no_number_of_80_gb_gpus_with_replicated_weights() -> None:
     )
     budget = estimate(job, H100)
     assert [place.verdict for place in budget.pools] == ["does not fit", "fits", "not known"]
-    assert budget.pool("trainer GPU").find("weights") == 2 * 72_706_203_648  # of 84.9 GB
+    assert budget.pools[0].find("weights") == 2 * 72_706_203_648  # of 84.9 GB
     assert offers(job, H100) == []
 
 
