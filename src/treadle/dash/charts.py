@@ -50,7 +50,7 @@ def buckets(steps: Sequence[int], first: int | None, last: int | None, num_point
 
 def bucket_steps(steps: Sequence[int], cuts: Sequence[slice]) -> list[int]:
     """The steps of the points: the first and the last of each bucket."""
-    return [step for cut in cuts for step in _ends(steps, cut)]
+    return [step for cut in cuts for step in steps[cut.start : cut.stop : max(1, cut.stop - cut.start - 1)]]
 
 
 def extremes(column: Sequence[float], cuts: Sequence[slice]) -> Values:
@@ -87,11 +87,6 @@ def means(column: Sequence[float], cuts: Sequence[slice]) -> Values:
         mean = _rounded(sum(known) / len(known)) if known else None
         points += [mean] * min(2, cut.stop - cut.start)
     return points
-
-
-def _ends(steps: Sequence[int], cut: slice) -> list[int]:
-    first, last = steps[cut.start], steps[cut.stop - 1]
-    return [first] if cut.stop - cut.start == 1 else [first, last]
 
 
 def _rounded(value: float) -> float | None:

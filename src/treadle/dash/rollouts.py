@@ -176,7 +176,9 @@ def _view(
         ids=ids,
         pieces=pieces,
         is_trained=[int(mask != IGNORED) for mask in group.masks[row][shown]],
-        logprobs=None if logprobs is None else [_logprob(value) for value in logprobs[shown]],
+        logprobs=None
+        if logprobs is None
+        else [None if value == NO_LOGPROB else round(value, 4) for value in logprobs[shown]],
         advantages=own[shown] if own is not None and len(own) == len(group.tokens[row]) else None,
         differences=differences,
         trained_advantages=trained_advantages,
@@ -203,10 +205,6 @@ def _as_trained(
             differences[place] = None if math.isnan(difference) else round(difference, 4)
             advantages[place] = round(advantage, 4)
     return differences, advantages
-
-
-def _logprob(value: float) -> float | None:
-    return None if value == NO_LOGPROB else round(value, 4)
 
 
 def num_prompt_tokens(group: ScoredGroup) -> int:

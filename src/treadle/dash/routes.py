@@ -186,6 +186,8 @@ class Routes:
         held_out = own.held_out() if own is not None else []
         by_env = own.held_out_by_env() if own is not None else {}
         steps = planned if isinstance(planned, int) else run.trainer.num_steps if run.trainer else None
+        results = [result_in_words(held_out)]
+        results += [f"{name}: {result_in_words(found)}" for name, found in by_env.items() if found]
         is_any_running = any(view.state == "running" and view.name != "hub" for view in processes)
         situation = Situation(
             explanation=self._explain(),
@@ -193,15 +195,13 @@ class Routes:
             step=run.current_step,
             planned_steps=steps,
             leased_step=leased.step if leased else None,
-            leased_s=now - leased.at if leased else None,
-            trained_s=now - trained.at if trained else None,
+            leased_s=max(0.0, now - leased.at) if leased else None,
+            trained_s=max(0.0, now - trained.at) if trained else None,
             engine=engine,
             is_at_work=is_any_running or self._is_at_work(),
             last_words=own.last_words() if own is not None else "",
             is_measured=self._is_measured(held_out, steps),
-            result="; ".join(
-                filter(None, [result_in_words(held_out), *(_of_env(name, found) for name, found in by_env.items())])
-            ),
+            result="; ".join(filter(None, results)),
         )
         stands = standing(situation)
         health = own.health(run.current_step - WARNING_STEPS) if own is not None else []
@@ -314,10 +314,6 @@ class Routes:
         env = names.get(summary.env_id, "none") if summary.env_id is not None else "none"
         tokens = self._runs.own.tokens if self._runs.own is not None else None
         return view_group(summary, stored, self._decoder, tokens, env=env, older=older, newer=newer)
-
-
-def _of_env(name: str, held_out: Sequence[HeldOut]) -> str:
-    return f"{name}: {result_in_words(held_out)}" if held_out else ""
 
 
 def _wanted(request: Request) -> Wanted:

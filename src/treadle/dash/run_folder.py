@@ -46,7 +46,10 @@ class Columns:
         """A repeated step (the trainer was resumed) replaces the earlier one and all rows after it."""
         step = int(line.pop("step"))
         if self.steps and step <= self.steps[-1]:
-            self._cut(bisect_left(self.steps, step))
+            length = bisect_left(self.steps, step)
+            del self.steps[length:]
+            for column in self.by_name.values():
+                del column[length:]
         self.steps.append(step)
         names = tuple(line)
         if names != self._last_names or len(names) != len(self.by_name):  # nearly all lines have the same names
@@ -71,11 +74,6 @@ class Columns:
         if column is None:
             column = self.by_name[name] = array("d", [math.nan]) * (len(self.steps) - 1)
         return column
-
-    def _cut(self, length: int) -> None:
-        del self.steps[length:]
-        for column in self.by_name.values():
-            del column[length:]
 
 
 class MetricsFile:
@@ -106,21 +104,16 @@ class MetricsFile:
 
     def _read(self) -> None:
         try:
-            with self._path.open("rb") as file:
-                self._read_on(file.fileno())
+            file = self._path.open("rb")
         except (FileNotFoundError, NotADirectoryError):
-            self._restart(0)
-
-    def _restart(self, inode: int) -> None:
-        self._columns, self._inode, self._offset = Columns(), inode, 0
-
-    def _read_on(self, descriptor: int) -> None:
-        state = os.fstat(descriptor)
-        if (
-            state.st_ino != self._inode or state.st_size < self._offset
-        ):  # a resumed trainer replaces it by a shorter one
-            self._restart(state.st_ino)
-        added = os.pread(descriptor, state.st_size - self._offset, self._offset)
+            self._columns, self._inode, self._offset = Columns(), 0, 0
+            return
+        with file:
+            state = os.fstat(file.fileno())
+            # A resumed trainer replaces the file by a shorter one.
+            if state.st_ino != self._inode or state.st_size < self._offset:
+                self._columns, self._inode, self._offset = Columns(), state.st_ino, 0
+            added = os.pread(file.fileno(), state.st_size - self._offset, self._offset)
         whole = added[: added.rfind(b"\n") + 1]  # the last line may be incomplete
         self._offset += len(whole)
         for line in whole.splitlines():
@@ -161,11 +154,11 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """All settings of the run; empty without a config.json."""
-        return merge_derived(_read_object(self.path / CONFIG_FILE))
+        return merge_derived(read_object(self.path / CONFIG_FILE))
 
     def last_words(self) -> str:
         """The error that ended the run; "" if there was none or it is unknown."""
-        return str(_read_object(self.path / SUMMARY_FILE).get("last_words") or "")
+        return str(read_object(self.path / SUMMARY_FILE).get("last_words") or "")
 
     def held_out(self) -> list[HeldOut]:
         """The evaluations; several environments are pooled at the steps that all of them were evaluated at."""
@@ -274,7 +267,8 @@ def task_of(config: Mapping[str, Any]) -> str:
     return " + ".join(filter(None, names))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -291,7 +285,7 @@ def _pool(parts: list[HeldOut]) -> HeldOut:
 
 
 def _read_held_out(path: Path) -> HeldOut | None:
-    values: Mapping[str, Any] = _read_object(path)
+    values: Mapping[str, Any] = read_object(path)
     try:
         accuracy = float(values["accuracy"])
         low, high = values.get("interval_95") or (accuracy, accuracy)

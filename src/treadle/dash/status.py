@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from treadle.dash.run_folder import Columns, HeldOut
+from treadle.formatting import duration
 
 WARNING_STEPS = 20  # the trainer repeats a warning that still applies within this many steps
 RECENT_STEPS = 10  # speeds and remaining time: means over this many steps
@@ -70,7 +71,7 @@ def in_words(situation: Situation) -> list[str]:
         if not engine.answers:
             sentences.append("engine 0 does not answer")
         elif engine.paused_s is not None and engine.version is not None:
-            sentences.append(f"engine 0 has been loading version {engine.version + 1} for {seconds(engine.paused_s)}")
+            sentences.append(f"engine 0 has been loading version {engine.version + 1} for {duration(engine.paused_s)}")
     return sentences
 
 
@@ -80,9 +81,9 @@ def _trainer(now: Situation) -> str:
     if not now.has_trainer:
         return "no trainer has registered yet"
     if now.leased_step is not None and now.leased_s is not None and now.leased_step > now.step:
-        return f"step {now.leased_step} has been in training for {seconds(now.leased_s)}"
+        return f"step {now.leased_step} has been in training for {duration(now.leased_s)}"
     since = now.trained_s if now.trained_s is not None else now.leased_s
-    waited = f"no batch for {seconds(since)}" if since is not None else "no batch yet"
+    waited = f"no batch for {duration(since)}" if since is not None else "no batch yet"
     return f"{waited}: {now.explanation}"
 
 
@@ -161,9 +162,9 @@ def _step_tile(columns: Columns, now: Situation) -> Tile:
     step_s, trained_s = _mean(columns.known("perf/step_s", RECENT_STEPS)), columns.known("time_s", 1)
     note = ""
     if step >= planned and trained_s:
-        note = f"trained in {seconds(trained_s[-1])}"
+        note = f"trained in {duration(trained_s[-1])}"
     elif step < planned and step_s is not None and now.is_at_work:
-        note = f"about {seconds(step_s * (planned - step))} left"
+        note = f"about {duration(step_s * (planned - step))} left"
     return Tile(name="Step", value=f"{step:,} of {planned:,}", note=note, share=min(1.0, step / max(1, planned)))
 
 
@@ -193,13 +194,3 @@ def sampling_note(held_out: HeldOut, training: Sequence[float], env: Mapping[str
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def seconds(value: float) -> str:
-    """`seconds(42.4)` is "42 s", `seconds(150)` "2 min 30 s", `seconds(7300)` "2 h 1 min"."""
-    whole = max(0, round(value))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -98,12 +98,14 @@ class StaticFiles:
     """All files in page/ and vendor/, held in memory, by file name."""
 
     def __init__(self) -> None:
-        self._files = {
-            entry.name: _load(entry.read_bytes(), entry.name)
-            for folder in ("page", "vendor")
-            for entry in files("treadle.dash").joinpath(folder).iterdir()
-            if entry.name.rpartition(".")[2] in TYPES
-        }
+        self._files: dict[str, StaticFile] = {}
+        for folder in ("page", "vendor"):
+            for entry in files("treadle.dash").joinpath(folder).iterdir():
+                media_type = TYPES.get(entry.name.rpartition(".")[2])
+                if media_type is not None:
+                    body = entry.read_bytes()
+                    etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+                    self._files[entry.name] = StaticFile(body, media_type, etag)
 
     def answer(self, request: Request, name: str) -> Response:
         found = self._files.get(name)
@@ -113,8 +115,3 @@ class StaticFiles:
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)
         return Response(found.body, headers=headers, media_type=found.media_type)
-
-
-def _load(body: bytes, name: str) -> StaticFile:
-    digest = hashlib.sha256(body).hexdigest()[:16]
-    return StaticFile(body, TYPES[name.rpartition(".")[2]], f'"{digest}"')

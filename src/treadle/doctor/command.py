@@ -7,12 +7,10 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
@@ -20,9 +18,9 @@ from rich.text import Text
 
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig, requires_vllm
-from treadle.doctor import host, software, survey
+from treadle.doctor import checks, survey
 from treadle.doctor.live import NUM_LINES, check_engine, check_hub, check_logs
-from treadle.doctor.sharing import HostFacts, check_cuda_sharing, check_memory_sharing, try_sharing
+from treadle.doctor.survey import check_cuda_sharing, check_memory_sharing, try_sharing
 from treadle.engines.vllm.command import Installation, find_vllm
 from treadle.errors import ConfigError, MissingExtra
 from treadle.findings import Finding, problems, show
@@ -53,38 +51,30 @@ class DoctorTarget:
     hub_url: str = ""
     engine_url: str = ""
 
-    @property
-    def is_live(self) -> bool:
-        return bool(self.run_folder or self.hub_url or self.engine_url)
-
 
 def diagnose(
     config: RunConfig, target: DoctorTarget, *, is_json: bool, verbose: bool = False, console: Console | None = None
 ) -> int:
     """Print the findings. Exit code 1: there is a problem. `config`: the run that is to start on this machine."""
-    with progress_line(Console(stderr=True, quiet=is_json)) as report:
-        findings = (
-            check_live(target, os.environ, report) if target.is_live else check_machine(config, os.environ, report)
-        )
+    # The current check, on one line that is removed at the end; nothing without a terminal.
+    with Console(stderr=True, quiet=is_json).status("", spinner="line") as status:
+
+        def report(what: str) -> None:
+            status.update(Text(what))
+
+        if target == DoctorTarget():
+            findings = check_machine(config, os.environ, report)
+        else:
+            findings = check_live(target, os.environ, report)
     if is_json:
-        print(json.dumps(as_json(findings), indent=2))
+        checks = [asdict(finding) for finding in findings]
+        print(json.dumps({"ok": not problems(findings), "checks": checks}, indent=2))
     else:
         show(findings, console or Console(), verbose=verbose)
     return 1 if problems(findings) else 0
 
 
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    return {"ok": not problems(findings), "checks": [asdict(finding) for finding in findings]}
-
-
-@contextmanager
-def progress_line(console: Console) -> Iterator[Report]:
-    """Show the current check on one line, which is removed at the end; nothing without a terminal."""
-    with console.status("", spinner="line") as status:
-        yield lambda what: status.update(Text(what))
-
-
-def check_machine(config: RunConfig, env: Mapping[str, str], report: Report = lambda _: None) -> list[Finding]:
+def check_machine(config: RunConfig, env: Mapping[str, str], report: Report) -> list[Finding]:
     memory_folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else nearest_existing(config.output)
     with ThreadPoolExecutor() as pool:  # loading torch in two processes takes longest
         testing = pool.submit(try_sharing, memory_folder)
@@ -97,24 +87,23 @@ def check_machine(config: RunConfig, env: Mapping[str, str], report: Report = la
     report("asking the GPU's driver")
     driver = survey.survey_driver(sharing.driver_cuda)
     has_gpu = bool(sharing.torch.gpus)
-    facts = HostFacts(env, survey.is_wsl(), survey.is_container())
     tokens = survey.token_sizes(env, TOKENS)
     report("looking for vLLM, at the disks and at the ports")
     return [
-        software.check_python(sys.version_info[:3]),
-        *software.check_packages(packages),
-        software.check_gpu(sharing.torch, driver),
-        software.check_driver(sharing.torch, driver),
+        checks.check_python(sys.version_info[:3]),
+        *checks.check_packages(packages),
+        checks.check_gpu(sharing.torch, driver),
+        checks.check_driver(sharing.torch, driver),
         *_check_vllm(config, has_gpu=has_gpu),
-        host.check_start_method(env, has_gpu=has_gpu),
-        host.check_allocator(env, has_gpu=has_gpu),
+        checks.check_start_method(env, has_gpu=has_gpu),
+        checks.check_allocator(env, has_gpu=has_gpu),
         check_memory_sharing(sharing, str(memory_folder)),
-        check_cuda_sharing(sharing, facts),
+        check_cuda_sharing(sharing, survey.survey_host(env)),
         *_check_hardware(config, cache, has_gpu=has_gpu),
-        host.check_threads(env, count_cores()),
-        host.check_bytecode(env),
-        host.check_model(model, env, has_hub_token=bool(tokens["HF_TOKEN"])),
-        host.check_tokens(tokens, MIN_TOKEN_CHARS),
+        checks.check_threads(env, count_cores()),
+        checks.check_bytecode(env),
+        checks.check_model(model, env, has_hub_token=bool(tokens["HF_TOKEN"])),
+        checks.check_tokens(tokens, MIN_TOKEN_CHARS),
     ]
 
 
@@ -125,14 +114,14 @@ def _check_hardware(config: RunConfig, cache: Path, *, has_gpu: bool) -> list[Fi
     addresses = server_addresses(config)
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
-        host.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
-        host.check_memory(memory.available, memory.total),
-        host.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
-        host.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
-        host.check_shared_memory(str(SHARED_MEMORY), shared),
-        host.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), HttpLimits().max_connections),
-        *host.check_ports({name: port for name, (_, port) in addresses.items()}, survey.owners_of_ports(addresses)),
-        host.check_clock(clock),
+        checks.check_cpu(count_cores(), processor_flags(), has_gpu=has_gpu),
+        checks.check_memory(memory.available, memory.total),
+        checks.check_disk("disk for runs", str(output), shutil.disk_usage(output).free, trouble=trouble),
+        checks.check_disk("disk for models", str(cache), shutil.disk_usage(cache).free),
+        checks.check_shared_memory(str(SHARED_MEMORY), shared),
+        checks.check_file_limit(*resource.getrlimit(resource.RLIMIT_NOFILE), HttpLimits().max_connections),
+        *checks.check_ports({name: port for name, (_, port) in addresses.items()}, survey.owners_of_ports(addresses)),
+        checks.check_clock(clock),
     ]
 
 
@@ -144,9 +133,9 @@ def _check_vllm(config: RunConfig, *, has_gpu: bool) -> list[Finding]:
         vllm = find_vllm(engine.vllm_python)
     except MissingExtra as error:
         trouble = error.message
-    findings = [software.check_vllm(vllm, trouble, is_wanted=requires_vllm(engine), has_gpu=has_gpu)]
+    findings = [checks.check_vllm(vllm, trouble, is_wanted=requires_vllm(engine), has_gpu=has_gpu)]
     if vllm is not None:
-        findings.append(software.check_vllm_fit(survey.list_packages(vllm.python), vllm))
+        findings.append(checks.check_vllm_fit(survey.list_packages(vllm.python), vllm))
     return findings
 
 

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import msgspec
-
 from treadle.findings import Finding, Verdict
 from treadle.formatting import one_line
+from treadle.launch.monitor import read_processes
 from treadle.net.probe import ProbeAnswer, ServerProbe
 from treadle.watch.describe import describe_problems
-from treadle.wire.hub import Processes, ProcessStanding
+from treadle.wire.hub import ProcessStanding
 
 TOKEN_TIMEOUT_S = 15.0
 ONE_TOKEN = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "temperature": 0.0}
@@ -34,13 +33,6 @@ def check_hub(hub: ServerProbe) -> list[Finding]:
             return [*checks, _unreachable(hub, answer, path)]
     checks.append(Finding("batches", "ok", str(explained.values.get("reason", ""))))
     return [*checks, *check_processes(read_processes(processes.body))]
-
-
-def read_processes(body: bytes) -> list[ProcessStanding]:
-    try:
-        return msgspec.json.decode(body, type=Processes).processes
-    except msgspec.MsgspecError:
-        return []
 
 
 def check_processes(standings: list[ProcessStanding]) -> list[Finding]:

@@ -1,4 +1,7 @@
-"""Collect facts about this machine without torch; what needs torch is in sharing.py."""
+"""Collect facts about this machine, and test whether two processes can share weights as engine and trainer do.
+
+The launcher never loads torch; the two processes of the test do, and the first one also reports what torch found.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import psutil  # type: ignore[import-untyped]
 
-from treadle.doctor.host import ClockFacts, LocalModel
-from treadle.doctor.software import DriverFacts, Packages
+from treadle.doctor.checks import ClockFacts, DriverFacts, LocalModel, Packages, TorchFacts, expandable_segments
 from treadle.errors import MissingExtra
+from treadle.findings import Finding
 from treadle.launch.machine import is_port_busy
+from treadle.launch.supervisor import describe_exit
 
 SURVEY_TIMEOUT_S = 60.0
 _NVIDIA = Path("/dev/nvidiactl")
@@ -122,12 +130,169 @@ def token_sizes(env: Mapping[str, str], variables: tuple[str, ...]) -> dict[str,
     return sizes
 
 
-def is_wsl() -> bool:
-    try:
-        return "microsoft" in _KERNEL.read_text().lower()
-    except OSError:
-        return False
+def survey_host(env: Mapping[str, str]) -> HostFacts:
+    kernel = _KERNEL.read_text().lower() if _KERNEL.exists() else ""
+    return HostFacts(env, "microsoft" in kernel, any(mark.exists() for mark in _CONTAINER_MARKS))
 
 
-def is_container() -> bool:
-    return any(mark.exists() for mark in _CONTAINER_MARKS)
+DEADLINE_S = 60.0
+PROGRAM = "treadle.sharing_check"
+IN_MEMORY, ON_GPU = "cpu", "cuda"
+
+
+@dataclass(frozen=True)
+class SharingResult:
+    """The result on one device; `error` is empty if the weights were shared."""
+
+    device: str
+    error: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class SharingTest:
+    torch: TorchFacts
+    results: tuple[SharingResult, ...]  # one for each device that was tried
+    driver_cuda: str = ""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Circumstances in which CUDA IPC is known to fail."""
+
+    env: Mapping[str, str]
+    is_wsl: bool = False
+    is_container: bool = False
+
+
+def try_sharing(folder: Path, deadline_s: float = DEADLINE_S) -> SharingTest:
+    """In host memory, with a temporary file in `folder`, and on a GPU if there is one."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="treadle-doctor-")))
+        owner = stack.enter_context(_started("own", str(folder / "trial.weights")))
+        opener = stack.enter_context(_started("open"))
+
+        def end_both() -> None:
+            for process in (owner, opener):
+                process.end(f"no answer within {deadline_s:.0f} s")
+
+        alarm = threading.Timer(deadline_s, end_both)  # a process that hangs in a driver would never answer
+        alarm.daemon = True
+        stack.callback(alarm.cancel)
+        alarm.start()
+        found = owner.receive()
+        if found is None:
+            return SharingTest(TorchFacts(error=owner.last_words()), ())
+        torch = TorchFacts(built_for_cuda=found["built_for_cuda"], gpus=tuple(found["gpus"]), trouble=found["trouble"])
+        return SharingTest(torch, tuple(_forward(owner, opener)), found["driver_cuda"])
+
+
+def _forward(owner: _TestProcess, opener: _TestProcess) -> Iterator[SharingResult]:
+    """Pass messages between the two, until the owner has tried every device or one of them has ended."""
+    device = IN_MEMORY
+    while (message := owner.receive()) is not None:
+        device = message["device"]
+        if "layout" not in message:
+            yield SharingResult(device, message["error"], message["fix"])
+            device = ON_GPU  # the next one, if there is a GPU
+            continue
+        opener.send(message)
+        answer = opener.receive()
+        if answer is None:
+            yield SharingResult(device, opener.last_words())
+            return
+        owner.send(answer)
+    if owner.process.wait() != 0:  # perhaps because of the shared memory itself
+        yield SharingResult(device, owner.last_words())
+
+
+class _TestProcess:
+    """One of the two processes; messages are lines of JSON."""
+
+    def __init__(self, process: subprocess.Popen[str], stderr: IO[str]) -> None:
+        self.process = process
+        self._stderr = stderr
+        self._ended_because = ""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None  # noqa: S101 - made with pipes
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `receive` returns None
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """None: it has ended."""
+        assert self.process.stdout is not None  # noqa: S101
+        line = self.process.stdout.readline()
+        return dict(json.loads(line)) if line.startswith("{") else None
+
+    def end(self, because: str) -> None:
+        self._ended_because = because
+        self.process.kill()
+
+    def last_words(self) -> str:
+        """Why it ended without an answer."""
+        code = self.process.wait()
+        if self._ended_because:
+            return self._ended_because
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr if line.strip()]
+        return f"a process ended ({describe_exit(code)})" + (f": {lines[-1][:300]}" if lines else "")
+
+
+@contextmanager
+def _started(*words: str) -> Iterator[_TestProcess]:
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        )  # fmt: skip
+        try:
+            yield _TestProcess(process, stderr)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def check_memory_sharing(test: SharingTest, folder: str) -> Finding:
+    name = "weights in shared memory"
+    result = {one.device: one for one in test.results}.get(IN_MEMORY)
+    if result is None:
+        return Finding(name, "warning", "not tried", "pip install 'treadle[train]'")
+    if result.error:
+        remedy = (
+            result.fix or "docker run --shm-size 4g --ipc=host, or name a file on another disk: --engine.weights-file"
+        )
+        return Finding(name, "problem", f"two processes could not share a file in {folder}: {result.error}", remedy)
+    return Finding(name, "ok", f"two processes shared a file in {folder}: one wrote, the other saw it")
+
+
+def check_cuda_sharing(test: SharingTest, host: HostFacts) -> Finding:
+    name = "weights on a GPU (CUDA IPC)"
+    if not test.torch.gpus:
+        return Finding(name, "ok", "skipped: torch sees no GPU")
+    result = {one.device: one for one in test.results}.get(ON_GPU)
+    if result is None:
+        return Finding(name, "problem", "not tried: see the line above", "run treadle doctor again when that is fixed")
+    if not result.error:
+        return Finding(name, "ok", "two processes shared memory of a GPU: one wrote, the other saw it")
+    cause, remedy = _cause(result, host)
+    other_way = "or hand weights over through main memory: --train.use-shared-memory"
+    return Finding(name, "problem", f"{result.error}; likely: {cause}", f"{remedy}; {other_way}")
+
+
+def _cause(result: SharingResult, host: HostFacts) -> tuple[str, str]:
+    variable = expandable_segments(host.env)
+    if variable:
+        return f"expandable_segments, asked for by {variable}", f"unset {variable}"
+    if host.is_wsl:
+        return "WSL2, which has no CUDA IPC", "run on Linux itself"
+    if host.is_container:
+        return (
+            "the container forbids it, or engine and trainer are in two (separate PID namespaces)",
+            "start both in one container, with docker run --ipc=host --cap-add SYS_PTRACE",
+        )
+    return (
+        "engine and trainer in separate PID namespaces, or a driver without CUDA IPC",
+        result.fix or "see docs/weights.md",
+    )

@@ -114,7 +114,7 @@ class RunMonitor:
             self._check_silent("hub", self._clock() - self._hub_heard_s)
         else:
             self._hub_heard_s = self._clock()
-        standings = [_in_flags_of_run(standing) for standing in _read(answer)]
+        standings = [_in_flags_of_run(standing) for standing in read_processes(answer or b"")]
         notes = tuple(line for standing in standings for line in describe_problems(standing, with_fixes=True))
         # An alarm that is over is raised again when it comes back.
         known = {key for standing in standings for key in _troubles(standing)}
@@ -216,11 +216,12 @@ def _ask_for_stacks(pid: int) -> None:
         os.kill(pid, SIGNAL)
 
 
-def _read(answer: bytes | None) -> list[ProcessStanding]:
-    """[] if the answer is not a list of processes: the hub may require a token that the launcher does not have."""
-    with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(answer or b"", type=Processes).processes
-    return []
+def read_processes(body: bytes) -> list[ProcessStanding]:
+    """[] if the answer is not a list of processes: the hub may require a token that the caller does not have."""
+    try:
+        return msgspec.json.decode(body, type=Processes).processes
+    except msgspec.MsgspecError:
+        return []
 
 
 def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:

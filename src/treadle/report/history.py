@@ -122,7 +122,10 @@ class HistoryReader:
         watched = [self.metrics_file, *log_file, *chain.from_iterable(files.values())]
         seen = tuple(_fingerprint(path) for path in watched)
         if seen != self._seen:
-            by_env = {env: _read_evaluations(paths, env) for env, paths in files.items()}
+            by_env = {}
+            for env, paths in files.items():
+                found = [replace(one, env=env) for path in paths if (one := read_evaluation(path)) is not None]
+                by_env[env] = tuple(sorted(found, key=lambda evaluation: evaluation.step))
             steps = {int(step["step"]): step for step in read_steps(self.metrics_file)}  # a repeated step counts once
             self._history = History(
                 tuple(steps[number] for number in sorted(steps)),
@@ -161,11 +164,6 @@ def _pool(parts: Sequence[Evaluation]) -> Evaluation:
         policy_version=min((v for part in parts if (v := part.policy_version) is not None), default=None),
         mean_score=mean([part.mean_score for part in parts]),
     )
-
-
-def _read_evaluations(paths: Sequence[Path], env: str) -> tuple[Evaluation, ...]:
-    found = [replace(one, env=env) for path in paths if (one := read_evaluation(path)) is not None]
-    return tuple(sorted(found, key=lambda evaluation: evaluation.step))
 
 
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:

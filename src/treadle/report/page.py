@@ -9,9 +9,10 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -52,10 +53,6 @@ class Setting:
     default: str
     is_requested: bool
 
-    @property
-    def differs(self) -> bool:
-        return self.value != self.default
-
 
 def write_report(run_folder: Path, out: Path | None) -> int:
     folder = run_folder.expanduser().resolve()
@@ -63,7 +60,9 @@ def write_report(run_folder: Path, out: Path | None) -> int:
     file = out.expanduser() if out is not None else folder / PAGE_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, render_report(read_record(folder)))
-    file.chmod(0o666 & ~_umask())  # it is made to be shown; secret settings are not in it
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)  # it is made to be shown; secret settings are not in it
     print(near(file.resolve()))
     return 0
 
@@ -96,7 +95,11 @@ def page_answers(record: RunRecord) -> dict[str, Any]:
         "series": _series(run, history),
         "now": {
             "standing": "complete" if summary.is_complete else "failed" if summary.last_words else "unfinished",
-            "words": [_status(summary)],
+            "words": [
+                _steps(summary)
+                if summary.is_complete
+                else f"not complete: {summary.steps_taken} of {summary.steps} steps"
+            ],
             "tiles": _tiles(record, run),
             "sampling_note": "",
             "health": [],
@@ -111,15 +114,20 @@ def report_of(record: RunRecord) -> dict[str, Any]:
     """What the page shows below the charts (dash/page/report.js)."""
     summary, history = record.summary, record.history
     before, after = _first_and_last(history.evaluations)
-    pairs = choose_examples(before, after, num=10**9)
+    by_kind: dict[tuple[bool, bool], list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
+    for pair in choose_examples(before, after, num=10**9):
+        by_kind[pair["before_is_right"], pair["after_is_right"]].append(pair)
     settings = settings_of(record.config, record.requested)
-    changed = sorted((one for one in settings if one.differs), key=lambda one: (not one.is_requested, one.key))
+    differing = [one for one in settings if one.value != one.default]
+    changed = sorted(differing, key=lambda one: (not one.is_requested, one.key))
     return {
         "words": in_words(record),
         "health": [str(line) for line in history.health],
         "alarms": record.alarms,
-        "counts": _counts(pairs),
-        "examples": _chosen(pairs),
+        "counts": [(words, len(by_kind[kind])) for kind, (words, _) in _KINDS.items()],
+        "examples": [  # some of each kind, not only the flattering ones
+            pair | {"kind": words} for kind, (words, most) in _KINDS.items() for pair in by_kind[kind][:most]
+        ],
         "cut_off": {"before": _cut_off_in_words(before), "after": _cut_off_in_words(after)},
         "changed": [(one.key, one.value, one.default, "user" if one.is_requested else "launcher") for one in changed],
         "settings": [(one.key, one.value) for one in settings],
@@ -216,7 +224,7 @@ def in_words(record: RunRecord) -> list[str]:
     sentences += _sampling_note(record)
     rewards = history.values("reward")
     if len(rewards) >= 2 * _MEAN_STEPS:
-        first, last = _mean(rewards[:_MEAN_STEPS]), _mean(rewards[-_MEAN_STEPS:])
+        first, last = fmean(rewards[:_MEAN_STEPS]), fmean(rewards[-_MEAN_STEPS:])
         sentences.append(
             f"The mean reward was {first:.2f} in the first {_MEAN_STEPS} steps and {last:.2f} in the last."
         )
@@ -266,10 +274,6 @@ def _steps(summary: Summary) -> str:
     return f"{summary.steps_taken} of {counted(summary.steps, 'step')}{took}"
 
 
-def _status(summary: Summary) -> str:
-    return _steps(summary) if summary.is_complete else f"not complete: {summary.steps_taken} of {summary.steps} steps"
-
-
 def _task(summary: Summary) -> str:
     return f"{summary.env} ({summary.task})" if summary.task and summary.task != summary.env else summary.env
 
@@ -282,11 +286,10 @@ def settings_of(config: RunConfig, requested: frozenset[str]) -> list[Setting]:
     left_out = {"env"} if config.envs else {"envs"}
     used = flatten(without_secrets(config.model_dump(mode="json", exclude=left_out)))
     default = flatten(RunConfig().model_dump(mode="json"))
-
-    def default_of(key: str) -> Any:
-        return default.get(re.sub(r"^envs\.\d+\.", "env.", key))
-
-    return [Setting(key, _shown(value), _shown(default_of(key)), key in requested) for key, value in used.items()]
+    return [
+        Setting(key, _shown(value), _shown(default.get(re.sub(r"^envs\.\d+\.", "env.", key))), key in requested)
+        for key, value in used.items()
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -302,22 +305,6 @@ def _first_and_last(evaluations: Sequence[Evaluation]) -> tuple[Evaluation | Non
     return first, evaluations[-1] if len(evaluations) > 1 else None
 
 
-def _kind_of(example: Mapping[str, Any]) -> tuple[bool, bool]:
-    return bool(example["before_is_right"]), bool(example["after_is_right"])
-
-
-def _counts(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    return [(words, sum(_kind_of(pair) == kind for pair in pairs)) for kind, (words, _) in _KINDS.items()]
-
-
-def _chosen(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Some of each kind, not only the flattering ones."""
-    chosen = []
-    for kind, (words, most) in _KINDS.items():
-        chosen += [dict(pair) | {"kind": words} for pair in pairs if _kind_of(pair) == kind][:most]
-    return chosen
-
-
 def _cut_off_in_words(evaluation: Evaluation | None) -> str:
     """How an answer is marked that reached the length limit."""
     limit = None if evaluation is None else evaluation.max_tokens
@@ -329,13 +316,3 @@ def _versions(record: RunRecord) -> list[tuple[str, str]]:
     versions = [(name, recorded.pop(name, "not recorded")) for name in ("treadle", "python", "torch", "transformers")]
     versions.append(("engine", ", then ".join(record.engines) or "not recorded"))
     return [*versions, *sorted(recorded.items())]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

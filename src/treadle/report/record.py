@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from typing import Any
 
 from treadle.config.load import load_run
 from treadle.config.schema import RunConfig
-from treadle.dash.run_folder import CONFIG_FILE
+from treadle.dash.run_folder import CONFIG_FILE, read_object
 from treadle.errors import ConfigError
 from treadle.report.history import History, reader_of
 from treadle.report.summary import Outcome, Summary, load_summary, summarize
 
 VERSIONS_FILE = "versions.json"
-_LATE = re.compile(r"^(?P<when>\S+) ERROR\s+watchdog late (?P<rest>.*)$")
+_LATE = re.compile(r"^(?P<when>\S+) ERROR[^\S\n]+watchdog late (?P<rest>.*)$", re.MULTILINE)
 _ENGINE = re.compile(r"\bengine loaded engine=(?P<kind>\S+) version=(?P<version>\S+)")
 
 
@@ -59,17 +58,23 @@ def read_record(folder: Path) -> RunRecord:
         )
     )
     logs = {log.stem: log.read_text(errors="replace") for log in sorted((folder / "logs").glob("*.log"))}
+    # Waits that took longer than is normal, as the watchdog of each process logged them.
+    late = [
+        f"{found['when']} {process}: late {found['rest']}"
+        for process, text in logs.items()
+        for found in _LATE.finditer(text)
+    ]
     engines = [f"{found['kind']} {found['version']}" for found in _ENGINE.finditer(logs.get("engine", ""))]
     return RunRecord(
         folder=folder,
         config=config,
-        requested=frozenset(flatten(_read_object(folder / "request.json"))),
+        requested=frozenset(flatten(read_object(folder / "request.json"))),
         history=history,
         summary=summarize(config, folder, history, outcome),
-        versions=load_versions(folder),
+        versions={str(name): str(version) for name, version in read_object(folder / VERSIONS_FILE).items()},
         engines=tuple(dict.fromkeys(engines)),
         # The launcher's lines say more; a run that goes on, or was started by hand, has only those in the logs.
-        alarms=outcome.alarms or tuple(alarm for name, text in logs.items() for alarm in _alarms(name, text)),
+        alarms=outcome.alarms or tuple(late),
     )
 
 
@@ -81,23 +86,3 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         is_section = isinstance(tables, dict) and name != "args"
         flat |= flatten(tables, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return flat
-
-
-def load_versions(run_folder: Path) -> dict[str, str]:
-    """{} for a run that did not record them."""
-    return {str(name): str(version) for name, version in _read_object(run_folder / VERSIONS_FILE).items()}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """{} for a file that is missing or damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _alarms(process: str, log: str) -> list[str]:
-    """Waits that took longer than is normal, as the watchdog of the process logged them."""
-    found = (_LATE.match(line) for line in log.splitlines())
-    return [f"{match['when']} {process}: late {match['rest']}" for match in found if match is not None]

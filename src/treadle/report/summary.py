@@ -209,7 +209,7 @@ def print_report(summary: Summary, console: Console) -> None:
     console.print()
     steps = counted(summary.steps_taken, "step")
     console.print(f"[bold]{steps} in {duration(summary.total_s)}[/bold]", highlight=False)
-    row("held-out accuracy", accuracy_in_words(summary))
+    row("held-out accuracy", change_in_words(summary.held_out_before, summary.held_out_after))
     for label, held_out in summary.held_out_by_env.items():
         row(f"  {label}", change_in_words(held_out["before"], held_out["after"]))
     if scores := mean_scores_in_words(summary):
@@ -219,7 +219,8 @@ def print_report(summary: Summary, console: Console) -> None:
         row("answers that end by themselves", " -> ".join(shares))
     _print_examples(summary, console)
     row("seconds per step", _split_in_words(summary.seconds_per_step))
-    row("tokens per second", _speeds_in_words(summary.tokens_per_second))
+    speeds = [f"{word} {speed:,.0f}" for word, speed in summary.tokens_per_second.items() if speed is not None]
+    row("tokens per second", ", ".join(speeds) or "not measured")
     row("peak memory", _memory_in_words(summary))
     for number, line in enumerate(summary.health[-NUM_HEALTH_LINES:]):
         row("" if number else "health", line)
@@ -275,8 +276,9 @@ def _held_out(evaluation: Evaluation | None) -> dict[str, Any] | None:
 def result_in_words(summary: Summary) -> str:
     """The result of the run, on one line."""
     steps = f"{counted(summary.steps_taken, 'step')} in {duration(summary.total_s)}"
+    accuracy = change_in_words(summary.held_out_before, summary.held_out_after)
     scores = mean_scores_in_words(summary)
-    return f"{steps}; held-out accuracy {accuracy_in_words(summary)}" + (f"; mean score {scores}" if scores else "")
+    return f"{steps}; held-out accuracy {accuracy}" + (f"; mean score {scores}" if scores else "")
 
 
 def mean_scores_in_words(summary: Summary) -> str:
@@ -285,10 +287,6 @@ def mean_scores_in_words(summary: Summary) -> str:
     if scores == [None, None]:
         return ""
     return " -> ".join("not measured" if score is None else f"{score:.3f}" for score in scores)
-
-
-def accuracy_in_words(summary: Summary) -> str:
-    return change_in_words(summary.held_out_before, summary.held_out_after)
 
 
 def change_in_words(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
@@ -315,11 +313,6 @@ def _split_in_words(split: dict[str, float | None]) -> str:
         + (f" ({', '.join(parts)})" if parts else "")
         + ("" if beside is None else f"; in parallel, generation of a group {beside:.2f}")
     )
-
-
-def _speeds_in_words(speeds: dict[str, float | None]) -> str:
-    known = [f"{word} {speed:,.0f}" for word, speed in speeds.items() if speed is not None]
-    return ", ".join(known) or "not measured"
 
 
 def _memory_in_words(summary: Summary) -> str:

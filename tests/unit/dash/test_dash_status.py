@@ -11,7 +11,6 @@ from treadle.dash.status import (
     in_words,
     result_in_words,
     sampling_note,
-    seconds,
     standing,
     tiles_of,
 )
@@ -81,13 +80,6 @@ def test_a_run_is_live_only_while_somebody_is_heard_of(changes: dict, stands: st
     assert in_words(situation)[0].startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"), [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7300, "2 h 1 min")]
-)
-def test_seconds_in_words(value: float, words: str):
-    assert seconds(value) == words
-
-
 def figures(num_steps: int) -> Columns:
     columns = Columns()
     for step in range(1, num_steps + 1):
@@ -111,7 +103,7 @@ def test_the_tiles_say_how_far_the_run_is_and_what_it_has_reached():
         ("0.400", "0.010 at step 1"),
         ("35,500", "mean of the last 10 steps"),
         ("0", "mean of the last 10 steps"),
-        ("40 of 100", "about 2 min 0 s left"),
+        ("40 of 100", "about 2 min 00 s left"),
         ("no warnings", "in the last 20 steps"),
     ]
     *_, step, _ = tiles_of(figures(40), held_out, with_(step=40, planned_steps=100, is_at_work=False), num_warnings=0)

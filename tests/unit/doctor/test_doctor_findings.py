@@ -12,12 +12,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from treadle.doctor import host, software
-from treadle.doctor.command import as_json
-from treadle.doctor.host import ClockFacts, LocalModel
+from treadle.doctor import checks
+from treadle.doctor.checks import ClockFacts, DriverFacts, LocalModel, Packages, TorchFacts, is_met_by, requirements_of
 from treadle.doctor.live import PATTERNS, check_logs, check_processes
-from treadle.doctor.sharing import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
-from treadle.doctor.software import DriverFacts, Packages, TorchFacts, is_met_by, requirements_of
+from treadle.doctor.survey import HostFacts, SharingResult, SharingTest, check_cuda_sharing, check_memory_sharing
 from treadle.engines.vllm.command import Installation
 from treadle.findings import Finding, problems, show
 from treadle.launch.supervisor import describe_exit
@@ -48,8 +46,8 @@ def by_name(checks: list[Finding]) -> dict[str, Finding]:
 
 
 def test_an_old_python_is_a_problem() -> None:
-    assert software.check_python((3, 10, 4)).verdict == "problem"
-    assert software.check_python((3, 12, 0)).verdict == "ok"
+    assert checks.check_python((3, 10, 4)).verdict == "problem"
+    assert checks.check_python((3, 12, 0)).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -80,10 +78,10 @@ def test_only_requirements_of_the_asked_python_count() -> None:
 
 
 def test_packages_are_compared_with_the_requirements_of_treadle() -> None:
-    assert all(check.verdict == "ok" for check in software.check_packages(packages(GOOD)))
-    newer = by_name(software.check_packages(packages(GOOD | {"transformers": "5.22.2"})))["transformers"]
+    assert all(check.verdict == "ok" for check in checks.check_packages(packages(GOOD)))
+    newer = by_name(checks.check_packages(packages(GOOD | {"transformers": "5.22.2"})))["transformers"]
     assert (newer.verdict, newer.remedy) == ("problem", "pip install 'transformers<5.20,>=5.16'")
-    without = by_name(software.check_packages(packages({"aiohttp": "3.9", "torch": "2.13.0"})))
+    without = by_name(checks.check_packages(packages({"aiohttp": "3.9", "torch": "2.13.0"})))
     assert without["transformers"].remedy == "pip install 'treadle[train]'"
     assert without["aiohttp"].verdict == "problem"
 
@@ -102,7 +100,7 @@ def test_packages_are_compared_with_the_requirements_of_treadle() -> None:
 def test_a_gpu_that_torch_cannot_use_is_reported(
     torch: TorchFacts, driver: DriverFacts, verdict: str, words: str
 ) -> None:
-    check = software.check_gpu(torch, driver)
+    check = checks.check_gpu(torch, driver)
     assert check.verdict == verdict
     assert words in check.found
 
@@ -119,76 +117,76 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     ],
 )
 def test_a_driver_must_speak_the_cuda_that_torch_was_built_for(driver: DriverFacts, verdict: str) -> None:
-    check = software.check_driver(GPU, driver)
+    check = checks.check_driver(GPU, driver)
     assert check.verdict == verdict
     assert (check.remedy != "") == (verdict != "ok")
 
 
 def test_vllm_is_held_against_the_versions_that_were_tested() -> None:
-    assert software.check_vllm(VLLM, "", is_wanted=True, has_gpu=True).verdict == "ok"
-    assert software.check_vllm(None, "", is_wanted=False, has_gpu=True).verdict == "ok"
-    missing = software.check_vllm(None, "/opt/python has no vLLM", is_wanted=True, has_gpu=True)
+    assert checks.check_vllm(VLLM, "", is_wanted=True, has_gpu=True).verdict == "ok"
+    assert checks.check_vllm(None, "", is_wanted=False, has_gpu=True).verdict == "ok"
+    missing = checks.check_vllm(None, "/opt/python has no vLLM", is_wanted=True, has_gpu=True)
     assert (missing.verdict, missing.found) == ("problem", "/opt/python has no vLLM")
-    newer = software.check_vllm(replace(VLLM, version="0.40.1"), "", is_wanted=True, has_gpu=True)
+    newer = checks.check_vllm(replace(VLLM, version="0.40.1"), "", is_wanted=True, has_gpu=True)
     assert newer.verdict == "warning"
     assert "tested are 0.26 to 0.32" in newer.found
 
 
 def test_a_build_of_vllm_for_other_hardware_is_reported() -> None:
-    assert software.check_vllm(VLLM, "", is_wanted=True, has_gpu=False).verdict == "problem"
-    assert software.check_vllm(VLLM, "", is_wanted=False, has_gpu=False).verdict == "warning"
-    assert software.check_vllm(VLLM_CPU, "", is_wanted=True, has_gpu=True).verdict == "warning"
+    assert checks.check_vllm(VLLM, "", is_wanted=True, has_gpu=False).verdict == "problem"
+    assert checks.check_vllm(VLLM, "", is_wanted=False, has_gpu=False).verdict == "warning"
+    assert checks.check_vllm(VLLM_CPU, "", is_wanted=True, has_gpu=True).verdict == "warning"
 
 
 def test_vllm_needs_the_torch_it_was_built_with() -> None:
     asked = ['torch==2.13.0+cpu; python_version >= "3"', 'torch==2.12.0; python_version < "3"']
     fits = packages({"torch": "2.13.0", "transformers": "5.19.0"}, vllm=asked)
-    assert software.check_vllm_fit(fits, VLLM).verdict == "ok"
-    other = software.check_vllm_fit(packages({"torch": "2.11.0", "transformers": "5.19.0"}, vllm=asked), VLLM)
+    assert checks.check_vllm_fit(fits, VLLM).verdict == "ok"
+    other = checks.check_vllm_fit(packages({"torch": "2.11.0", "transformers": "5.19.0"}, vllm=asked), VLLM)
     assert other.verdict == "problem"
     assert other.remedy == "/opt/python -m pip install 'torch==2.13.0+cpu'"
-    without = software.check_vllm_fit(packages({"torch": "2.13.0"}, vllm=asked), VLLM)
+    without = checks.check_vllm_fit(packages({"torch": "2.13.0"}, vllm=asked), VLLM)
     assert "transformers is not installed" in without.found
 
 
 def test_a_torchvision_for_cuda_beside_vllm_for_cpus_is_a_warning() -> None:
     versions = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "torchvision": "0.28.0"}
-    check = software.check_vllm_fit(Packages("/opt/python", (3, 12), versions), VLLM_CPU)
+    check = checks.check_vllm_fit(Packages("/opt/python", (3, 12), versions), VLLM_CPU)
     assert (check.verdict, check.remedy) == ("warning", "/opt/python -m pip uninstall torchvision")
 
 
 def test_a_cpu_without_bf16_is_a_warning_without_a_gpu() -> None:
-    assert host.check_cpu(2, frozenset({"avx512f", "amx_bf16"}), has_gpu=False).verdict == "ok"
-    assert host.check_cpu(2, frozenset({"bf16"}), has_gpu=False).verdict == "ok"
-    assert host.check_cpu(2, frozenset({"avx2"}), has_gpu=True).verdict == "ok"
-    slow = host.check_cpu(2, frozenset({"avx2"}), has_gpu=False)
+    assert checks.check_cpu(2, frozenset({"avx512f", "amx_bf16"}), has_gpu=False).verdict == "ok"
+    assert checks.check_cpu(2, frozenset({"bf16"}), has_gpu=False).verdict == "ok"
+    assert checks.check_cpu(2, frozenset({"avx2"}), has_gpu=True).verdict == "ok"
+    slow = checks.check_cpu(2, frozenset({"avx2"}), has_gpu=False)
     assert slow.verdict == "warning"
     assert "without bf16" in slow.found
 
 
 def test_a_busy_default_port_is_only_a_warning_and_names_who_has_it() -> None:
-    busy, free = host.check_ports({"hub": 8000, "engine": 9001}, {8000: "python3 (pid 17)"})
+    busy, free = checks.check_ports({"hub": 8000, "engine": 9001}, {8000: "python3 (pid 17)"})
     assert (busy.verdict, free.verdict) == ("warning", "ok")
     assert busy.found == "8000 is in use by python3 (pid 17)"
 
 
 @pytest.mark.parametrize(("available", "verdict"), [(1e9, "problem"), (5e9, "warning"), (9e9, "ok")])
 def test_little_memory_is_reported(available: float, verdict: str) -> None:
-    assert host.check_memory(available, 16e9).verdict == verdict
+    assert checks.check_memory(available, 16e9).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(1e9, "problem"), (4e9, "warning"), (9e9, "ok")])
 def test_a_full_disk_is_reported(free: float, verdict: str) -> None:
-    assert host.check_disk("disk for runs", "/data", free).verdict == verdict
-    assert host.check_disk("disk for runs", "/data", free, trouble="Read-only file system").verdict == "problem"
+    assert checks.check_disk("disk for runs", "/data", free).verdict == verdict
+    assert checks.check_disk("disk for runs", "/data", free, trouble="Read-only file system").verdict == "problem"
 
 
 def test_small_shared_memory_is_reported_with_the_flag_of_docker() -> None:
-    assert host.check_shared_memory("/dev/shm", 8e9).verdict == "ok"
-    small = host.check_shared_memory("/dev/shm", 64e6)
+    assert checks.check_shared_memory("/dev/shm", 8e9).verdict == "ok"
+    small = checks.check_shared_memory("/dev/shm", 64e6)
     assert small.verdict == "warning"
     assert "--shm-size" in small.remedy
-    assert host.check_shared_memory("/dev/shm", None).verdict == "warning"
+    assert checks.check_shared_memory("/dev/shm", None).verdict == "warning"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ def test_small_shared_memory_is_reported_with_the_flag_of_docker() -> None:
 def test_few_open_files_are_reported_with_the_limit_that_can_be_set(
     soft: int, hard: int, verdict: str, remedy: str
 ) -> None:
-    check = host.check_file_limit(soft, hard, max_connections=1000)
+    check = checks.check_file_limit(soft, hard, max_connections=1000)
     assert check.verdict == verdict
     assert check.remedy.startswith(remedy)
 
@@ -213,35 +211,35 @@ def test_few_open_files_are_reported_with_the_limit_that_can_be_set(
     ],
 )
 def test_a_wrong_clock_is_reported(clock: ClockFacts, verdict: str) -> None:
-    assert host.check_clock(clock).verdict == verdict
+    assert checks.check_clock(clock).verdict == verdict
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_found_in_both_variables(variable: str) -> None:
     env = {variable: "max_split_size_mb:128, expandable_segments:True"}
-    assert host.check_allocator(env, has_gpu=True) == Finding(
+    assert checks.check_allocator(env, has_gpu=True) == Finding(
         "CUDA allocator",
         "problem",
         f"{variable} asks for expandable_segments: weights on a GPU cannot be shared then",
         f"unset {variable}",
     )
-    assert host.check_allocator(env, has_gpu=False).verdict == "warning"
-    assert host.check_allocator({variable: "expandable_segments:False"}, has_gpu=True).verdict == "ok"
+    assert checks.check_allocator(env, has_gpu=False).verdict == "warning"
+    assert checks.check_allocator({variable: "expandable_segments:False"}, has_gpu=True).verdict == "ok"
 
 
 def test_forked_workers_are_reported() -> None:
     env = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
-    check = host.check_start_method(env, has_gpu=True)
+    check = checks.check_start_method(env, has_gpu=True)
     assert (check.verdict, check.remedy) == ("problem", "export VLLM_WORKER_MULTIPROCESSING_METHOD=spawn")
-    assert host.check_start_method({}, has_gpu=True).verdict == "ok"
+    assert checks.check_start_method({}, has_gpu=True).verdict == "ok"
 
 
 def test_slow_starts_and_spinning_threads_are_reported() -> None:
-    assert host.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
-    assert host.check_bytecode({}).verdict == "ok"
-    assert host.check_threads({"OMP_WAIT_POLICY": "active"}, 2).verdict == "warning"
-    assert host.check_threads({"OMP_NUM_THREADS": "16"}, 2).remedy == "export OMP_NUM_THREADS=2"
-    assert host.check_threads({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, 2).verdict == "ok"
+    assert checks.check_bytecode({"PYTHONDONTWRITEBYTECODE": "1"}).verdict == "warning"
+    assert checks.check_bytecode({}).verdict == "ok"
+    assert checks.check_threads({"OMP_WAIT_POLICY": "active"}, 2).verdict == "warning"
+    assert checks.check_threads({"OMP_NUM_THREADS": "16"}, 2).remedy == "export OMP_NUM_THREADS=2"
+    assert checks.check_threads({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, 2).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -258,16 +256,16 @@ def test_slow_starts_and_spinning_threads_are_reported() -> None:
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_reported(model: LocalModel, env: Any, verdict: str, words: str) -> None:
-    check = host.check_model(model, env, has_hub_token=False)
+    check = checks.check_model(model, env, has_hub_token=False)
     assert check.verdict == verdict
     assert words in check.found
 
 
 def test_tokens_are_counted_and_never_shown() -> None:
-    assert host.check_tokens({"HF_TOKEN": 0, "TREADLE_HUB_TOKEN": 64}, 16) == Finding(
+    assert checks.check_tokens({"HF_TOKEN": 0, "TREADLE_HUB_TOKEN": 64}, 16) == Finding(
         "tokens", "ok", "HF_TOKEN not set, TREADLE_HUB_TOKEN set"
     )
-    assert host.check_tokens({"TREADLE_HUB_TOKEN": 5}, 16).verdict == "problem"
+    assert checks.check_tokens({"TREADLE_HUB_TOKEN": 5}, 16).verdict == "problem"
 
 
 def test_memory_that_two_processes_cannot_share_is_reported() -> None:
@@ -354,7 +352,6 @@ def test_one_problem_is_enough_and_words_in_brackets_are_shown_as_they_are() -> 
     checks = [Finding("a", "ok", "fine"), Finding("b", "warning", "[red]pip install 'treadle[train]'", "x")]
     assert not problems(checks)
     assert problems([*checks, Finding("c", "problem", "")]) == ["c"]
-    assert as_json(checks)["checks"][0] == {"name": "a", "verdict": "ok", "found": "fine", "remedy": ""}
     out = io.StringIO()
     show(checks, Console(file=out, width=200), verbose=False)
     assert "[red]pip install 'treadle[train]'" in out.getvalue()

@@ -19,7 +19,7 @@ from treadle.config.schema import RunConfig
 from treadle.dash.export import embedded
 from treadle.launch.folder import save_versions
 from treadle.report.page import NUM_GROUPS, in_words, page_answers, render_report, report_of, settings_of
-from treadle.report.record import load_versions, read_record
+from treadle.report.record import read_record
 from treadle.report.summary import Outcome, save_summary, summarize
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
@@ -154,11 +154,11 @@ def test_keys_are_not_shown(tmp_path: Path) -> None:
 def test_settings_of_the_user_are_marked_among_those_that_differ(tmp_path: Path) -> None:
     config = a_run(tmp_path)
     settings = {one.key: one for one in settings_of(config, frozenset({"steps"}))}
-    assert settings["steps"].differs
+    assert settings["steps"].value != settings["steps"].default
     assert settings["steps"].is_requested
-    assert settings["train.metrics_file"].differs
+    assert settings["train.metrics_file"].value != settings["train.metrics_file"].default
     assert not settings["train.metrics_file"].is_requested
-    assert not settings["env.temperature"].differs
+    assert settings["env.temperature"].value == settings["env.temperature"].default
 
 
 def test_an_unfinished_run_has_a_page_too(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_versions_are_shown_where_they_were_recorded(tmp_path: Path) -> None:
     (tmp_path / "logs" / "engine.log").write_text(line * 2)
     record = read_record(tmp_path)
     assert record.engines == ("vllm 0.32.0",)
-    assert load_versions(tmp_path)["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert record.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert ("torch", "not recorded") not in report_of(record)["versions"]
 
 
