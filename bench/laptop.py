@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from treadle.config.section import DEFAULT_MODEL
-from treadle.launch.model import prepare_model
+from treadle.launch.preflight import prepare_model
 
 BENCH = Path(__file__).resolve().parent
 TRL_PYTHON = BENCH.parent / ".venv-trl" / "bin" / "python"

@@ -110,7 +110,7 @@ def train(
 def load(run: str | os.PathLike[str] | None = None) -> Run:
     """The run in this folder, finished or not; absent: the newest in ./runs."""
     from treadle.launch.folder import newest_run
-    from treadle.report.record import check_is_run
+    from treadle.report.summary import check_is_run
 
     folder = newest_run(Path("runs")) if run is None else Path(run)
     folder = folder.expanduser().resolve()
@@ -170,7 +170,7 @@ class Run:
     @property
     def summary(self) -> Summary:
         """What summary.json holds: steps, held-out accuracy before and after, times, memory."""
-        from treadle.report.record import read_record
+        from treadle.report.summary import read_record
 
         return read_record(self.path).summary
 
@@ -286,13 +286,13 @@ class ModelChat:
     def __init__(self, model_path: Path, *, temperature: float, max_tokens: int) -> None:
         require("train", "torch", "transformers")
         from treadle.envs.chat_format import ChatTokenizer
-        from treadle.launch.chat import ChatSession, open_client, running_engine
+        from treadle.launch.chat import ChatSession, running_engine
         from treadle.launch.supervisor import Stopped
 
         self.messages: list[dict[str, str]] = []
         tokenizer, opened = ChatTokenizer.load(model_path), ExitStack()
         try:
-            http = opened.enter_context(open_client(opened.enter_context(running_engine(model_path))))
+            http = opened.enter_context(running_engine(model_path))
         except Stopped:
             raise KeyboardInterrupt from None
         self._partner = ChatSession(http, tokenizer, temperature, max_tokens)

@@ -18,9 +18,8 @@ from starlette.responses import RedirectResponse, Response
 
 from treadle.dash.charts import CHARTS, charts_of, series_of, syncs_of
 from treadle.dash.monitor import EngineMonitor, ProcessTable, ProcessView, QueueHistory
-from treadle.dash.rollouts import TokenDecoder, open_group, view_group
+from treadle.dash.rollouts import GroupIndexer, TokenDecoder, open_group, search, view_group
 from treadle.dash.run_folder import HeldOut, RunFolder, Runs, env_tables, task_of
-from treadle.dash.search import GroupIndexer, search
 from treadle.dash.status import (
     TRAINING_STEPS,
     WARNING_STEPS,

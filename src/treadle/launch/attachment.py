@@ -39,6 +39,7 @@ NO_CONNECTION_S = 10.0  # timeout if the server does not accept connections
 # Timeout if it does and is not ready: an engine answers when it has loaded its model.
 NOT_READY_S = {"hub": 30.0, "engine": 900.0}
 POLL_S = 0.25
+_WITH_ARTICLE = {"hub": "a hub", "engine": "an engine"}
 _REQUEST_S = 5.0  # timeout of one request
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -70,7 +71,7 @@ def _one_url(config: RunConfig, given: frozenset[str], kind: str, keys: tuple[st
         return str(getattr(config, f"{kind}_url"))
     (first, url), *others = named.items()
     for key, other in others:
-        if _comparable(other) != _comparable(url):
+        if other.replace("//localhost", "//127.0.0.1", 1) != url.replace("//localhost", "//127.0.0.1", 1):
             raise ConfigError(
                 f"{_flag(first)} {shown_url(url)} and {_flag(key)} {shown_url(other)} name two {kind}s: a run has one",
                 fix=f"give only --{kind}-url",
@@ -96,22 +97,14 @@ def _url_of(config: RunConfig, key: str, kind: str) -> str:
         is_url = False
     if url and not is_url:
         raise ConfigError(
-            f"{_flag(key)} '{without_token(url)}' is not the URL of {_an(kind)}",
+            f"{_flag(key)} '{without_token(url)}' is not the URL of {_WITH_ARTICLE[kind]}",
             fix=f"--{kind}-url http://127.0.0.1:PORT",
         )
     return url
 
 
-def _comparable(url: str) -> str:
-    return url.replace("//localhost", "//127.0.0.1", 1)
-
-
 def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
-
-
-def _an(kind: str) -> str:
-    return f"an {kind}" if kind == "engine" else f"a {kind}"
 
 
 def unused_settings(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
@@ -208,10 +201,11 @@ def _wait_for(server: ServerProbe, path: str, say: Say) -> None:
         waited_s = time.monotonic() - begun
         if waited_s > (NOT_READY_S[server.kind] if is_busy else NO_CONNECTION_S):
             why = answer.trouble or f"it answers {answer.summary}"
+            port = urlsplit(server.url).port
+            command = f"treadle {server.kind}" + ("" if port is None else f" --port {port}")
             raise ConfigError(
                 f"no {server.kind} is ready at {server.shown} after {waited_s:.0f} s: {why}",
-                fix=f"start it (treadle {server.kind}{_port_flag(server.url)}), correct --{server.kind}-url, or leave "
-                "it out: the run then starts one",
+                fix=f"start it ({command}), correct --{server.kind}-url, or leave it out: the run then starts one",
             )
         if is_busy and not has_said:
             has_said = True
@@ -237,15 +231,11 @@ def _refused(server: ServerProbe, path: str, answer: ProbeAnswer) -> ConfigError
             f"the {server.kind} at {server.shown} asks for its token: {answer.summary}",
             fix=f"put it into {server.token_variable}, or name its file: --{server.kind}.token-file FILE",
         )
+    wanted = _WITH_ARTICLE[server.kind]
     return ConfigError(
-        f"what answers at {server.shown}{path} is not {_an(server.kind)} of this release of Treadle: {answer.summary}",
+        f"what answers at {server.shown}{path} is not {wanted} of this release of Treadle: {answer.summary}",
         fix=f"correct --{server.kind}-url",
     )
-
-
-def _port_flag(url: str) -> str:
-    port = urlsplit(url).port
-    return "" if port is None else f" --port {port}"
 
 
 def refuse_used_engine(config: RunConfig, info: BridgeInfo) -> None:

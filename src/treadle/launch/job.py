@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from treadle.budget.command import show_what_fits
+from treadle.config import DEFAULT_MODEL
 from treadle.config.keys import choose_steps, explicit_keys, keys_in
 from treadle.config.load import load_run, save_run
 from treadle.config.schema import RunConfig
@@ -33,27 +35,36 @@ from treadle.launch.attachment import (
 )
 from treadle.launch.folder import save_versions
 from treadle.launch.machine import Listeners, held_ports, port_of, read_machine_facts
-from treadle.launch.memory import MemorySampler
-from treadle.launch.model import is_local, prepare_model
-from treadle.launch.monitor import RunMonitor
+from treadle.launch.monitor import MemorySampler, RunMonitor
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER, RunPlan, RunTokens, build_plan, server_addresses
 from treadle.launch.preflight import (
     check_one_trainer,
     checked_resume,
     checked_start,
+    prepare_model,
     read_tokens,
     run_label,
     settle_paths,
 )
+from treadle.launch.run_hubs import RunPage
 from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
-from treadle.launch.view import RunPage, Screen, ViewState, choose_view, current_phase
+from treadle.launch.view import Screen, ViewState, choose_view, current_phase
 from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, reader_of
-from treadle.report.record import check_is_run
-from treadle.report.summary import Outcome, Summary, draw_plot, load_summary, print_report, save_summary, summarize
+from treadle.report.summary import (
+    Outcome,
+    Summary,
+    check_is_run,
+    draw_plot,
+    load_summary,
+    print_report,
+    save_summary,
+    summarize,
+)
 from treadle.train.requirements import check_layers
 
+_say = partial(print, flush=True)
 LAST_ANSWER_S = 10.0  # long, because the hub is idle by then and must answer
 # The numbering of waves and steps depends on these.
 _FIXED_SETTINGS = (
@@ -155,6 +166,7 @@ def _planner(
     listeners: Listeners,
 ) -> Callable[[Path], RunPlan]:
     """A function that plans the run in a folder; `given`: keys of this command line."""
+    model = attached.config.model
     facts = read_machine_facts({name: port_of(listener) for name, listener in listeners.items()})
 
     def plan_in(folder: Path) -> RunPlan:
@@ -163,7 +175,7 @@ def _planner(
             facts,
             run_folder=folder,
             model_folder=model_folder,
-            is_model_local=is_local(attached.config.model),
+            is_model_local=model == DEFAULT_MODEL or Path(model).expanduser().is_dir(),
             explicit=explicit | attached.decided,
             tokens=tokens,
             notes=(*attached.notes, *unused_settings(attached.config, given)),
@@ -320,7 +332,3 @@ def _start_phase(plan: RunPlan) -> str:
     """ "starting hub and engine", or the servers that this run starts."""
     servers = [spec.name for spec in plan.processes if spec.serves]
     return f"starting {' and '.join(servers) or 'the trainer'}"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

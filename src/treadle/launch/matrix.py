@@ -15,6 +15,8 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,9 +33,9 @@ from treadle.launch import STOPPED_BY_USER, resume, start
 from treadle.launch import folder as run_folders
 from treadle.launch.machine import count_cores
 from treadle.launch.matrix_table import (
+    COLUMNS,
     Matrix,
     ModeRow,
-    as_json,
     draw_plot,
     one_sentence,
     render_page,
@@ -44,14 +46,14 @@ from treadle.launch.matrix_table import (
 from treadle.launch.plan import CONFIG_FILE
 from treadle.launch.preflight import check_one_model, run_label, settle_environments, settle_paths
 from treadle.report.page import PAGE_FILE, render_report
-from treadle.report.record import read_record
-from treadle.report.summary import load_summary
+from treadle.report.summary import load_summary, read_record
 from treadle.support import MATRIX_MODES as MODES
 from treadle.support import WEIGHT_MODES
 from treadle.track.plot import load_pyplot
 from treadle.train.requirements import check_trainer
 
 MATRIX_FILE = "matrix.json"
+_say = partial(print, flush=True)
 # The settings of the trainer that define a mode, with their defaults.
 _MODE_SETTINGS = MappingProxyType(
     {"weight_bridge_mode": "shared_vllm", "single_copy": False, "use_shared_memory": False, "broadcast_by": "auto"}
@@ -289,7 +291,8 @@ class _Runner:
             date=time.strftime("%Y-%m-%d"),
             rows=tuple(rows.values()),
         )
-        saved = {"modes": list(self._modes), **as_json(matrix)}
+        columns = {column.key: f"{column.title} ({column.unit}): {column.meaning}" for column in COLUMNS}
+        saved = {"modes": list(self._modes), **asdict(matrix), "columns": columns}
         replace_text(self._folder / MATRIX_FILE, json.dumps(saved, indent=2, allow_nan=False) + "\n")
         (self._folder / "matrix.txt").write_text(text_of(matrix), encoding="utf-8")
         return matrix
@@ -355,7 +358,3 @@ def _merged(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, Mapping) else value
     return merged
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -1,6 +1,6 @@
 """Compare the runs of a matrix: one row per mode, as text, JSON, a plot and a page.
 
-run folder -> read_record() -> RunRecord -> row_of() -> ModeRow -> text_of() | as_json() | draw_plot() | render_page()
+run folder -> read_record() -> RunRecord -> row_of() -> ModeRow -> text_of() | draw_plot() | render_page()
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from treadle.formatting import counted, one_line
 from treadle.launch.supervisor import last_words
 from treadle.report.history import History, Step, is_number
-from treadle.report.record import RunRecord
+from treadle.report.summary import RunRecord
 from treadle.track.plot import load_pyplot
 
 Result = Literal["passed", "failed", "stopped", "not possible", "not run"]
@@ -236,11 +236,6 @@ def verdict(row: ModeRow) -> str:
 def cell_of(row: ModeRow, column: Column) -> str:
     value = row.figures.get(column.key)
     return "" if value is None else column.shown(value)
-
-
-def as_json(matrix: Matrix) -> dict[str, Any]:
-    columns = {column.key: f"{column.title} ({column.unit}): {column.meaning}" for column in COLUMNS}
-    return {**asdict(matrix), "columns": columns}
 
 
 def draw_plot(matrix: Matrix, path: Path) -> None:

@@ -268,7 +268,10 @@ def engine_of_mode(
     """Engine settings that the weight mode requires: shared memory, or LoRA."""
     by_memory = train.mode.in_memory and train.broadcast_by in ("auto", "memory")
     shares = by_memory or train.single_copy
-    settings: dict[str, Any] = {"engine.weights_file": _weights_file(run_folder, facts) if shares else None}
+    weights_file = run_folder / "engine.weights"
+    if facts.has_shared_memory:  # the pid of the launcher separates sessions of a run
+        weights_file = SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
+    settings: dict[str, Any] = {"engine.weights_file": weights_file if shares else None}
     saved = train.save_path if "train.save_path" in explicit else run_folder
     settings["engine.adapter_root"] = train.live_path or saved  # loads only what the trainer of this run saves
     if train.mode.adapters:
@@ -332,10 +335,3 @@ def child_environment(facts: MachineFacts, *, threads: int, is_offline: bool) ->
         PARENT_VARIABLE: str(facts.launcher_pid),
         **({"HF_HUB_OFFLINE": "1"} if is_offline else {}),
     }
-
-
-def _weights_file(run_folder: Path, facts: MachineFacts) -> Path:
-    """In shared memory if possible; the pid of the launcher separates sessions of a run."""
-    if facts.has_shared_memory:
-        return SHARED_MEMORY / f"treadle-{run_folder.name}-{facts.launcher_pid}.weights"
-    return run_folder / "engine.weights"

@@ -7,10 +7,14 @@ running server (model files, an attached hub or engine) is checked afterwards, i
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from treadle.config import DEFAULT_MODEL
 from treadle.config.env import EnvConfig, folder_of, labels_of
@@ -22,7 +26,7 @@ from treadle.engines.vllm.command import find_vllm
 from treadle.envs.base import prepare_task
 from treadle.envs.catalogue import load_environment
 from treadle.envs.serving.assignment import choose_pace
-from treadle.errors import ConfigError, Problems
+from treadle.errors import ConfigError, ModelError, Problems
 from treadle.launch.attachment import merge_addresses
 from treadle.launch.folder import check_disk_space
 from treadle.launch.machine import Listeners, held_ports
@@ -220,3 +224,47 @@ def read_tokens(config: RunConfig) -> RunTokens:
         hub_admin=read_secret("hub", hub.admin_token_file, "--hub.admin-token-file", env, HUB_ADMIN_TOKEN_VARIABLE),
         engine=read_secret("engine", engine.token_file, "--engine.token-file", env, ENGINE_TOKEN_VARIABLE),
     )
+
+
+# ---- the model
+
+
+def prepare_model(model: str, verb: str = "run") -> str:
+    """The folder of a model, fetched and converted if needed. Progress goes to the terminal, and errors with the flags
+    of `verb`.
+
+    This runs in a process of its own, because it needs torch and the launcher must stay small. If it fails it has
+    printed the reason, so the launcher ends with the same exit code.
+    """
+    typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+    with ending_on_sigterm():
+        done = subprocess.run(
+            [sys.executable, "-m", "treadle.engines.models", model, verb, *typed],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise SystemExit(done.returncode if done.returncode > 0 else 1)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise ModelError(f"the folder of the model '{model}' could not be found out", fix="check --model")
+    return lines[-1].strip()
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the process that the launcher waits for is ended too."""
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+
+    def end(_number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

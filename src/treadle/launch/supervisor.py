@@ -92,7 +92,7 @@ class ChildProcess:
     def exit_error(self, why: str = "") -> TreadleError:
         """Why it ended: its own message for an error of the user, else the end of its log."""
         code = self.poll()
-        tail = self.tail()
+        tail = tail_of(self.spec.log_path, start=self._log_start)  # since it was started
         if code == _USER_ERROR_CODE and not why:
             message, fix = last_words(tail)
             return UserError(message or f"{self.spec.name} refused its settings", fix=fix)
@@ -101,10 +101,6 @@ class ChildProcess:
             f"{self.spec.name} {why or 'died'} ({describe_exit(code)}); the end of its log:\n{quoted}",
             fix=f"the whole log is {self.spec.log_path}",
         )
-
-    def tail(self) -> list[str]:
-        """The last lines of its log since it was started."""
-        return tail_of(self.spec.log_path, start=self._log_start)
 
     def _signal_group(self, number: signal.Signals) -> None:
         try:

@@ -8,6 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,16 +20,14 @@ from treadle.config.schema import RunConfig
 from treadle.errors import ConfigError
 from treadle.launch import folder as run_folders
 from treadle.launch.monitor import RunMonitor
-from treadle.launch.panel import draw
 from treadle.launch.plan import CONFIG_FILE, LOG_FOLDER
-from treadle.launch.view import View, ViewState, choose_view, current_phase
+from treadle.launch.view import View, ViewState, choose_view, current_phase, draw
 from treadle.log import get_logger
 from treadle.net.probe import get_json
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.net.urls import shown_url, without_token
 from treadle.report.history import HistoryReader, reader_of
-from treadle.report.record import check_is_run
-from treadle.report.summary import Summary, load_summary, result_in_words
+from treadle.report.summary import Summary, check_is_run, load_summary, result_in_words
 
 log = get_logger("top")
 
@@ -55,17 +54,14 @@ def watch_run(run: Path | None, *, plain: bool, once: bool) -> int:
         state.history, state.phase, state.how_to_leave = history.read(), "complete", ""
         state.begun = time.monotonic() - finished.total_s
         if once:
-            Console().print(draw(state.snapshot()))
+            Console().print(draw(state))
         print(f"this run is complete: {result_in_words(finished)}", flush=True)
         return 0
 
-    def refresh(state: ViewState) -> None:
-        monitor.poll(None)
-        _refresh(state, history, monitor, hub_url, folder)
-
+    refresh = partial(_refresh, history=history, monitor=monitor, hub_url=hub_url, folder=folder)
     if once:
         refresh(state)
-        Console().print(draw(state.snapshot()))
+        Console().print(draw(state))
         is_over = not monitor.status.standings
     else:
         _watch(choose_view(plain=plain), state, refresh, folder)
@@ -153,6 +149,7 @@ def find_run(run: Path | None) -> Path:
 
 
 def _refresh(state: ViewState, history: HistoryReader, monitor: RunMonitor, hub_url: str, folder: Path) -> None:
+    monitor.poll(None)
     state.history = history.read()
     state.status = monitor.status
     is_live = bool(monitor.status.standings) or run_folders.is_run_live(folder)

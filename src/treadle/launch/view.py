@@ -1,30 +1,34 @@
-"""Show the progress of a run: a live panel on a terminal, plain lines anywhere else, and the address of its page."""
+"""Show the progress of a run: a live panel on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
-import webbrowser
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from treadle.config.schema import RunConfig
-from treadle.formatting import duration, percent
+from treadle.formatting import duration, gigabytes, model_name, percent, sparkline
 from treadle.launch.monitor import RunStatus
-from treadle.launch.panel import Snapshot, draw
 from treadle.log import get_logger
-from treadle.report.history import TOKENS_PER_SECOND, History
+from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
+from treadle.watch.describe import SILENT_AFTER_S, describe_work, is_long, shortened, wait_to_show
+from treadle.wire.hub import ProcessStanding
 
 log = get_logger("launch")
 
 WAITING_LINE_EVERY_S = 15.0
-PAGE_PATH = "/dash/"
+_UNKNOWN = "–"
+NUM_ALARMS_SHOWN = 2
+NUM_STEPS_SHOWN = 20  # within these the trainer repeats a warning that still applies
 # Figures of a plain step line.
 _FIGURES: Mapping[str, Callable[[float], str]] = {
     "reward": "reward {:.3f}".format,
@@ -52,34 +56,6 @@ class ViewState:
     how_to_leave: str = "Ctrl-C stops"
     clock: Callable[[], float] = time.monotonic
 
-    @property
-    def elapsed_s(self) -> float:
-        return self.clock() - self.begun
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(
-            self.config,
-            self.run_name,
-            self.history,
-            self.phase,
-            self.num_queued,
-            self.memory_bytes,
-            self.elapsed_s,
-            self.status,
-            self.how_to_leave,
-        )
-
-
-class View(Protocol):
-    def open(self) -> None: ...
-    def update(self, state: ViewState) -> None: ...
-    def close(self) -> None: ...
-
-
-def choose_view(*, plain: bool) -> View:
-    """A live panel on a terminal, unless --plain is given."""
-    return PlainView() if plain or not Console().is_terminal else LiveView()
-
 
 def current_phase(history: History, config: RunConfig) -> str:
     """What the run is doing, from its files: `measuring held-out accuracy before training`."""
@@ -90,40 +66,6 @@ def current_phase(history: History, config: RunConfig) -> str:
     if history.last_step < config.steps:
         return "training"
     return "measuring held-out accuracy after training" if evaluates and history.after is None else "finishing"
-
-
-class Screen:
-    """Updates a view. It must never end a run: the first error is logged, and the view stops."""
-
-    def __init__(self, view: View, state: ViewState, refresh: Callable[[ViewState], None]) -> None:
-        self._view: View | None = view
-        self._state = state
-        self._refresh = refresh
-
-    def __enter__(self) -> Screen:
-        self._try(lambda view: view.open())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._try(lambda view: view.close())
-
-    def tick(self) -> None:
-        def show(view: View) -> None:
-            self._refresh(self._state)
-            view.update(self._state)
-
-        self._try(show)
-
-    def _try(self, act: Callable[[View], None]) -> None:
-        if self._view is None:
-            return
-        try:
-            act(self._view)
-        except Exception as error:
-            failed, self._view = self._view, None
-            log.warning("view_stopped", error=repr(error))
-            if isinstance(failed, LiveView):
-                failed.restore_terminal()
 
 
 class LiveView:
@@ -139,7 +81,7 @@ class LiveView:
 
     def update(self, state: ViewState) -> None:
         if time.monotonic() >= self._next_draw:
-            self._live.update(draw(state.snapshot()), refresh=True)
+            self._live.update(draw(state), refresh=True)
             self._next_draw = time.monotonic() + self._interval_s
 
     def close(self) -> None:
@@ -230,45 +172,183 @@ def _step_line(history: History, num_steps: int) -> str:
     return "  ".join(parts)
 
 
-# ---- page
+View = LiveView | PlainView
 
 
-@dataclass(frozen=True)
-class RunPage:
-    hub_url: str
-    watch_url: str = field(repr=False)  # the same with an observer's token, where the hub asks for one
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    find_browser: Callable[[], webbrowser.BaseBrowser] = webbrowser.get
-    path: str = PAGE_PATH
+def choose_view(*, plain: bool) -> View:
+    """A live panel on a terminal, unless --plain is given."""
+    return PlainView() if plain or not Console().is_terminal else LiveView()
 
-    def announcement(self, *, opens: bool) -> str:
-        """What to tell the user at the start; `opens`: whether they asked for the page to be opened."""
-        by_hand = "; no browser was found on this machine: open it by hand" if opens and not self.can_open() else ""
-        return f"page: {self.shown_url}{by_hand}"
 
-    def can_open(self) -> bool:
-        """Not in a browser without a window, which would take the terminal, unless the user chose it."""
-        try:
-            browser = self.find_browser()
-        except webbrowser.Error:
-            return False
-        return type(browser) is not webbrowser.GenericBrowser or "BROWSER" in self.environment
+class Screen:
+    """Updates a view. It must never end a run: the first error is logged, and the view stops."""
 
-    @property
-    def shown_url(self) -> str:
-        """Without the token, which must not end up in a log."""
-        if self.watch_url == self.hub_url:
-            return f"{self.hub_url}{self.path}"
-        return f"{self.hub_url}/t/TOKEN{self.path} (`treadle token observer` prints TOKEN)"
+    def __init__(self, view: View, state: ViewState, refresh: Callable[[ViewState], None]) -> None:
+        self._view: View | None = view
+        self._state = state
+        self._refresh = refresh
 
-    def open(self, *, within_s: float = 0.0) -> None:
-        """Open it in a thread, because some browsers return only when closed; wait up to `within_s` for the thread."""
-        if not self.can_open():
+    def __enter__(self) -> Screen:
+        self._try(lambda view: view.open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._try(lambda view: view.close())
+
+    def tick(self) -> None:
+        def show(view: View) -> None:
+            self._refresh(self._state)
+            view.update(self._state)
+
+        self._try(show)
+
+    def _try(self, act: Callable[[View], None]) -> None:
+        if self._view is None:
             return
-        thread = threading.Thread(target=webbrowser.open, args=(self.address(),), name="browser", daemon=True)
-        thread.start()
-        thread.join(within_s)
+        try:
+            act(self._view)
+        except Exception as error:
+            failed, self._view = self._view, None
+            log.warning("view_stopped", error=repr(error))
+            if isinstance(failed, LiveView):
+                failed.restore_terminal()
 
-    def address(self) -> str:
-        """With the token: for the browser alone."""
-        return f"{self.watch_url}{self.path}"
+
+# ---- panel
+
+
+def draw(state: ViewState) -> RenderableType:
+    history = state.history
+    accuracy = history.last("rollout/accuracy")
+    generated_tok_s = state.status.generated_tok_s
+    if generated_tok_s is None:  # the engine does not report
+        generated_tok_s = history.last(TOKENS_PER_SECOND["generated"])
+    figures = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(3):
+        figures.add_column(justify="right", style="dim", no_wrap=True)
+        figures.add_column(justify="left", no_wrap=True, ratio=1)
+    figures.add_row(
+        "reward", _number(history.last("reward"), "{:.3f}"),
+        "accuracy", _UNKNOWN if accuracy is None else percent(accuracy),
+        "generated tokens/s", _number(generated_tok_s, "{:,.0f}"),
+    )  # fmt: skip
+    figures.add_row(
+        "queue", _UNKNOWN if state.num_queued is None else f"{state.num_queued} groups",
+        "staleness", _number(history.last("sample/staleness_mean"), "{:.1f}"),
+        "trained tokens/s", _number(history.last(TOKENS_PER_SECOND["trained"]), "{:,.0f}"),
+    )  # fmt: skip
+    figures.add_row("memory", gigabytes(state.memory_bytes) if state.memory_bytes else _UNKNOWN)
+    lines: list[RenderableType] = [_progress(state), *_work(state.status), Text(), figures, _seconds(history)]
+    rewards = history.values("reward")
+    if rewards:
+        ends = f"  {rewards[0]:.3f} → {rewards[-1]:.3f}"
+        lines.append(Text.assemble(("reward per step    ", "dim"), (sparkline(rewards), "green"), ends))
+    if history.evaluations:
+        lines += _held_out(history.evaluations)
+    for label, evaluations in history.by_env.items():
+        if evaluations:
+            lines.append(Text.assemble((f"  {label:<17}", "dim"), _accuracies(evaluations)))
+    # Older lines that were not repeated no longer apply.
+    recent = [line for line in history.health if line.step > history.last_step - NUM_STEPS_SHOWN]
+    lines += [Text(f"! {line}", style="yellow") for line in recent[-2:]]
+    if state.status.standings:
+        lines += [Text(), _processes(state.status.standings)]
+    lines += [Text(f"! {finding}", style="yellow") for finding in state.status.findings[-NUM_ALARMS_SHOWN:]]
+    lines += [Text(f"! {alarm}", style="red") for alarm in state.status.alarms[-NUM_ALARMS_SHOWN:]]
+    # rich cuts the end of a long title.
+    about = f"  {state.config.task_name}  {model_name(state.config.model)}"
+    name = Text.assemble((state.run_name, "bold"), about)
+    return Panel(Group(*lines), title=name, title_align="left", subtitle=state.how_to_leave, subtitle_align="right")
+
+
+def time_left_s(history: History, num_steps: int) -> float | None:
+    """From the mean of the last ten steps: steps become faster when completions become shorter."""
+    recent = history.values("perf/step_s")[-10:]
+    return sum(recent) / len(recent) * max(0, num_steps - history.last_step) if recent else None
+
+
+def _progress(state: ViewState) -> RenderableType:
+    num_steps, done = state.config.steps, state.history.last_step
+    left = time_left_s(state.history, num_steps)
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    times = duration(state.clock() - state.begun)
+    if left is not None and done < num_steps:
+        times += f", {duration(left)} left"
+    row.add_row(f"step {done}/{num_steps}", ProgressBar(total=num_steps, completed=done), times)
+    return Group(Text(state.phase, style="cyan"), row)
+
+
+def _seconds(history: History) -> Text:
+    """Seconds of the last step by part; groups are generated in parallel, and may take longer than a step."""
+    parts = [
+        f"{word} {value:.1f}" for word, keys in SECONDS_PER_STEP.items() if (value := history.last(*keys)) is not None
+    ]
+    if (generation := history.last(GENERATION_S)) is not None:
+        parts.append(f"in parallel: generation {generation:.1f}")
+    return Text.assemble(("seconds per step   ", "dim"), "   ".join(parts) or _UNKNOWN)
+
+
+def _accuracies(evaluations: tuple[Evaluation, ...]) -> str:
+    """Accuracy of the first evaluation and the last two."""
+    shown = [evaluations[0], *evaluations[1:][-2:]]
+    return "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
+
+
+def _held_out(evaluations: tuple[Evaluation, ...]) -> list[RenderableType]:
+    shown = [evaluations[0], *evaluations[1:][-2:]]
+    scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
+    return [
+        Text.assemble(("held-out accuracy  ", "dim"), (_accuracies(evaluations), "bold")),
+        Text.assemble(("held-out score     ", "dim"), scores),
+    ]
+
+
+def _work(status: RunStatus) -> list[RenderableType]:
+    """A progress bar for each long task of a process."""
+    rows: list[RenderableType] = []
+    for standing in status.standings:
+        work = standing.report.work
+        if work is not None:
+            row = Table.grid(padding=(0, 2), expand=True)
+            row.add_column(no_wrap=True)
+            row.add_column(ratio=1)
+            row.add_row(Text(describe_work(work)), ProgressBar(total=max(1, work.total), completed=work.done))
+            rows.append(row)
+    return rows
+
+
+def _processes(standings: tuple[ProcessStanding, ...]) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for justify in ("left", "right", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True, style="dim")
+    table.add_column(ratio=1, no_wrap=True)
+    for standing in standings:
+        report = standing.report
+        table.add_row(
+            Text(report.name),
+            f"pid {report.pid}",
+            gigabytes(report.memory_bytes) if report.memory_bytes else _UNKNOWN,
+            "" if report.policy_version is None else f"version {report.policy_version}",
+            _doing(standing),
+        )
+    return table
+
+
+def _doing(standing: ProcessStanding) -> Text:
+    report = standing.report
+    if standing.heard_s > SILENT_AFTER_S:
+        return Text(f"no report for {standing.heard_s:.0f} s", style="red")
+    wait = wait_to_show(report)
+    if wait is None:
+        return Text(report.state)
+    words = f"waits {duration(wait.seconds)} for "
+    if is_long(wait):
+        return Text(words + wait.what, style="red" if wait.is_late else "yellow")
+    return Text(words + shortened(wait.what))
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return _UNKNOWN if value is None else pattern.format(value)

@@ -16,7 +16,9 @@ from typing import Any, TypeGuard
 
 from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
-from treadle.track.files import HEALTH_FILE, HealthEvent, HealthFile, read_steps
+from treadle.dash.run_folder import CONFIG_FILE
+from treadle.errors import ConfigError
+from treadle.track.jsonl import HEALTH_FILE, HealthEvent, HealthFile, read_steps
 from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]
@@ -166,6 +168,14 @@ def _pool(parts: Sequence[Evaluation]) -> Evaluation:
     )
 
 
+def check_is_run(folder: Path) -> None:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a run: it holds no {CONFIG_FILE}",
+            fix="name the folder that `treadle run` printed when it began",
+        )
+
+
 def reader_of(config: RunConfig, run_folder: Path) -> HistoryReader:
     """A reader of the files in the run's folder, which may have moved; else of the paths in the settings."""
     metrics, evals = run_folder / "metrics.jsonl", run_folder / "evals"
@@ -227,3 +237,13 @@ def _fingerprint(path: Path) -> tuple[str, int, int]:
     except OSError:
         return str(path), 0, 0
     return str(path), state.st_size, state.st_mtime_ns
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted key: {"train": {"lr": 1e-5}} -> {"train.lr": 1e-5}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        tables = {str(place): table for place, table in enumerate(value)} if name == "envs" else value
+        is_section = isinstance(tables, dict) and name != "args"
+        flat |= flatten(tables, f"{prefix}{name}.") if is_section else {prefix + name: value}
+    return flat

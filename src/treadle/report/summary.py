@@ -1,8 +1,10 @@
-"""Summarize a run: write summary.json and print the final report."""
+"""Summarize a run (summary.json, the printed report), and read all that it has left in its folder (RunRecord)."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,21 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from treadle.config.load import replace_text
+from treadle.config.load import load_run, replace_text
 from treadle.config.schema import RunConfig
+from treadle.dash.run_folder import CONFIG_FILE, read_object
 from treadle.errors import MissingExtra
 from treadle.formatting import counted, duration, gigabytes, model_name, near, one_line, percent, program
-from treadle.report.history import GENERATION_S, SECONDS_PER_STEP, TOKENS_PER_SECOND, Evaluation, History
-from treadle.track.plot import draw_reward
+from treadle.report.history import (
+    GENERATION_S,
+    SECONDS_PER_STEP,
+    TOKENS_PER_SECOND,
+    Evaluation,
+    History,
+    flatten,
+    reader_of,
+)
+from treadle.track.plot import plot_reward
 
 SUMMARY_FILE = "summary.json"
 ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; final_model may be beside it, merged
@@ -325,3 +336,58 @@ def _memory_in_words(summary: Summary) -> str:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
+
+
+VERSIONS_FILE = "versions.json"
+_LATE = re.compile(r"^(?P<when>\S+) ERROR[^\S\n]+watchdog late (?P<rest>.*)$", re.MULTILINE)
+_ENGINE = re.compile(r"\bengine loaded engine=(?P<kind>\S+) version=(?P<version>\S+)")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    folder: Path
+    config: RunConfig
+    requested: frozenset[str]  # dotted keys of the settings that the user gave
+    history: History
+    summary: Summary
+    versions: Mapping[str, str]
+    engines: tuple[str, ...]  # "vllm 0.32.0"; several if it changed at a resume
+    alarms: tuple[str, ...]
+
+
+def read_record(folder: Path) -> RunRecord:
+    config = load_run(folder / CONFIG_FILE)
+    history = reader_of(config, folder).read()
+    saved = load_summary(folder)
+    outcome = (
+        Outcome(is_complete=False, total_s=history.last("time_s") or 0.0)
+        if saved is None
+        else Outcome(
+            saved.is_complete,
+            saved.total_s,
+            saved.peak_memory_bytes,
+            saved.peak_memory_by_process,
+            tuple(saved.alarms),
+            tuple(saved.findings),
+            saved.last_words,
+        )
+    )
+    logs = {log.stem: log.read_text(errors="replace") for log in sorted((folder / "logs").glob("*.log"))}
+    # Waits that took longer than is normal, as the watchdog of each process logged them.
+    late = [
+        f"{found['when']} {process}: late {found['rest']}"
+        for process, text in logs.items()
+        for found in _LATE.finditer(text)
+    ]
+    engines = [f"{found['kind']} {found['version']}" for found in _ENGINE.finditer(logs.get("engine", ""))]
+    return RunRecord(
+        folder=folder,
+        config=config,
+        requested=frozenset(flatten(read_object(folder / "request.json"))),
+        history=history,
+        summary=summarize(config, folder, history, outcome),
+        versions={str(name): str(version) for name, version in read_object(folder / VERSIONS_FILE).items()},
+        engines=tuple(dict.fromkeys(engines)),
+        # The launcher's lines say more; a run that goes on, or was started by hand, has only those in the logs.
+        alarms=outcome.alarms or tuple(late),
+    )

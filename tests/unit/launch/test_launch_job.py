@@ -23,9 +23,9 @@ from treadle.envs.catalogue import load_environment
 from treadle.errors import ConfigError, DiskFull, ModelError, ProcessDied, UserError
 from treadle.launch import folder as run_folders
 from treadle.launch import resume
+from treadle.launch.chat import find_model
 from treadle.launch.job import RunSession, start_run
-from treadle.launch.memory import MemorySampler, resident_bytes
-from treadle.launch.model import find_model
+from treadle.launch.monitor import MemorySampler, resident_bytes
 from treadle.launch.plan import RunPlan
 from treadle.launch.preflight import check_one_model, settle_environment
 from treadle.report.history import History, reader_of

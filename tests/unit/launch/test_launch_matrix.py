@@ -35,8 +35,7 @@ from treadle.launch.matrix import (
     with_settled_paths,
 )
 from treadle.launch.matrix_table import Matrix, ModeRow, draw_plot, one_sentence, render_page, row_of, text_of, verdict
-from treadle.report.record import RunRecord, read_record
-from treadle.report.summary import Outcome, save_summary, summarize
+from treadle.report.summary import Outcome, RunRecord, read_record, save_summary, summarize
 from treadle.support import MATRIX_MODES as MODES
 
 RECORDED = ROOT / "tests" / "data" / "matrix"

@@ -16,15 +16,13 @@ from treadle.config import RunConfig, load_run
 from treadle.config.keys import explicit_keys
 from treadle.dash.run_folder import RunFolder
 from treadle.dash.status import result_in_words
-from treadle.launch.panel import draw
 from treadle.launch.plan import RunPlan, RunTokens, build_plan, shares_of
 from treadle.launch.preflight import run_label
-from treadle.launch.view import PlainView, ViewState, current_phase
+from treadle.launch.view import PlainView, ViewState, current_phase, draw
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, role_token
 from treadle.report.history import reader_of
 from treadle.report.page import render_report
-from treadle.report.record import read_record
-from treadle.report.summary import Outcome, print_report, summarize
+from treadle.report.summary import Outcome, print_report, read_record, summarize
 
 MIX = {"env": "arithmetic:3,echo:1", "train.batch_size": 16, "env.group_size": 4}
 
@@ -178,7 +176,7 @@ def test_held_out_accuracy_is_shown_for_each_environment(tmp_path: Path) -> None
     view.update(state)
     assert "held-out accuracy of echo at step 50: 50.0 %" in lines.getvalue()
     shown = StringIO()
-    Console(file=shown, width=120).print(draw(state.snapshot()))
+    Console(file=shown, width=120).print(draw(state))
     assert "arithmetic + echo" in shown.getvalue()
     assert "30.0 % at step 0  →  50.0 % at step 50" in shown.getvalue()
     page = render_report(read_record(tmp_path / "run"))

@@ -14,8 +14,8 @@ from tests.written_run import history_of, write_health, write_run
 from treadle.config import load_run
 from treadle.formatting import counted, duration, one_line, sparkline
 from treadle.launch.monitor import RunStatus
-from treadle.launch.panel import draw, time_left_s
-from treadle.launch.view import LiveView, PlainView, RunPage, Screen, ViewState, current_phase
+from treadle.launch.run_hubs import RunPage
+from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase, draw, time_left_s
 from treadle.report.history import History, HistoryReader
 from treadle.track.files import HEALTH_FILE, HealthFile
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
@@ -37,7 +37,7 @@ def state_of(folder: Path, num_steps: int) -> ViewState:
 
 def test_the_panel_shows_every_figure(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state_of(tmp_path, 25).snapshot()))
+    console.print(draw(state_of(tmp_path, 25)))
     text = console.export_text()
     for figure in (
         "20260102-030405-arithmetic-addition",
@@ -70,7 +70,7 @@ def test_the_title_of_the_panel_keeps_the_task_of_a_model_with_a_long_path(tmp_p
     long = "/data/" + "very/" * 30 + "my-model"
     state.config = state.config.model_copy(update={"model": long})
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(state.snapshot()))
+    console.print(draw(state))
     title = console.export_text().splitlines()[0]
     assert f"{state.run_name}  {state.config.env.task_name}  my-model" in title
 
@@ -81,14 +81,14 @@ def test_the_sparkline_of_the_panel_shows_the_reward(tmp_path: Path) -> None:
     steps = tuple({"step": n, "reward": reward} for n, reward in enumerate((-2.0, -1.0, 5.0), start=1))
     state.history = History(steps)
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(state.snapshot()))
+    console.print(draw(state))
     assert "reward per step    ▁▂█  -2.000 → 5.000" in console.export_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -> None:
     console = Console(file=io.StringIO(), record=True, width=width)
-    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run").snapshot()))
+    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run")))
     text = console.export_text()
     assert "step 0/50" in text
     assert max(map(len, text.splitlines())) <= width
@@ -96,7 +96,7 @@ def test_the_panel_fits_small_terminals_and_knows_nothing_at_first(width: int) -
 
 def test_a_name_with_brackets_is_no_markup() -> None:
     console = Console(file=io.StringIO(), record=True, width=80)
-    console.print(draw(ViewState(load_run(None, {"model": "my[/x]model"}), "run").snapshot()))
+    console.print(draw(ViewState(load_run(None, {"model": "my[/x]model"}), "run")))
     assert "my[/x]model" in console.export_text()
 
 
@@ -104,7 +104,7 @@ def test_the_panel_shows_generated_tokens_while_nothing_is_trained() -> None:
     state = ViewState(load_run(None, {}), "run", status=RunStatus(generated_tok_s=731.0), clock=lambda: 1.0, begun=0.0)
     state.history = History(steps=({"step": 1, "perf/trained_tok_s_wall_clock": 0.0},))
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.snapshot()))
+    console.print(draw(state))
     shown = console.export_text()
     assert re.search(r"generated tokens/s +731\b", shown)
     assert re.search(r"trained tokens/s +0\b", shown)
@@ -174,7 +174,7 @@ def test_health_is_shown_in_the_panel_while_it_is_recent(tmp_path: Path) -> None
     state = ViewState(config, "run", history=history_of(config, tmp_path))
     for width in (100, 40):
         console = Console(file=io.StringIO(), record=True, width=width)
-        console.print(draw(state.snapshot()))
+        console.print(draw(state))
         text = console.export_text()
         assert "! step 13: grad_norm 45" in text
         assert "! step 25: entropy fell" in text
@@ -276,7 +276,7 @@ def test_an_alarm_is_said_once_in_a_plain_view_and_stands_in_the_panel(tmp_path:
     view.update(state)
     assert out.getvalue().count("watchdog: engine is silent") == 1
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.snapshot()))
+    console.print(draw(state))
     text = console.export_text()
     assert "! engine is silent" in text
 
@@ -295,7 +295,7 @@ def test_the_panel_shows_each_process_with_what_it_does_or_waits_for(tmp_path: P
         )
     )
     console = Console(file=io.StringIO(), record=True, width=100)
-    console.print(draw(state.snapshot()))
+    console.print(draw(state))
     text = console.export_text()
     for words in (
         "generating 12, 3 waiting",
@@ -328,7 +328,7 @@ def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float
     report = ProcessReport(kind="trainer", name="trainer", machine="m", pid=7, waits=[wait])
     status = RunStatus(standings=(ProcessStanding(report=report, heard_s=0.0),))
     console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
-    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run", status=status).snapshot()))
+    console.print(draw(ViewState(load_run(None, {"steps": 50}), "run", status=status)))
     text = console.export_text(styles=True)
     assert shown in text
     assert ("\x1b[33mwaits" in text or "\x1b[31mwaits" in text) == shown.startswith("\x1b")
@@ -338,17 +338,6 @@ def test_the_panel_colours_only_waits_past_half_of_their_deadline(seconds: float
 
 URL = "http://127.0.0.1:8000"
 TOKEN = "a-token-of-more-than-sixteen"  # noqa: S105
-
-
-def test_without_a_token_the_address_is_the_hubs():
-    page = RunPage(URL, URL, {})
-    assert page.shown_url == page.address() == f"{URL}/dash/"
-
-
-def test_a_token_is_opened_and_not_shown():
-    page = RunPage(URL, f"{URL}/t/{TOKEN}", {})
-    assert TOKEN not in page.shown_url + repr(page)
-    assert page.address() == f"{URL}/t/{TOKEN}/dash/"
 
 
 def no_browser() -> webbrowser.BaseBrowser:
@@ -361,6 +350,17 @@ def text_browser() -> webbrowser.BaseBrowser:
 
 def window_browser() -> webbrowser.BaseBrowser:
     return webbrowser.BackgroundBrowser("xdg-open")
+
+
+@pytest.mark.parametrize("token", ["", f"/t/{TOKEN}"])
+def test_a_token_is_opened_and_not_shown(token: str, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    page = RunPage(URL, f"{URL}{token}", {}, window_browser)
+    page.open(within_s=10.0)
+    assert opened == [f"{URL}{token}/dash/"]
+    assert TOKEN not in page.shown_url + repr(page)
+    assert token or page.shown_url == f"{URL}/dash/"
 
 
 @pytest.mark.parametrize(

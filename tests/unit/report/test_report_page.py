@@ -19,8 +19,7 @@ from treadle.config.schema import RunConfig
 from treadle.dash.export import embedded
 from treadle.launch.folder import save_versions
 from treadle.report.page import NUM_GROUPS, in_words, page_answers, render_report, report_of, settings_of
-from treadle.report.record import read_record
-from treadle.report.summary import Outcome, save_summary, summarize
+from treadle.report.summary import Outcome, read_record, save_summary, summarize
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
