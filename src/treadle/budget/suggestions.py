@@ -101,7 +101,9 @@ def suggest(job: PlannedJob, machine: Machine, accepts: Accepts = lambda _: True
     more = [s for s in ways if _num_gpus(s.budget.job) > _num_gpus(job) and s.budget.verdict in SAFE]
     as_placed = [s for s in here if s.budget.job.train_gpus == job.train_gpus]
     tight = [] if any(s.budget.verdict in SAFE for s in as_placed) else as_placed[:2]
-    return [*safe[:MAX_SUGGESTIONS], *tight, *_smallest_machines(more)]
+    # With more GPUs: the cheapest suggestion, and the cheapest that keeps optimizer and trained parameters.
+    faithful = [s for s in more if not any("optimizer" in flag or "lora" in flag for flag in s.flags)]
+    return list(dict.fromkeys([*safe[:MAX_SUGGESTIONS], *tight, *more[:1], *faithful[:1]]))
 
 
 def largest_micro_tokens(job: PlannedJob, machine: Machine) -> int | None:
@@ -232,14 +234,6 @@ def _halvings(value: int, smallest: int, field: str, flag: str, *, cost: float) 
         value //= 2
         changes.append(_Change(((field, value),), (f"{flag} {value}",), cost * (len(changes) + 1)))
     return changes
-
-
-def _smallest_machines(more: list[Suggestion]) -> list[Suggestion]:
-    """With more GPUs: the cheapest suggestion, and the cheapest that keeps optimizer and trained parameters."""
-    if not more:
-        return []
-    faithful = [s for s in more if not any("optimizer" in flag or "lora" in flag for flag in s.flags)][:1]
-    return [more[0], *(s for s in faithful if s is not more[0])]
 
 
 def _num_gpus(job: PlannedJob) -> int:

@@ -53,7 +53,10 @@ class Columns:
         self.steps.append(step)
         names = tuple(line)
         if names != self._last_names or len(names) != len(self.by_name):  # nearly all lines have the same names
-            self._last_names, self._last_columns = names, [self._column(name) for name in names]
+            for name in names:
+                if name not in self.by_name:
+                    self.by_name[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+            self._last_names, self._last_columns = names, [self.by_name[name] for name in names]
         for column, value in zip(self._last_columns, line.values(), strict=True):
             is_number = isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= LARGEST
             column.append(value if is_number else math.nan)
@@ -67,13 +70,6 @@ class Columns:
         end = len(self.steps) if until_step is None else bisect_right(self.steps, until_step)
         column = self.by_name.get(name, array("d"))[max(0, end - last) : end]
         return [value for value in column if not math.isnan(value)]
-
-    def _column(self, name: str) -> array[float]:
-        """The column of a metric, padded up to the step before this one."""
-        column = self.by_name.get(name)
-        if column is None:
-            column = self.by_name[name] = array("d", [math.nan]) * (len(self.steps) - 1)
-        return column
 
 
 class MetricsFile:

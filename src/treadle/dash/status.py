@@ -168,23 +168,18 @@ def _step_tile(columns: Columns, now: Situation) -> Tile:
     return Tile(name="Step", value=f"{step:,} of {planned:,}", note=note, share=min(1.0, step / max(1, planned)))
 
 
-def eval_temperature(env: Mapping[str, Any]) -> float:
-    """The temperature of held-out answers: greedy unless the environment's settings say otherwise."""
-    chosen = env.get("eval_temperature")
-    if chosen is None:
-        chosen = 0.0 if env.get("eval_samples", 1) == 1 else env.get("temperature", 1.0)
-    return float(chosen)
-
-
 def sampling_note(held_out: HeldOut, training: Sequence[float], env: Mapping[str, Any]) -> str:
     """Explain a difference between held-out accuracy and accuracy in training; "" if there is none.
 
     `training`: the accuracy of the steps before the evaluation. `env`: the settings of the environment.
     """
     accuracy, temperature = _mean(training), float(env.get("temperature", 1.0))
-    if accuracy is None or held_out.low <= accuracy <= held_out.high or eval_temperature(env) == temperature:
+    eval_temperature = env.get("eval_temperature")
+    if eval_temperature is None:  # greedy, unless several answers are sampled
+        eval_temperature = 0.0 if env.get("eval_samples", 1) == 1 else temperature
+    if accuracy is None or held_out.low <= accuracy <= held_out.high or eval_temperature == temperature:
         return ""
-    held_out_way = "greedy" if eval_temperature(env) == 0 else f"sampled at temperature {eval_temperature(env):g}"
+    held_out_way = f"sampled at temperature {eval_temperature:g}" if eval_temperature else "greedy"
     return (
         f"At step {held_out.step} the held-out accuracy is {100 * held_out.accuracy:.1f} % and the accuracy in "
         f"training {100 * accuracy:.1f} %: held-out answers are {held_out_way}, training answers are sampled at "

@@ -153,11 +153,8 @@ def attach(
         token = "" if tokens.hub is None else role_token(tokens.hub, "observer")
         hub = ServerProbe("hub", config.hub_url, token, HUB_TOKEN_VARIABLE, _REQUEST_S)
         status = _ask(hub, "/healthz", "/v1/status", HubStatus, say)
-        if last_step is None:
-            refuse_used_hub(config, status)
-        else:
-            refuse_emptied_hub(config, status, last_step)
-            was_begun = status.started
+        _check_queue(config, status, last_step)
+        was_begun = last_step is not None and status.started
         hub_notes = (f"hub at {shown_url(config.hub_url)}: it runs already, and this run uses it",)
     if not config.engine_url:
         return AttachedRun(config, notes=hub_notes, was_begun=was_begun)
@@ -170,18 +167,17 @@ def attach(
     return AttachedRun(config, decided, (*hub_notes, *notes), info, was_begun)
 
 
-def refuse_used_hub(config: RunConfig, status: HubStatus) -> None:
-    """A new run begins with step 1, and a used hub would return the batch that it has recorded for that step."""
-    if status.started or status.step or status.trained_groups or status.leased_groups:
+def _check_queue(config: RunConfig, status: HubStatus, last_step: int | None) -> None:
+    """Refuse a hub with the queue of another run, or without the queue of this one."""
+    # A new run begins with step 1, and a used hub would return the batch that it has recorded for that step.
+    if last_step is None and (status.started or status.step or status.trained_groups or status.leased_groups):
         raise ConfigError(
             f"the hub at {shown_url(config.hub_url)} has the queue of another run, which is at step {status.step}",
             fix="start it with an empty one (treadle hub --fresh), or leave --hub-url out: the run then starts a hub",
         )
 
-
-def refuse_emptied_hub(config: RunConfig, status: HubStatus, last_step: int) -> None:
-    """A resumed run trains on the batches that its hub has recorded."""
-    if last_step > 0 and not status.accepted_groups:
+    # A resumed run trains on the batches that its hub has recorded.
+    if last_step and not status.accepted_groups:
         raise ConfigError(
             f"this run has taken {last_step} steps, and the hub at {shown_url(config.hub_url)} has no group of it",
             fix="start the hub with the --database that it had, give its address by --hub-url, or start a new run",

@@ -29,7 +29,11 @@ _RUNS = Path("runs")
 def find_model(model: str | None, runs: Path) -> Path:
     """The folder to load: the result of a run, a folder with a model or an adapter, or the prepared model of an id."""
     if model is None:
-        return _newest_result(runs)
+        found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
+        if not found:
+            fix = "name a run, a model folder or an id: treadle chat MODEL"
+            raise ModelError(f"there is no finished run in {runs}/", fix=fix)
+        return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
     folder = Path(model).expanduser()
     if not folder.exists() and folder.parent.name == runs.name:
         raise ModelError(f"there is no run {model}", fix="name the folder that `treadle run` printed when it began")
@@ -38,16 +42,6 @@ def find_model(model: str | None, runs: Path) -> Path:
     if is_adapter(folder):
         return folder.resolve()
     return Path(prepare_model(model, "chat"))
-
-
-def _newest_result(runs: Path) -> Path:
-    found = [result for folder in runs.glob("*/checkpoints") if (result := find_result(folder)) is not None]
-    if not found:
-        raise ModelError(
-            f"there is no finished run in {runs}/",
-            fix="name a run, a model folder or an id: treadle chat MODEL",
-        )
-    return max(found, key=lambda result: result.stat().st_mtime_ns).resolve()
 
 
 def talk(model: str | None, *, message: str | None, temperature: float, max_tokens: int) -> int:
@@ -120,18 +114,13 @@ def _converse(chat: ChatSession) -> None:
         if text == "/new":
             messages = []
         elif text:
-            messages = _exchange(chat, [*messages, {"role": "user", "content": text}])
-
-
-def _exchange(chat: ChatSession, messages: list[Message]) -> list[Message]:
-    """The conversation with an answer, or without the question if there is no answer."""
-    try:
-        answer = chat.answer(messages)
-    except EngineError as error:
-        print(f"({error}; /new starts afresh)")
-        return messages[:-1]
-    except KeyboardInterrupt:
-        print("(interrupted)")
-        return messages[:-1]
-    print(answer)
-    return [*messages, {"role": "assistant", "content": answer}]
+            asked = [*messages, {"role": "user", "content": text}]
+            try:
+                answer = chat.answer(asked)
+            except EngineError as error:
+                print(f"({error}; /new starts afresh)")
+            except KeyboardInterrupt:
+                print("(interrupted)")
+            else:
+                print(answer)
+                messages = [*asked, {"role": "assistant", "content": answer}]

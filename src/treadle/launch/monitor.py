@@ -118,7 +118,8 @@ class RunMonitor:
         standings = [_in_flags_of_run(standing) for standing in read_processes(answer or b"")]
         notes = tuple(line for standing in standings for line in describe_problems(standing, with_fixes=True))
         # An alarm that is over is raised again when it comes back.
-        known = {key for standing in standings for key in _troubles(standing)}
+        known = {(s.report.name, wait.what) for s in standings for wait in s.report.waits if wait.is_late}
+        known |= {(s.report.name, PROBLEM) for s in standings if s.report.problem}
         self._raised = {key for key in self._raised if key in known or key[1] == SILENT}
         for standing in standings:
             self._check_process(standing)
@@ -133,7 +134,11 @@ class RunMonitor:
         # If the hub does not list its processes to this token, only a part of the progress is visible.
         is_known = answer is None or bool(standings)
         is_comparable = is_known and not is_starting
-        self._check_progress((progress, *_counts(standings)) if is_comparable else object(), standings)
+        # Counters that change while a run progresses: groups, tokens, versions.
+        counts = [
+            (s.report.name, s.report.policy_version, s.report.work, *sorted(s.report.counts.items())) for s in standings
+        ]
+        self._check_progress((progress, *counts) if is_comparable else object(), standings)
 
     def _check_process(self, standing: ProcessStanding) -> None:
         report = standing.report
@@ -163,7 +168,10 @@ class RunMonitor:
             return
         _ask_for_stacks(pid)
         line = f"{name} (pid {pid}) has not reported for {seconds:.0f} s"
-        if _is_stopped(pid):
+        is_stopped = False
+        with contextlib.suppress(psutil.Error):
+            is_stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        if is_stopped:
             self._alarm((name, SILENT), f"{line}: it is stopped (Ctrl-Z, SIGSTOP)", f"kill -CONT {pid}")
         else:
             line += f"; its stacks are in {self._log_folder / name}.log"
@@ -202,13 +210,6 @@ class RunMonitor:
         return [self._log_folder / f"{process}.log" for process in of_kind or ([name] if name else [])]
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
-
-
 def _ask_for_stacks(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SIGNAL)
@@ -229,19 +230,6 @@ def _in_flags_of_run(standing: ProcessStanding) -> ProcessStanding:
     waits = [msgspec.structs.replace(wait, fix=as_flags_of("run", wait.fix, section)) for wait in report.waits]
     own = msgspec.structs.replace(report, fix=as_flags_of("run", report.fix, section), waits=waits)
     return msgspec.structs.replace(standing, report=own)
-
-
-def _troubles(standing: ProcessStanding) -> list[tuple[str, str]]:
-    report = standing.report
-    late = [(report.name, wait.what) for wait in report.waits if wait.is_late]
-    return [*late, (report.name, PROBLEM)] if report.problem else late
-
-
-def _counts(standings: list[ProcessStanding]) -> list[Hashable]:
-    """Counters that change while a run progresses: groups, tokens, versions."""
-    return [
-        (s.report.name, s.report.policy_version, s.report.work, *sorted(s.report.counts.items())) for s in standings
-    ]
 
 
 Measure = Callable[[psutil.Process], int]

@@ -86,9 +86,6 @@ class ChildProcess:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
 
-    def is_ready(self) -> bool:
-        return self.spec.ready_url is None or answers_ok(self.spec.ready_url, timeout_s=_READY_ANSWER_S)
-
     def exit_error(self, why: str = "") -> TreadleError:
         """Why it ended: its own message for an error of the user, else the end of its log."""
         code = self.poll()
@@ -231,7 +228,8 @@ class Supervisor:
         while waiting:
             self._tick()
             if awake_s() >= next_look:
-                waiting = [child for child in waiting if not child.is_ready()]
+                urls = {child: child.spec.ready_url for child in waiting}
+                waiting = [c for c, url in urls.items() if url and not answers_ok(url, timeout_s=_READY_ANSWER_S)]
                 next_look = awake_s() + _READY_POLL_S
             late = [c for c in waiting if awake_s() - begun > c.spec.ready_timeout_s]
             if late:

@@ -72,24 +72,20 @@ class LiveView:
     """A panel that is redrawn in place about three times a second."""
 
     def __init__(self, console: Console | None = None, *, interval_s: float = 0.3) -> None:
-        self._live = Live(console=console or Console(), auto_refresh=False, transient=True)
+        self.live = Live(console=console or Console(), auto_refresh=False, transient=True)
         self._interval_s = interval_s
         self._next_draw = 0.0
 
     def open(self) -> None:
-        self._live.start()
+        self.live.start()
 
     def update(self, state: ViewState) -> None:
         if time.monotonic() >= self._next_draw:
-            self._live.update(draw(state), refresh=True)
+            self.live.update(draw(state), refresh=True)
             self._next_draw = time.monotonic() + self._interval_s
 
     def close(self) -> None:
-        self._live.stop()
-
-    def restore_terminal(self) -> None:
-        """Show the cursor again after an error."""
-        self._live.console.show_cursor()
+        self.live.stop()
 
 
 class PlainView:
@@ -211,7 +207,7 @@ class Screen:
             failed, self._view = self._view, None
             log.warning("view_stopped", error=repr(error))
             if isinstance(failed, LiveView):
-                failed.restore_terminal()
+                failed.live.console.show_cursor()
 
 
 # ---- panel
@@ -244,7 +240,10 @@ def draw(state: ViewState) -> RenderableType:
         ends = f"  {rewards[0]:.3f} → {rewards[-1]:.3f}"
         lines.append(Text.assemble(("reward per step    ", "dim"), (sparkline(rewards), "green"), ends))
     if history.evaluations:
-        lines += _held_out(history.evaluations)
+        shown = [history.evaluations[0], *history.evaluations[1:][-2:]]
+        scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
+        lines.append(Text.assemble(("held-out accuracy  ", "dim"), (_accuracies(history.evaluations), "bold")))
+        lines.append(Text.assemble(("held-out score     ", "dim"), scores))
     for label, evaluations in history.by_env.items():
         if evaluations:
             lines.append(Text.assemble((f"  {label:<17}", "dim"), _accuracies(evaluations)))
@@ -295,15 +294,6 @@ def _accuracies(evaluations: tuple[Evaluation, ...]) -> str:
     """Accuracy of the first evaluation and the last two."""
     shown = [evaluations[0], *evaluations[1:][-2:]]
     return "  →  ".join(f"{percent(evaluation.accuracy)} at step {evaluation.step}" for evaluation in shown)
-
-
-def _held_out(evaluations: tuple[Evaluation, ...]) -> list[RenderableType]:
-    shown = [evaluations[0], *evaluations[1:][-2:]]
-    scores = "  →  ".join(_number(evaluation.mean_score, "{:.3f}") for evaluation in shown)
-    return [
-        Text.assemble(("held-out accuracy  ", "dim"), (_accuracies(evaluations), "bold")),
-        Text.assemble(("held-out score     ", "dim"), scores),
-    ]
 
 
 def _work(status: RunStatus) -> list[RenderableType]:
