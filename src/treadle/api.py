@@ -110,7 +110,7 @@ def train(
 def load(run: str | os.PathLike[str] | None = None) -> Run:
     """The run in this folder, finished or not; absent: the newest in ./runs."""
     from treadle.launch.folder import newest_run
-    from treadle.report.summary import check_is_run
+    from treadle.report.history import check_is_run
 
     folder = newest_run(Path("runs")) if run is None else Path(run)
     folder = folder.expanduser().resolve()

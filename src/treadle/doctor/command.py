@@ -34,8 +34,8 @@ from treadle.net.tokens import HUB_TOKEN_VARIABLE as HUB_TOKEN
 from treadle.net.tokens import MIN_TOKEN_CHARS, ClientRole, client_token
 from treadle.net.urls import shown_url
 from treadle.processor import processor_flags
-from treadle.report.history import reader_of
-from treadle.report.summary import check_is_run, load_summary
+from treadle.report.history import check_is_run, reader_of
+from treadle.report.summary import load_summary
 from treadle.wire.bridge import TOKEN_VARIABLE as ENGINE_TOKEN
 
 Report = Callable[[str], None]

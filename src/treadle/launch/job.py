@@ -51,11 +51,10 @@ from treadle.launch.supervisor import KILLED, Stopped, StopRequest, Supervisor
 from treadle.launch.view import Screen, ViewState, choose_view, current_phase
 from treadle.net.probe import answers_ok, get_json
 from treadle.net.urls import shown_url, without_token
-from treadle.report.history import HistoryReader, reader_of
+from treadle.report.history import HistoryReader, check_is_run, reader_of
 from treadle.report.summary import (
     Outcome,
     Summary,
-    check_is_run,
     draw_plot,
     load_summary,
     print_report,

@@ -26,8 +26,8 @@ from treadle.log import get_logger
 from treadle.net.probe import get_json
 from treadle.net.tokens import HUB_TOKEN_VARIABLE, client_token
 from treadle.net.urls import shown_url, without_token
-from treadle.report.history import HistoryReader, reader_of
-from treadle.report.summary import Summary, check_is_run, load_summary, result_in_words
+from treadle.report.history import HistoryReader, check_is_run, reader_of
+from treadle.report.summary import Summary, load_summary, result_in_words
 
 log = get_logger("top")
 

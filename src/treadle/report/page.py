@@ -26,8 +26,8 @@ from treadle.dash.rollouts import GroupView, TokenDecoder, view_group
 from treadle.dash.run_folder import HeldOut, MetricsFile, RunFolder
 from treadle.dash.status import TRAINING_STEPS, Situation, Tile, sampling_note, tiles_of
 from treadle.formatting import counted, duration, gigabytes, model_name, near, percent
-from treadle.report.history import Evaluation, History
-from treadle.report.summary import RunRecord, Summary, check_is_run, choose_examples, flatten, read_record
+from treadle.report.history import Evaluation, History, check_is_run, flatten
+from treadle.report.summary import RunRecord, Summary, choose_examples, read_record
 from treadle.store.browse import Browser, Wanted
 from treadle.track.catalogue import METRICS
 
