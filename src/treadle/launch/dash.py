@@ -45,13 +45,13 @@ from treadle.launch.run_hubs import (
     IDLE_S,
     LOOPBACK,
     RunHubs,
-    RunPage,
     is_on_loopback,
     observer_token,
     origin_of,
     recorded_hub,
 )
 from treadle.launch.top import find_run, watch_url
+from treadle.launch.view import RunPage
 from treadle.net.access import Access, AccessRules, Guard
 from treadle.net.listening import HANDED_FD
 from treadle.net.probe import answers_ok

@@ -1,4 +1,4 @@
-"""The page of a run: its address, and the hub that serves it; for a finished run, one is started while it is open."""
+"""Find the hub that serves the page of a run; for a finished run, start one while its page is open."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
-import webbrowser
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,46 +30,7 @@ LOOPBACK = "127.0.0.1"
 MAX_HUBS = 4  # open hubs of finished runs; the least recently used one is ended
 IDLE_S = 30.0  # without a request or an open page, after which the hub of a finished run is ended
 WATCH_S = 0.5  # shorter than the time in which a resumed run opens its queue
-PAGE_PATH = "/dash/"
 END_S = 2.0  # time to end before it is killed; it has nothing to save
-
-
-@dataclass(frozen=True)
-class RunPage:
-    hub_url: str
-    watch_url: str = field(repr=False)  # the same with an observer's token, where the hub asks for one
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    find_browser: Callable[[], webbrowser.BaseBrowser] = webbrowser.get
-    path: str = PAGE_PATH
-
-    def announcement(self, *, opens: bool) -> str:
-        """What to tell the user at the start; `opens`: whether they asked for the page to be opened."""
-        by_hand = "; no browser was found on this machine: open it by hand" if opens and not self.can_open() else ""
-        return f"page: {self.shown_url}{by_hand}"
-
-    def can_open(self) -> bool:
-        """Not in a browser without a window, which would take the terminal, unless the user chose it."""
-        try:
-            browser = self.find_browser()
-        except webbrowser.Error:
-            return False
-        return type(browser) is not webbrowser.GenericBrowser or "BROWSER" in self.environment
-
-    @property
-    def shown_url(self) -> str:
-        """Without the token, which must not end up in a log."""
-        if self.watch_url == self.hub_url:
-            return f"{self.hub_url}{self.path}"
-        return f"{self.hub_url}/t/TOKEN{self.path} (`treadle token observer` prints TOKEN)"
-
-    def open(self, *, within_s: float = 0.0) -> None:
-        """Open it in a thread, because some browsers return only when closed; wait up to `within_s` for the thread."""
-        if not self.can_open():
-            return
-        address = f"{self.watch_url}{self.path}"  # with the token: for the browser alone
-        thread = threading.Thread(target=webbrowser.open, args=(address,), name="browser", daemon=True)
-        thread.start()
-        thread.join(within_s)
 
 
 def recorded_hub(folder: Path, config: RunConfig, port: int) -> HubConfig:

@@ -124,7 +124,7 @@ class HistoryReader:
         watched = [self.metrics_file, *log_file, *chain.from_iterable(files.values())]
         seen = tuple(_fingerprint(path) for path in watched)
         if seen != self._seen:
-            by_env = {}
+            by_env: dict[str, tuple[Evaluation, ...]] = {}
             for env, paths in files.items():
                 found = [replace(one, env=env) for path in paths if (one := read_evaluation(path)) is not None]
                 by_env[env] = tuple(sorted(found, key=lambda evaluation: evaluation.step))

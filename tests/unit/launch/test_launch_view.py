@@ -14,8 +14,7 @@ from tests.written_run import history_of, write_health, write_run
 from treadle.config import load_run
 from treadle.formatting import counted, duration, one_line, sparkline
 from treadle.launch.monitor import RunStatus
-from treadle.launch.run_hubs import RunPage
-from treadle.launch.view import LiveView, PlainView, Screen, ViewState, current_phase, draw, time_left_s
+from treadle.launch.view import LiveView, PlainView, RunPage, Screen, ViewState, current_phase, draw, time_left_s
 from treadle.report.history import History, HistoryReader
 from treadle.track.files import HEALTH_FILE, HealthFile
 from treadle.wire.hub import ProcessReport, ProcessStanding, WaitReport, WorkReport
