@@ -184,9 +184,7 @@ def _view(
         ids=ids,
         pieces=pieces,
         is_trained=[int(mask != IGNORED) for mask in group.masks[row][shown]],
-        logprobs=None
-        if logprobs is None
-        else [None if value == NO_LOGPROB else round(value, 4) for value in logprobs[shown]],
+        logprobs=logprobs and [None if value == NO_LOGPROB else round(value, 4) for value in logprobs[shown]],
         advantages=own[shown] if own is not None and len(own) == len(group.tokens[row]) else None,
         differences=differences,
         trained_advantages=trained_advantages,
@@ -232,6 +230,8 @@ def texts_of(stored: StoredGroup, decoder: TokenDecoder) -> list[str]:
     return [text for text in texts if text is not None]
 
 
+# ---- search
+
 PORTION = 25  # groups indexed at once; a search waits for one portion at most
 BUDGET_S = 1.0
 AT_ONCE = 100  # groups listed at once; their contents, which may be large, are opened one by one
@@ -268,10 +268,7 @@ class GroupIndexer:
             try:
                 while self._browser.learn(PORTION) and not self._is_over.is_set():
                     self._is_over.wait(0.0005)  # let other threads take the lock and the interpreter
-            except (
-                sqlite3.Error,
-                msgspec.DecodeError,
-            ):  # busy, being reset or damaged: the next request wakes it again
+            except (sqlite3.Error, msgspec.DecodeError):  # busy, reset or damaged: the next request wakes it again
                 log.error("facts_not_read", exc_info=True)
 
 
