@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treadle.doctor.sharing import HostFacts, SharingResult, check_cuda_sharing, try_sharing
+from treadle.doctor.survey import HostFacts, SharingResult, check_cuda_sharing, try_sharing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -155,7 +155,7 @@ def check_vllm(vllm: Installation | None, trouble: str, *, is_wanted: bool, has_
             return Finding("vLLM", "problem", trouble, f"{install}, or use --engine.engine transformers")
         return Finding("vLLM", "ok", "not installed (optional): transformers generates")
     found = f"{vllm.version}, a build for {'CPUs' if vllm.is_cpu else 'GPUs'}, in {vllm.python}"
-    if not vllm.is_tested:
+    if vllm.version not in VLLM:
         remedy = "pip install 'vllm=={}.{}.*' in that Python, or try it".format(*VLLM.newest)
         return Finding("vLLM", "warning", f"{found}; tested are {VLLM}", remedy)
     if vllm.is_cpu and has_gpu:

@@ -18,7 +18,7 @@ from treadle.config.env import folder_of, labels_of
 from treadle.config.schema import RunConfig
 from treadle.dash.run_folder import CONFIG_FILE
 from treadle.errors import ConfigError
-from treadle.track.jsonl import HEALTH_FILE, HealthEvent, HealthFile, read_steps
+from treadle.track.files import HEALTH_FILE, HealthEvent, HealthFile, read_steps
 from treadle.track.plot import HeldOutPoint, pooled
 
 Step = dict[str, Any]

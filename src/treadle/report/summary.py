@@ -26,7 +26,7 @@ from treadle.report.history import (
     flatten,
     reader_of,
 )
-from treadle.track.plot import plot_reward
+from treadle.track.plot import draw_reward
 
 SUMMARY_FILE = "summary.json"
 ADAPTER_RESULT = "final_adapter"  # of a run that trains adapters; final_model may be beside it, merged

@@ -450,10 +450,10 @@ def test_the_room_names_what_limits_it():
 
 
 def test_the_report_of_the_process_says_what_limits_the_pace(tmp_path):
-    scene = Scene(tmp_path)
-    scene.engine.health_values = {"max_num_seqs": 100, "num_running": 38}
-    asyncio.run(scene.serve())
-    report = scene.monitor.report()
+    harness = Harness(tmp_path)
+    harness.engine.health_values = {"max_num_seqs": 100, "num_running": 38}
+    asyncio.run(harness.serve())
+    report = harness.monitor.report()
     assert re.fullmatch(r"engine 38 % busy: \d+ groups? in flight, limited by .+", report.pace)
     assert msgspec.structs.replace(report, in_flight=3).as_about().state == report.pace
 

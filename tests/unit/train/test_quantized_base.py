@@ -13,7 +13,7 @@ from treadle.engines.model_runner import load_model
 from treadle.errors import ConfigError
 from treadle.loading import loading_options
 from treadle.sync.protocol import check_same_quantization
-from treadle.train.optim import build_optimizer
+from treadle.train.optimizers import build_optimizer
 from treadle.train.policy import load_policy
 
 IDS = [5, 6, 7, 8, 9, 10]
